@@ -1,0 +1,45 @@
+# `make train` and `make test` create the environment by themselves; nothing needs to be installed first but Python and pip.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help train test lint format bench clean
+
+help:
+	@echo "make train   create the environment and train the digits example"
+	@echo "make test    create the environment and run the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make bench   the overhead benchmark"
+	@echo "make clean   remove the environment and all outputs"
+	@echo
+	@echo "make PYTHON=python3.12 ... takes another Python than python3; 3.11 is the oldest that will do"
+
+# Installed anew when the requirements change. The exact versions stand in constraints.txt.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+train: $(READY)
+	$(BIN)/equipoise fit
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/overhead/main.py
+
+clean:
+	rm -rf $(VENV) outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis

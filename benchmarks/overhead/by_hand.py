@@ -1,0 +1,42 @@
+"""The loops people write by hand: the measure of all others."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from workload import LEARNING_RATE, TimedBatches, loader_of, network
+
+__all__ = ["accumulate", "evaluate", "train"]
+
+
+def train(data: TimedBatches) -> nn.Module:
+    """One step for each batch."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    for features, labels in loader_of(data):
+        loss = F.cross_entropy(model(features), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def accumulate(data: TimedBatches, window: int = 4) -> nn.Module:
+    """One step for every four batches."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    for index, (features, labels) in enumerate(loader_of(data)):
+        loss = F.cross_entropy(model(features), labels)
+        (loss / window).backward()
+        if (index + 1) % window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def evaluate(data: TimedBatches) -> nn.Module:
+    """The loss of each batch, without gradients."""
+    model = network().eval()
+    with torch.inference_mode():
+        for features, labels in loader_of(data):
+            F.cross_entropy(model(features), labels)
+    return model

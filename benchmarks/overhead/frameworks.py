@@ -1,0 +1,223 @@
+"""The same work through the frameworks, each as its documentation writes it."""
+
+import contextlib
+import csv
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from workload import LEARNING_RATE, Classifier, LoggingClassifier, TimedBatches, loader_of, network
+
+__all__ = ["Contestant", "frameworks"]
+
+Contestant = Callable[[TimedBatches], nn.Module]
+LOG_EVERY = 50
+
+
+class Terminal(io.TextIOWrapper):
+    """A terminal whose screen nobody sees: bars draw as they do for a user."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[None]:
+    """Sends what is printed to such a terminal, 120 columns wide."""
+    size = {"COLUMNS": "120", "LINES": "40", "TERM": "xterm-256color"}
+    before = {name: os.environ.get(name) for name in size}
+    os.environ.update(size)
+    screen = Terminal(open(os.devnull, "wb"), write_through=True)  # noqa: SIM115  closed below, with its wrapper
+    try:
+        with screen, contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
+            yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def frameworks() -> dict[str, dict[str, Contestant]]:
+    """All contestants, by framework and load; of the others, those that are not installed are left out."""
+    found = {"Equipoise": _equipoise()}
+    for name, make in (("Lightning", _lightning), ("Fabric", _fabric), ("Accelerate", _accelerate)):
+        with contextlib.suppress(ModuleNotFoundError):
+            found[name] = make()
+    return found
+
+
+def _equipoise() -> dict[str, Contestant]:
+    from equipoise import Trainer
+
+    return _trainer_loads(Trainer)
+
+
+def _lightning() -> dict[str, Contestant]:
+    from lightning import Trainer
+
+    return _trainer_loads(Trainer)
+
+
+def _trainer_loads(trainer_class: Callable[..., Any]) -> dict[str, Contestant]:
+    """The loads of a trainer that takes a LightningModule."""
+
+    def fit(data: TimedBatches, module: Classifier, **options: Any) -> nn.Module:
+        _trainer(trainer_class, **options).fit(module, loader_of(data))
+        return module.network
+
+    def full(data: TimedBatches, on_epoch: bool) -> nn.Module:
+        from lightning.pytorch.loggers import CSVLogger
+
+        with tempfile.TemporaryDirectory() as folder, terminal():
+            module = LoggingClassifier(on_epoch=on_epoch)
+            return fit(data, module, logger=CSVLogger(folder), log_every_n_steps=LOG_EVERY, enable_progress_bar=True)
+
+    def evaluate(data: TimedBatches) -> nn.Module:
+        module = Classifier()
+        _trainer(trainer_class).validate(module, loader_of(data), verbose=False)
+        return module.network
+
+    return {
+        "bare": lambda data: fit(data, Classifier()),
+        "logs": lambda data: fit(data, LoggingClassifier()),
+        "full": lambda data: full(data, on_epoch=False),
+        "full with epoch values": lambda data: full(data, on_epoch=True),
+        "accumulation": lambda data: fit(data, Classifier(), accumulate_grad_batches=4),
+        "evaluation": evaluate,
+    }
+
+
+def _trainer(trainer_class: Callable[..., Any], **options: Any) -> Any:
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    return trainer_class(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **options})
+
+
+class _Table:
+    """A table that is written every fifty steps, for loops that bring none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows = path, list[dict[str, float]]()
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        self.rows.append({"step": step, **values})
+        with self.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["step", *values])
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+
+def _fabric() -> dict[str, Contestant]:
+    from lightning.fabric import Fabric
+
+    def train(
+        data: TimedBatches, window: int = 1, report: Callable[[Any, Any, int], None] | None = None, **options: Any
+    ) -> nn.Module:
+        fabric = Fabric(accelerator="cpu", devices=1, **options)
+        plain = network()
+        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), LEARNING_RATE))
+        loader = fabric.setup_dataloaders(loader_of(data))
+        for index, (features, labels) in enumerate(loader):
+            loss = F.cross_entropy(model(features), labels)
+            fabric.backward(loss if window == 1 else loss / window)
+            if (index + 1) % window == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if report is not None:
+                report(fabric, loss, index)
+        return plain
+
+    def logs(fabric: Any, loss: Any, index: int) -> None:
+        fabric.log("loss", loss, step=index)
+        fabric.log("again", loss, step=index)
+
+    def full(data: TimedBatches) -> nn.Module:
+        from lightning.fabric.loggers import CSVLogger
+        from tqdm import tqdm
+
+        with tempfile.TemporaryDirectory() as folder, terminal(), tqdm(total=len(data)) as bar:
+
+            def report(fabric: Any, loss: Any, index: int) -> None:
+                bar.update()
+                if index % LOG_EVERY == 0:
+                    fabric.log_dict({"loss": loss.item(), "again": loss.item()}, step=index)
+
+            return train(data, report=report, loggers=CSVLogger(folder))
+
+    def evaluate(data: TimedBatches) -> nn.Module:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        plain = network()
+        model, loader = fabric.setup(plain).eval(), fabric.setup_dataloaders(loader_of(data))
+        with torch.inference_mode():
+            for features, labels in loader:
+                F.cross_entropy(model(features), labels)
+        return plain
+
+    return {
+        "bare": train,
+        "logs": lambda data: train(data, report=logs),
+        "full": full,
+        "accumulation": lambda data: train(data, window=4),
+        "evaluation": evaluate,
+    }
+
+
+def _accelerate() -> dict[str, Contestant]:
+    from accelerate import Accelerator
+
+    def train(data: TimedBatches, window: int = 1, report: Callable[[Any, Any, int], None] | None = None) -> nn.Module:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
+        plain = network()
+        optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
+        model, optimizer, loader = accelerator.prepare(plain, optimizer, loader_of(data))
+        for index, (features, labels) in enumerate(loader):
+            with accelerator.accumulate(model) if window > 1 else contextlib.nullcontext():
+                loss = F.cross_entropy(model(features), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if report is not None:
+                report(accelerator, loss, index)
+        return accelerator.unwrap_model(model)
+
+    def logs(accelerator: Any, loss: Any, index: int) -> None:
+        accelerator.log({"loss": loss, "again": loss}, step=index)
+
+    def full(data: TimedBatches) -> nn.Module:
+        from tqdm import tqdm
+
+        with tempfile.TemporaryDirectory() as folder, terminal(), tqdm(total=len(data)) as bar:
+            table = _Table(Path(folder, "metrics.csv"))
+
+            def report(accelerator: Any, loss: Any, index: int) -> None:
+                bar.update()
+                if index % LOG_EVERY == 0:
+                    table.write({"loss": loss.item(), "again": loss.item()}, index)
+
+            return train(data, report=report)
+
+    def evaluate(data: TimedBatches) -> nn.Module:
+        accelerator = Accelerator(cpu=True)
+        model, loader = accelerator.prepare(network(), loader_of(data))
+        model.eval()
+        with torch.inference_mode():
+            for features, labels in loader:
+                F.cross_entropy(model(features), labels)
+        return accelerator.unwrap_model(model)
+
+    return {
+        "bare": train,
+        "logs": lambda data: train(data, report=logs),
+        "full": full,
+        "accumulation": lambda data: train(data, window=4),
+        "evaluation": evaluate,
+    }

@@ -1,0 +1,114 @@
+"""Runs all contestants in shuffled rounds, each side by side with the hand-written loop, and keeps the differences."""
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import NamedTuple
+
+from frameworks import Contestant
+from workload import Batch, Size, TimedBatches
+
+__all__ = ["BY_HAND", "NOISE", "Entry", "Row", "measure"]
+
+Pair = tuple[float, float]
+BY_HAND, NOISE = "by hand", "by hand, again"
+
+
+class Entry(NamedTuple):
+    """A contestant and what it is compared with.
+
+    Attributes:
+        group: "training", "accumulation" or "evaluation": rows of a group share a hand-written loop.
+        name: The framework, or `BY_HAND`, or `NOISE`.
+        load: What it does.
+        run: Does it.
+    """
+
+    group: str
+    name: str
+    load: str
+    run: Contestant
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one contestant. Times are processor time in microseconds per step.
+
+    Attributes:
+        group, name, load: Those of the entry.
+        time: The median of its times.
+        over: The median of its differences to the hand-written loop beside it.
+        low, high: Their quartiles.
+        ratio: The median of its ratios to the hand-written loop.
+    """
+
+    group: str
+    name: str
+    load: str
+    time: float
+    over: float
+    low: float
+    high: float
+    ratio: float
+
+
+def measure(
+    entries: list[Entry], batches: list[Batch], *, size: Size, rounds: int, seed: int, report: Callable[[int], None]
+) -> list[Row]:
+    """Times all entries, in an order that is shuffled anew in every round.
+
+    The hand-written loop runs once for each of the others, right before or right after it, as the dice fall: the speed
+    of a machine drifts, but little from one second to the next.
+
+    Args:
+        entries: Who takes part; every group needs its `BY_HAND`.
+        batches: What all of them compute on.
+        size: How long each measurement is.
+        rounds: How often everything is measured.
+        seed: Of the shuffling.
+        report: Told the number of each round that is done.
+    """
+    hand = {entry.group: entry for entry in entries if entry.name == BY_HAND}
+    others = [entry for entry in entries if entry.name != BY_HAND]
+    pairs: dict[Entry, list[Pair]] = {entry: [] for entry in others}
+    order, dice = list(others), random.Random(seed)
+    for done in range(1, rounds + 1):
+        dice.shuffle(order)
+        for entry in order:
+            both = [entry, hand[entry.group]]
+            dice.shuffle(both)
+            times = {one: _time(one, batches, size) for one in both}
+            pairs[entry].append((times[entry], times[hand[entry.group]]))
+        report(done)
+    references = {
+        group: [pair[1] for entry in others if entry.group == group for pair in pairs[entry]] for group in hand
+    }
+    rows = [_row(entry, pairs[entry]) for entry in others]
+    return [*(_hand_row(entry, references[entry.group]) for entry in hand.values()), *rows]
+
+
+def _time(entry: Entry, batches: list[Batch], size: Size) -> float:
+    """One run. The collector stays on, as it is for users, but need not look at what was there before."""
+    gc.collect()
+    gc.freeze()
+    data = TimedBatches(batches, size)
+    try:
+        entry.run(data)
+    finally:
+        gc.unfreeze()
+    return data.microseconds_per_step
+
+
+def _hand_row(entry: Entry, times: list[float]) -> Row:
+    return Row(entry.group, entry.name, entry.load, median(times), 0.0, 0.0, 0.0, 1.0)
+
+
+def _row(entry: Entry, pairs: list[Pair]) -> Row:
+    differences = [time - reference for time, reference in pairs]
+    low, _, high = quantiles(differences, method="inclusive") if len(differences) > 1 else differences * 3
+    ratio = median(time / reference for time, reference in pairs)
+    return Row(
+        entry.group, entry.name, entry.load, median(time for time, _ in pairs), median(differences), low, high, ratio
+    )

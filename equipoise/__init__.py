@@ -1,0 +1,58 @@
+"""Equipoise: train PyTorch models on the devices you have.
+
+`from equipoise import Trainer` is the only change to a program written for Lightning. Names are imported on first
+use, so that `import equipoise` costs little more than `import torch`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch as _torch  # noqa: F401  the one import that every use of the package pays for
+
+if TYPE_CHECKING:
+    from equipoise.callbacks.callback import Callback
+    from equipoise.callbacks.progress_bar import ProgressBar
+    from equipoise.callbacks.run_summary import RunSummary
+    from equipoise.errors import CheckpointError, ConfigurationError, StepError
+    from equipoise.strategies.single_device import SingleDeviceStrategy
+    from equipoise.strategies.strategy import StepResult, Strategy
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = [
+    "Callback",
+    "CheckpointError",
+    "ConfigurationError",
+    "ProgressBar",
+    "RunSummary",
+    "SingleDeviceStrategy",
+    "StepError",
+    "StepResult",
+    "Strategy",
+    "Trainer",
+]
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Callback": "equipoise.callbacks.callback",
+    "CheckpointError": "equipoise.errors",
+    "ConfigurationError": "equipoise.errors",
+    "ProgressBar": "equipoise.callbacks.progress_bar",
+    "RunSummary": "equipoise.callbacks.run_summary",
+    "SingleDeviceStrategy": "equipoise.strategies.single_device",
+    "StepError": "equipoise.errors",
+    "StepResult": "equipoise.strategies.strategy",
+    "Strategy": "equipoise.strategies.strategy",
+    "Trainer": "equipoise.trainer.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'equipoise' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

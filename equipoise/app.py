@@ -1,0 +1,335 @@
+"""Composes a configuration, builds what it names, runs it. Nothing else knows Hydra.
+
+    equipoise fit key=value ──→ main ──→ Hydra composes ──┐
+    a hydra.main of your own ──→ Hydra composes ──────────┴──→ run ──→ builds data, module, callbacks, Trainer ──→ fits
+
+Configurations are looked for in the user's folders, then in `equipoise/conf`, then among the structured ones, which are
+made here from the constructors of the trainer, the strategies and the callbacks.
+"""
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import hydra
+import lightning.pytorch.callbacks as lightning_callbacks
+import torch
+import yaml
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+import equipoise
+from equipoise.app_output import find_checkpoint, keep_metrics
+from equipoise.conf.checks import GROUPS, KEYS, check_keys, check_targets, did_you_mean
+from equipoise.conf.schema import config_class, option_name
+from equipoise.errors import ConfigurationError
+
+__all__ = ["complete", "main", "run"]
+
+_LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+# Base classes, one that takes functions, and two that work on the inside of Lightning's loops.
+_NOT_OFFERED = {
+    *("BaseFinetuning", "BasePredictionWriter", "Callback", "Checkpoint", "ProgressBar", "WeightAveraging"),
+    *("LambdaCallback", "BatchSizeFinder", "LearningRateFinder"),
+}
+
+
+class _SearchPath(SearchPathPlugin):
+    """Puts the package's configurations behind the user's."""
+
+    folders: ClassVar[Sequence[Path]] = ()  # the user's, after the primary one
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in self.folders:
+            search_path.append("project", f"file://{folder}")
+        search_path.append("equipoise", "pkg://equipoise.conf")
+
+
+def _register() -> None:
+    """Makes structured configurations of the trainer, and of every strategy and callback that has a public name."""
+    store = ConfigStore.instance()
+    trainer = config_class(equipoise.Trainer, leave_out=("strategy", "callbacks", "logger"))
+    store.store(name="trainer", group="trainer", node=trainer)
+    store.store(name="auto", group="strategy", node={"strategy": "auto"}, package="_global_")
+    own = [getattr(equipoise, name) for name in equipoise.__all__]
+    for strategy in own:
+        if issubclass(strategy, equipoise.Strategy) and strategy.name:
+            store.store(name=strategy.name, group="strategy", node=config_class(strategy))
+    offered = [getattr(lightning_callbacks, name) for name in lightning_callbacks.__all__ if name not in _NOT_OFFERED]
+    for callback in (*offered, *own):
+        if issubclass(callback, lightning_callbacks.Callback) and callback is not equipoise.Callback:
+            name = option_name(callback)
+            store.store(name=name, group="callbacks", node=config_class(callback), package=f"callbacks.{name}")
+    Plugins.instance().register(_SearchPath)
+
+
+_register()
+
+
+# Composing.
+
+
+def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
+    """Composes a configuration from a command line and runs it, once or as a sweep.
+
+    Args:
+        stage: "fit", "validate", "test" or "predict".
+        arguments: Overrides and flags, as Hydra takes them.
+        folders: The folders to look in for configurations, the one with the primary `config.yaml` first.
+
+    Raises:
+        ConfigurationError: If the command line or the configuration is wrong; it names the nearest right key or option.
+    """
+    failures: list[Exception] = []
+
+    def task(config: DictConfig) -> None:
+        try:
+            run(config, stage)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # Hydra says which job it was, once all are done
+            failures.append(error)
+
+    try:
+        _hydra(task, arguments, folders)
+        for failure in failures:
+            raise failure
+    except MisconfigurationException as error:
+        raise ConfigurationError(str(error)) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        if "--help" not in arguments:
+            raise ConfigurationError(_explain(error, folders)) from error
+        _hydra(task, ["--help"], folders, "equipoise")  # help without what is missing
+    except ValueError as error:
+        if "Config group override must be" not in str(error):
+            raise
+        group, _, option = next(
+            a for a in (a.partition("=") for a in arguments) if a[0] in GROUPS and a[2] not in _options(a[0], folders)
+        )
+        hint = did_you_mean(option, _options(group, folders))
+        raise ConfigurationError(
+            f"There is no {option} in the group {group!r}{hint} (~{group} leaves the group out.)"
+        ) from error
+
+
+def complete(arguments: Sequence[str], folders: Sequence[Path]) -> None:
+    """Prints what a shell asks for to complete a command line, which it gives in the environment.
+
+    Args:
+        arguments: Hydra's, such as `install=bash` or `query=bash`.
+        folders: As for `main`.
+    """
+    _hydra(run, ["--shell-completion", *arguments], folders)
+
+
+def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_name: str = "config") -> None:
+    """Runs Hydra on these arguments, as if they had been this program's."""
+    _SearchPath.folders = folders[1:]
+    path, argv, full_error = sys.path.copy(), sys.argv, os.environ.pop("HYDRA_FULL_ERROR", None)
+    try:
+        sys.path[:0] = [str(folder.parent) for folder in folders]  # for a `_target_` beside a folder
+        sys.argv = ["equipoise", *arguments]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra is to raise its errors, not to print them
+        hydra.main(version_base="1.3", config_path=str(folders[0]), config_name=config_name)(task)()
+    finally:
+        sys.path[:], sys.argv = path, argv
+        del os.environ["HYDRA_FULL_ERROR"]
+        os.environ.update({"HYDRA_FULL_ERROR": full_error} if full_error is not None else {})
+
+
+# Running.
+
+
+def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
+    """Builds what a composed configuration names and runs it, for the command and for a `hydra.main` of your own.
+
+    Args:
+        config: A configuration that has `equipoise` in its defaults list.
+        stage: "fit", "validate", "test" or "predict". Default: the configuration's `stage`.
+
+    Returns:
+        The metrics the run ended with.
+
+    Raises:
+        ConfigurationError: If a value is missing, a `_target_` cannot be imported, or does not take an argument.
+
+    Example:
+        >>> import hydra
+        >>> from equipoise.app import run
+        >>> @hydra.main(version_base="1.3", config_path="conf", config_name="config")
+        ... def main(config):
+        ...     run(config)
+    """
+    try:
+        values = _plain(config)
+        if stage is not None:
+            values["stage"] = stage
+        check_keys(values)
+        output = Path(values["output_dir"])
+        output.mkdir(parents=True, exist_ok=True)
+        keep_metrics(output)
+        OmegaConf.save(OmegaConf.create(values), output / "config.yaml")
+        if values["seed"] is not None:
+            seed_everything(values["seed"], workers=True)
+        data = _build(values["data"], "data") if values.get("data") else None
+        module = _build(values["module"], "module")
+        trainer = _trainer(values)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigurationError(_explain(error)) from error
+    loader = _LOADERS[values["stage"]]
+    if data is None and not _overrides(module, LightningModule, loader):
+        raise ConfigurationError(f"There are no data: choose some with data=NAME, or define {loader} in the module.")
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Experiment logs directory .* exists and is not empty"
+        )  # it is this run's own
+        if values["stage"] != "fit":
+            warnings.filterwarnings("ignore", "The dirpath has changed")  # nothing is saved there
+        _work(trainer, module, data, values)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _work(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> None:
+    stage = values["stage"]
+    result = getattr(trainer, stage)(module, datamodule=data, ckpt_path=_ckpt_path(values))
+    if stage == "predict" and result:
+        torch.save(result, Path(values["output_dir"], "predictions.pt"))
+    if stage == "fit" and values["test"]:
+        owner, base = (module, LightningModule) if data is None else (data, LightningDataModule)
+        if _overrides(owner, base, "test_dataloader") and _overrides(module, LightningModule, "test_step"):
+            best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+            trainer.test(module, datamodule=data, ckpt_path=best or None)
+        else:
+            warnings.warn("test=true, but there is no test_step or no test_dataloader: no test is run.", stacklevel=2)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration as plain values, resolved."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigurationError(f"{', '.join(missing)} must be given a value, such as {missing[0]}=VALUE.")
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _build(values: Any, key: str, **more: Any) -> Any:
+    """Builds what a part of the configuration names, from its values and from objects that are there already."""
+    if not isinstance(values, dict) or "_target_" not in values:
+        raise ConfigurationError(f"{key} must say what to build, by a _target_ and its arguments; it is {values!r}.")
+    check_targets(values, key, more)
+    return hydra.utils.instantiate(values, _partial_=True, _convert_="all")(**more)
+
+
+def _trainer(values: Mapping[str, Any]) -> Any:
+    def several(key: str) -> list[Any]:
+        if not isinstance(values[key] or {}, dict):
+            raise ConfigurationError(f"{key} must be a mapping of names to what to build; it is {values[key]!r}.")
+        return [_build(node, f"{key}.{name}") for name, node in (values[key] or {}).items() if node is not None]
+
+    more: dict[str, Any] = {"callbacks": several("callbacks"), "logger": several("logger") or False}
+    if values["strategy"] is not None:
+        by_name = isinstance(values["strategy"], str)
+        more["strategy"] = values["strategy"] if by_name else _build(values["strategy"], "strategy")
+    trainer = values["trainer"]
+    return _build(
+        {**trainer, "default_root_dir": trainer["default_root_dir"] or values["output_dir"]}, "trainer", **more
+    )
+
+
+def _ckpt_path(values: Mapping[str, Any]) -> str | None:
+    """The checkpoint to begin from: "best" and "last" are those of an earlier run, since this one has none yet."""
+    which: str | None = values["ckpt_path"]
+    if which not in ("best", "last"):
+        return which
+    found = find_checkpoint(which, values)
+    if found is None and values["stage"] != "fit":
+        raise ConfigurationError(
+            f"ckpt_path={which}, but no earlier run of this module left a checkpoint under outputs. Give a path."
+        )
+    return which if found is None else str(found)
+
+
+def _overrides(instance: Any, base: type[Any], name: str) -> bool:
+    return getattr(type(instance), name, None) is not getattr(base, name, None)
+
+
+# Explaining.
+
+
+def _explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
+    """One message for one of Hydra's errors: what is wrong, and the nearest right thing."""
+    chain = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"Cannot read {error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}."
+    where = re.match(r"In '([^']+)': Config\w+Error", str(error))
+    start = f"In {where[1]}.yaml: " if where else ""
+    for link in chain:
+        if isinstance(link, MissingConfigException) and link.missing_cfg_file:
+            group, _, option = link.missing_cfg_file.rpartition("/")
+            hint = did_you_mean(option, link.options or _options(group, folders))
+            return f"There is no {option!r} in the group {group!r}{hint}"
+        if isinstance(link, OverrideParseException):
+            return f"Cannot read {link.override!r}: write key=value, special characters in quotes, as in key='\"a=b\"'."
+        if isinstance(link, ConfigKeyError | ConfigAttributeError) and link.full_key:
+            return start + _unknown_key(link.full_key, list(link.parent_node or ()), folders)
+        if isinstance(link, OmegaConfBaseException) and link.full_key:
+            return f"{start}{link.full_key}: {str(link).splitlines()[0].rstrip('.')}."
+    return _explain_text(str(error), folders)
+
+
+def _explain_text(text: str, folders: Sequence[Path]) -> str:
+    if match := re.match(r"You must specify '([\w/]+)'", text):
+        return f"No {match[1]} is chosen: give {match[1]}=NAME{did_you_mean('', _options(match[1], folders))}"
+    if match := re.match(r"(In '.*): Could not override '([\w/]+)'.*\s+No match", text):
+        return f"{match[1]} there is no group {match[2]!r} to override{did_you_mean(match[2], GROUPS)}"
+    if match := re.match(r"Could not delete from config. '([\w.]+)' does not exist", text):
+        return f"There is no key {match[1]!r} to leave out{did_you_mean(match[1], KEYS)}"
+    if match := re.match(r"(In '.*): .*\s+Cannot merge \w+ with \w+", text):
+        return f"{match[1]} a list and a mapping meet; callbacks and logger are mappings, from names to what to build."
+    return text.partition("\nConfig search path")[0].strip()
+
+
+def _unknown_key(key: str, names: Sequence[str], folders: Sequence[Path]) -> str:
+    parent, _, name = key.rpartition(".")
+    if parent in ("callbacks", "logger") and name in _options(parent, folders):
+        return f"{key!r} is not part of the configuration: choose it first, by {parent}=[{name}]."
+    if parent in GROUPS and not names:
+        hint = did_you_mean("", _options(parent, folders))
+        return f"There is no key {key!r}: the present {parent} takes no arguments{hint}"
+    if parent == "trainer" and name in GROUPS:
+        return f"{key!r} is not a key of the trainer: {name} is a group of its own, given by {name}=NAME."
+    if not parent:
+        names = [*names, *GROUPS]
+    return f"There is no key {key!r} in the configuration{did_you_mean(name, names, parent and parent + '.')}"
+
+
+def _options(group: str, folders: Sequence[Path]) -> list[str]:
+    """The names that can be chosen in a group."""
+    if GlobalHydra.instance().is_initialized():
+        return GlobalHydra.instance().config_loader().get_group_options(group)
+    if not folders:
+        return []
+    with hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
+        return GlobalHydra.instance().config_loader().get_group_options(group)

@@ -1,0 +1,326 @@
+"""The closing word of a fit: a table of what came out and what it took, and a picture of the learning curves."""
+
+import contextlib
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import rich
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from equipoise.callbacks.callback import Callback
+from equipoise.callbacks.learning_curves import can_draw, draw_curves
+from equipoise.callbacks.progress_display import format_time, format_value
+from equipoise.errors import ConfigurationError
+from equipoise.memory.devices import format_bytes, read_memory
+from equipoise.parallel.split import infer_batch_size
+
+__all__ = ["RunSummary"]
+
+
+@dataclass(kw_only=True)
+class _Fit:
+    """What is counted in one fit. All times are seconds.
+
+    Attributes:
+        trainer: Whose fit it is.
+        folder: Where the picture goes.
+        started: When it began; `first_epoch`, `first_step`: where, if any training took place.
+        epochs: Finished epochs; `epoch_time`: what they took, validation included.
+        samples: Samples trained on; `countless`: a batch's size could not be told.
+        training_time: Time in training epochs, validation excluded.
+        epoch_started, validation_started: When the present one began, if there is one.
+        validation_time: Time in validation since the epoch began.
+        pending: The epoch that ended last, while its values may still change.
+        names_before: The metrics known before a validation.
+        alone: The counts are those of this process alone, though there are others.
+    """
+
+    trainer: Any
+    folder: Path
+    started: float
+    first_epoch: int | None = None
+    first_step: int = 0
+    epochs: int = 0
+    epoch_time: float = 0.0
+    samples: int = 0
+    countless: bool = False
+    training_time: float = 0.0
+    epoch_started: float | None = None
+    validation_started: float | None = None
+    validation_time: float = 0.0
+    pending: int | None = None
+    names_before: frozenset[str] = frozenset()
+    alone: bool = False
+
+
+class RunSummary(Callback):
+    """Prints a table when a fit ends, and draws its learning curves into `curves.png`.
+
+    The table holds the metrics of the last epoch, the best checkpoint, samples per second, times, devices and peak
+    memory. An interrupted fit gets what there is. The picture lies in the folder of the first logger, else in
+    `default_root_dir`; it needs matplotlib (`pip install 'equipoise[plots]'`). The curves are part of a checkpoint, so
+    those of a resumed fit are whole. A `fast_dev_run` writes no file.
+
+    A value that is logged for steps only stands as it was in the epoch's last step; log it with `on_epoch=True` to see
+    the mean. Reading the values waits for the device once an epoch.
+
+    Args:
+        curves: Whether to draw the picture. Default: True.
+        table: Whether to print the table. Default: True.
+
+    Example:
+        >>> from equipoise import RunSummary, Trainer
+        >>> Trainer(max_epochs=3, callbacks=[RunSummary()]).fit(model, datamodule=data)  # doctest: +SKIP
+    """
+
+    def __init__(self, *, curves: bool = True, table: bool = True) -> None:
+        self.curves = curves
+        self.table = table
+        self.history: dict[str, dict[float, float]] = {}
+        self._validation_names: set[str] = set()
+        self._batch_idx = -1
+        self._fit: _Fit | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The curves and the options; neither a fit under way nor the methods that Lightning lends to callbacks."""
+        return {**{k: v for k, v in vars(self).items() if k not in ("log", "log_dict")}, "_fit": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curves so far."""
+        if self._fit is not None:  # the checkpoint of an epoch's end is written when its values are known
+            self._record_epoch(self._fit)
+        history = {name: dict(curve) for name, curve in self.history.items()}
+        return {"history": history, "validation_names": sorted(self._validation_names)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the curves of an earlier process."""
+        self.history = {name: dict(curve) for name, curve in state_dict["history"].items()}
+        self._validation_names = set(state_dict["validation_names"])
+
+    # What is counted.
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Starts the clock."""
+        # log_dir is agreed upon by all processes, so it is asked for while all are here.
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self._fit = _Fit(trainer=trainer, folder=folder, started=monotonic())
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Drops what an earlier fit recorded beyond the point where this one begins."""
+        if (fit := self._fit) is not None:
+            fit.first_epoch, fit.first_step = trainer.current_epoch, trainer.global_step
+            fit.epoch_started = monotonic()  # an epoch that is resumed in its middle does not start again
+            limit = trainer.current_epoch + 1 if trainer.global_step else 0
+            self.history = {
+                name: {epoch: value for epoch, value in curve.items() if epoch <= limit}
+                for name, curve in self.history.items()
+            }
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Starts the epoch's clock."""
+        if (fit := self._fit) is not None:
+            self._record_epoch(fit)
+            fit.pending, fit.validation_time, self._batch_idx = None, 0.0, -1
+            fit.epoch_started = monotonic()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Counts the samples."""
+        self._batch_idx = batch_idx
+        if (fit := self._fit) is not None:
+            size = infer_batch_size(batch)
+            if size is None:
+                fit.countless = True
+            else:
+                fit.samples += size
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Notes which metrics are known: those that validation adds are its own."""
+        if (fit := self._fit) is not None and not trainer.sanity_checking:
+            fit.validation_started = monotonic()
+            fit.names_before = frozenset(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Takes the values of a validation, at the fraction of the epoch that is done."""
+        if (fit := self._fit) is None or fit.validation_started is None or trainer.sanity_checking:
+            return
+        fit.validation_time += monotonic() - fit.validation_started
+        fit.validation_started = None
+        self._validation_names |= set(trainer.callback_metrics) - fit.names_before
+        share = min(1.0, (self._batch_idx + 1) / trainer.num_training_batches)
+        self._record(trainer, trainer.current_epoch + (share or 1.0), self._validation_names)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stops the epoch's clock. Its values are taken later: the module may log more after this."""
+        if (fit := self._fit) is not None and fit.epoch_started is not None:
+            fit.epoch_time += monotonic() - fit.epoch_started
+            fit.epochs += 1
+            fit.pending = trainer.current_epoch
+            self._stop_epoch(fit)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Takes the last values, and the samples of all processes."""
+        if (fit := self._fit) is None:
+            return
+        self._record_epoch(fit)
+        if trainer.world_size > 1:
+            counts = torch.tensor([fit.samples, fit.countless], device=trainer.strategy.root_device)
+            samples, countless = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
+            fit.samples, fit.countless = samples, bool(countless)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Prints the table and draws the picture."""
+        self._conclude(trainer, "finished")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Does the same for what there is, if training had begun."""
+        if (fit := self._fit) is None or fit.first_epoch is None:
+            self._fit = None
+            return
+        if fit.epoch_started is not None:
+            self._stop_epoch(fit)
+        fit.alone = trainer.world_size > 1
+        if not fit.alone:  # reading the values may need the others
+            self._record_epoch(fit)
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        self._conclude(trainer, "interrupted" if interrupted else f"stopped by {type(exception).__name__}")
+
+    def _stop_epoch(self, fit: _Fit) -> None:
+        """Adds up the training time of an epoch, whole or not."""
+        now = monotonic()
+        assert fit.epoch_started is not None
+        if fit.validation_started is not None:  # interrupted there
+            fit.validation_time += now - fit.validation_started
+        fit.training_time += now - fit.epoch_started - fit.validation_time
+        fit.epoch_started = fit.validation_started = None
+
+    def _record_epoch(self, fit: _Fit) -> None:
+        """Takes the values of the epoch that has ended."""
+        if fit.pending is not None:
+            names = set(fit.trainer.callback_metrics) - self._validation_names
+            self._record(fit.trainer, fit.pending + 1, names)
+
+    def _record(self, trainer: Any, epoch: float, names: set[str]) -> None:
+        metrics = trainer.callback_metrics
+        for name, value in metrics.items():
+            if name in names and not _is_fork(name, metrics):
+                self.history.setdefault(name, {})[float(epoch)] = float(value)
+
+    # What is made of it.
+
+    def _conclude(self, trainer: Any, how: str) -> None:
+        fit, self._fit = self._fit, None
+        if fit is None or not trainer.is_global_zero:
+            return
+        console = rich.get_console()
+        if self.table:
+            console.print(self._make_table(trainer, fit, how))
+        for line in self._checkpoint_lines(trainer) if self.table else ():
+            console.print(line, soft_wrap=True)
+        if self.curves and not trainer.fast_dev_run and any(self.history.values()):
+            console.print(self._draw(fit.folder / "curves.png"), soft_wrap=True)
+
+    def _make_table(self, trainer: Any, fit: _Fit, how: str) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+        table.add_column(f"Fit {how}", overflow="fold")
+        table.add_column("", justify="right", overflow="fold")
+        sections = (self._metric_rows(trainer), _run_rows(trainer, fit), _machine_rows(trainer))
+        for rows in filter(None, sections):
+            for name, value in rows:
+                table.add_row(Text(name, "dim"), Text(value))
+            table.add_section()
+        return table
+
+    def _metric_rows(self, trainer: Any) -> list[tuple[str, str]]:
+        names = sorted(self.history, key=lambda name: name in self._validation_names)
+        rows = [(name, format_value(curve[max(curve)])) for name in names if (curve := self.history[name])]
+        for callback in _checkpoint_callbacks(trainer):
+            if callback.monitor and callback.best_model_score is not None:
+                rows.append((f"best {callback.monitor}", format_value(float(callback.best_model_score))))
+        return rows
+
+    def _checkpoint_lines(self, trainer: Any) -> list[Text]:
+        """Paths stand outside of the table, so that they are not cut."""
+        lines = []
+        for callback in _checkpoint_callbacks(trainer):
+            if callback.best_model_path:
+                kind = "Best checkpoint" if callback.monitor else "Checkpoint"
+                lines.append(Text.assemble((f"{kind}: ", "dim"), _short(callback.best_model_path)))
+        return lines
+
+    def _draw(self, path: Path) -> Text:
+        """Draws the picture and returns the line that says where it is, or why there is none."""
+        if not can_draw():
+            return Text("Learning curves need matplotlib: pip install 'equipoise[plots]'", "dim")
+        try:
+            draw_curves(self.history, path)
+        except OSError as error:  # a full disk must not hide how the run went
+            return Text(f"Learning curves could not be written: {error}", "red")
+        return Text.assemble(("Learning curves: ", "dim"), _short(str(path)))
+
+
+def _run_rows(trainer: Any, fit: _Fit) -> list[tuple[str, str]]:
+    """What was done, and how fast."""
+    first_epoch = fit.first_epoch or 0
+    epochs, steps = f"{first_epoch + fit.epochs:,}", f"{trainer.global_step:,}"
+    if first_epoch:
+        epochs += f" ({fit.epochs:,} in this run)"
+        steps += f" ({trainer.global_step - fit.first_step:,} in this run)"
+    rows = [("epochs", epochs), ("steps", steps)]
+    if fit.samples and fit.training_time > 0 and not fit.countless:
+        kind = "samples per second" + (" (this process)" if fit.alone else "")
+        rows.append((kind, f"{fit.samples / fit.training_time:,.0f}"))
+    if fit.epochs:
+        rows.append(("time per epoch", _duration(fit.epoch_time / fit.epochs)))
+    return [*rows, ("total time", _duration(monotonic() - fit.started))]
+
+
+def _machine_rows(trainer: Any) -> list[tuple[str, str]]:
+    """Where it ran, and the memory it took."""
+    rows = [("processes", str(trainer.world_size))] if trainer.world_size > 1 else []
+    strategy = trainer.strategy
+    devices = dict.fromkeys(map(torch.device, getattr(strategy, "devices", None) or [strategy.root_device]))
+    for device in devices:
+        which = f" {device}" if len(devices) > 1 else ""
+        rows.append((f"device{which}", _device_name(device)))
+        with contextlib.suppress(ConfigurationError):  # a kind of device that has no readings
+            if (peak := read_memory(device).peak) is not None:
+                rows.append((f"peak memory{which}", format_bytes(peak)))
+    return rows
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    threads = torch.get_num_threads()
+    return f"cpu, {platform.machine()}, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else str(device)
+
+
+def _checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _is_fork(name: str, names: Any) -> bool:
+    """Whether a name is `loss_step` or `loss_epoch` beside `loss`: the same value, under the names loggers get."""
+    base, mark, loader = name.partition("/dataloader_idx_")
+    root = base.removesuffix("_step").removesuffix("_epoch")
+    return root != base and f"{root}{mark}{loader}" in names and f"{root}_epoch{mark}{loader}" in names
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 59.95 else format_time(seconds)
+
+
+def _short(path: str) -> str:
+    """The path from where the user stands, if it lies below."""
+    with contextlib.suppress(ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path

@@ -1,0 +1,1 @@
+"""Hydra groups of the `equipoise` command; group and file names equal folder and module names."""

@@ -1,0 +1,15 @@
+"""The errors Equipoise raises on its own account; each is also a standard exception, so generic handlers catch it."""
+
+__all__ = ["CheckpointError", "ConfigurationError", "StepError"]
+
+
+class ConfigurationError(ValueError):
+    """An argument, or a combination of arguments, that cannot work; raised before any training."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing, damaged, of another model, or not safe to read."""
+
+
+class StepError(RuntimeError):
+    """A step of the user's module returned or asked for something that cannot be trained on."""

@@ -1,0 +1,1 @@
+"""Readings of memory, one vocabulary for CPU and CUDA."""

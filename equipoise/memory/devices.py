@@ -1,0 +1,252 @@
+"""One vocabulary for the devices of a machine and the memory on them, CPU and CUDA alike.
+
+On CUDA a reading is what torch's caching allocator knows, on a CPU what the system knows of this process. Nothing here
+waits for a device.
+"""
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from equipoise.errors import ConfigurationError
+
+__all__ = ["DeviceInfo", "MemoryReading", "format_bytes", "list_devices", "read_memory", "reset_peak"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """A device that this process can use.
+
+    Attributes:
+        device: The name torch knows it by, such as "cpu" or "cuda:0".
+        name: The name its maker gave it.
+        index: The index under which this process sees it; None for a kind of which there is one.
+        physical: What CUDA calls it when nothing is hidden: its entry in CUDA_VISIBLE_DEVICES, an index or a UUID;
+            equal to `index` where that variable is not set, None for other kinds.
+        uuid: Its UUID as `nvidia-smi -L` lists it; None for other kinds.
+        memory_total: Its memory, in bytes.
+        memory_free: What any process could still take of it, in bytes; None where the device does not say.
+        compute_capability: Major and minor; None for other kinds than CUDA.
+        cores: CPU cores this process may run on, or streaming multiprocessors; None where unknown.
+    """
+
+    device: str
+    name: str
+    index: int | None = None
+    physical: int | str | None = None
+    uuid: str | None = None
+    memory_total: int
+    memory_free: int | None
+    compute_capability: tuple[int, int] | None = None
+    cores: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReading:
+    """The memory one process holds on one device, in bytes.
+
+    Attributes:
+        device: The name torch knows it by.
+        allocated: In live tensors; on a CPU, the resident set of the process.
+        reserved: Taken from the device by torch's allocator, live or cached; None on a CPU.
+        peak: The largest `allocated` since the start or the last `reset_peak`; None where the device keeps none (MPS).
+    """
+
+    device: str
+    allocated: int
+    reserved: int | None
+    peak: int | None
+
+
+def list_devices() -> list[DeviceInfo]:
+    """Lists the CPU, then the visible CUDA devices in order, then MPS.
+
+    Asking a CUDA device for its free memory opens a context on it, which takes a few hundred MiB there.
+
+    Example:
+        >>> list_devices()[0].device
+        'cpu'
+    """
+    devices = [_cpu()]
+    if torch.cuda.is_available():
+        devices += [_cuda(index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append(_mps())
+    return devices
+
+
+def read_memory(device: str | torch.device) -> MemoryReading:
+    """Reads how much memory this process holds on a device.
+
+    Args:
+        device: "cpu", "cuda:0", ... Zeros are read from CUDA before it is initialised, which a reading never does.
+
+    Raises:
+        ConfigurationError: If there are no readings for this kind of device.
+
+    Example:
+        >>> reading = read_memory("cpu")
+        >>> reading.reserved is None and reading.peak >= reading.allocated > 0
+        True
+    """
+    device = _readable(device)
+    if device.type == "cpu":
+        resident, peak = _resident.read()
+        return MemoryReading(device="cpu", allocated=resident, reserved=None, peak=peak)
+    if device.type == "mps":
+        return MemoryReading(
+            device="mps",
+            allocated=torch.mps.current_allocated_memory(),
+            reserved=torch.mps.driver_allocated_memory(),
+            peak=None,
+        )
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_allocated() and its kin flatten all of it each time
+    allocated = stats["allocated_bytes"]["all"] if stats else {"current": 0, "peak": 0}
+    reserved = stats["reserved_bytes"]["all"]["current"] if stats else 0
+    return MemoryReading(device=str(device), allocated=allocated["current"], reserved=reserved, peak=allocated["peak"])
+
+
+def reset_peak(device: str | torch.device) -> None:
+    """Begins the peak of a device anew, at what is allocated now.
+
+    Args:
+        device: As for `read_memory`. On a CPU whose system keeps one peak for the life of the process, the peak after a
+            reset is the largest resident set that was read, until the process outgrows its old peak.
+
+    Raises:
+        ConfigurationError: If there are no readings for this kind of device.
+    """
+    device = _readable(device)
+    if device.type == "cpu":
+        _resident.reset()
+    elif device.type == "cuda" and _cuda_in_use():
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def format_bytes(count: float) -> str:
+    """Writes a number of bytes for people, with binary units.
+
+    Example:
+        >>> format_bytes(1536 * 2**20), format_bytes(12)
+        ('1.5 GiB', '12 B')
+    """
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if abs(count) < 1023.95:  # from here on one decimal would round to 1024.0
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} PiB"
+
+
+def _cpu() -> DeviceInfo:
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return DeviceInfo(
+        device="cpu", name=_cpu_name(), memory_total=memory.total, memory_free=memory.available, cores=cores
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), platform.processor() or platform.machine() or "CPU")
+
+
+def _cuda(index: int) -> DeviceInfo:
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        free = torch.cuda.mem_get_info(index)[0]
+    except RuntimeError:  # no room for a context, or another process has the device to itself
+        free = None
+    return DeviceInfo(
+        device=f"cuda:{index}",
+        name=properties.name,
+        index=index,
+        physical=_physical(index),
+        uuid=f"GPU-{properties.uuid}",
+        memory_total=properties.total_memory,
+        memory_free=free,
+        compute_capability=(properties.major, properties.minor),
+        cores=properties.multi_processor_count,
+    )
+
+
+def _physical(index: int) -> int | str:
+    """CUDA numbers the entries of CUDA_VISIBLE_DEVICES in order, up to the first that does not exist."""
+    entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    entry = entries[index].strip() if index < len(entries) else ""  # set too late for CUDA, it may say anything
+    return int(entry) if entry.isdecimal() else entry or index
+
+
+def _mps() -> DeviceInfo:
+    total = torch.mps.recommended_max_memory()
+    free = max(0, total - torch.mps.driver_allocated_memory())
+    return DeviceInfo(device="mps", name=f"{platform.machine()} GPU", memory_total=total, memory_free=free)
+
+
+def _readable(device: str | torch.device) -> torch.device:
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ConfigurationError(
+            f"Memory is read from 'cpu', 'cuda' and 'mps' devices, but {str(device)!r} was given."
+            " Leave this device out."
+        )
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device() if _cuda_in_use() else 0)
+    return device
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+class _Resident:
+    """The resident set of this process, and its peak since the last reset."""
+
+    def __init__(self) -> None:
+        self._outgrow = 0  # a lifetime peak up to this says nothing of the time since the reset
+        self._seen = 0
+
+    def read(self) -> tuple[int, int]:
+        """The resident set and its peak, in bytes."""
+        resident = int(psutil.Process().memory_info().rss)
+        lifetime = _lifetime_peak()
+        self._seen = max(self._seen, resident, lifetime if lifetime > self._outgrow else 0)
+        return resident, self._seen
+
+    def reset(self) -> None:
+        """Begins a new peak; Linux does so itself when asked."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            self._outgrow = 0
+        except OSError:
+            self._outgrow = _lifetime_peak()
+        self._seen = int(psutil.Process().memory_info().rss)
+
+
+_resident = _Resident()
+
+
+def _lifetime_peak() -> int:
+    """The system's own record of the largest resident set, in bytes."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    try:
+        # Not getrusage where it can be helped: a process that was executed by a larger one begins with that one's peak.
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

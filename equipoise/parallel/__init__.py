@@ -1,0 +1,1 @@
+"""Mechanisms that know neither strategy nor trainer."""

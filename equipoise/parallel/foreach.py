@@ -1,0 +1,24 @@
+"""Torch's fused list operations: one call, and on CUDA a few kernels, for a whole list of tensors.
+
+Their names begin with an underscore although torch's own optimisers and documentation rely on them; they are used here
+and nowhere else. `tests/parallel/test_foreach.py` notices when one of them changes.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["multiply_"]
+
+
+def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor) -> None:
+    """Multiplies every tensor in place by `factor`, a number or a 0-dim tensor.
+
+    Args:
+        tensors: Tensors of any shape, dtype and device.
+        factor: The common factor. A tensor is moved to the devices of `tensors` where it lies elsewhere.
+    """
+    if isinstance(factor, Tensor) and any(t.device != factor.device for t in tensors):
+        for tensor in tensors:
+            tensor.mul_(factor.to(tensor.device, non_blocking=True))
+    elif tensors:
+        torch._foreach_mul_(tensors, factor)

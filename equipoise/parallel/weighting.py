@@ -1,0 +1,109 @@
+"""The weighted loss: one rule for every way of computing a batch in parts.
+
+A step yields a mean loss and its weight, the denominator of that mean: the number of samples, or whatever the user
+says. The gradient of parts i is Σ wᵢgᵢ / Σ wᵢ. The arithmetic is part of the rule:
+
+1. The backward of a part runs on `loss · (w / w_ref) / n`, where n is the nominal number of parts of the window and
+   w_ref the weight of the first part ever seen. A factor of 1 is left out.
+2. At the window's end the gradients are multiplied by `n · w_ref / Σw`, unless that is 1.
+
+So equal parts in full windows are `loss / n` to the bit, and large token counts do not overflow half precision.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Weight", "Window"]
+
+Weight = int | float | Tensor
+
+
+class Window:
+    """The parts whose gradients make one optimiser step.
+
+    Args:
+        parts: The nominal number of parts, n. Default: 1.
+
+    Example:
+        >>> window = Window(parts=2)
+        >>> window.add(4), window.add(4), window.correction()
+        (0.5, 0.5, None)
+        >>> window.reset()
+        >>> window.add(4), window.add(2), window.correction()
+        (0.5, 0.25, 1.3333333333333333)
+    """
+
+    def __init__(self, parts: int = 1) -> None:
+        self.parts = parts
+        self._reference: Weight | None = None
+        self._equal = 0  # parts of the reference weight: counted, because 0.1 added ten times is not 1
+        self._others: Weight = 0  # Σw of the other parts
+
+    @property
+    def total(self) -> Weight:
+        """Σw of the parts so far, never rounded to the dtype of a weight."""
+        return self._equal * (self._reference or 0) + self._others if self._equal else self._others
+
+    def add(self, weight: Weight) -> float | Tensor | None:
+        """Counts a part of this weight and returns the factor of its loss; None stands for 1.
+
+        A weight that is a tensor stays on its device: nothing is read from it.
+        """
+        if isinstance(weight, Tensor):
+            weight = weight.detach().to(_wide(weight))
+        reference = self._reference
+        if reference is None:
+            reference = self._reference = (
+                torch.where(weight > 0, weight, 1) if isinstance(weight, Tensor) else weight or 1
+            )
+        if not isinstance(weight, Tensor) and not isinstance(reference, Tensor) and weight == reference:
+            self._equal += 1
+            return None if self.parts == 1 else 1 / self.parts
+        self._others = self._others + weight
+        return _divide(weight, reference) / self.parts
+
+    def correction(self) -> float | Tensor | None:
+        """The factor that turns the summed gradients into the weighted mean.
+
+        None stands for 1, or for a window without weight.
+        """
+        total, reference = self.total, self._reference
+        if isinstance(reference, Tensor) and not isinstance(total, Tensor):
+            total = torch.tensor(total, dtype=reference.dtype)
+        if isinstance(total, Tensor):
+            # Without any weight all gradients are 0 and stay 0.
+            return torch.where(total > 0, _divide(self.parts * (1 if reference is None else reference), total), 0)
+        if reference is None or not total or total == self.parts * reference:
+            return None
+        return self.parts * reference / total
+
+    def reset(self) -> None:
+        """Begins the next window."""
+        self._equal = 0
+        self._others = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The reference weight, on which the bits of later steps depend, and the parts of an unfinished window."""
+        return {"reference": _number(self._reference), "equal": self._equal, "others": _number(self._others)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` returned."""
+        self._reference, self._equal, self._others = state["reference"], state["equal"], state["others"]
+
+
+def _divide(weight: Weight, other: Weight) -> float | Tensor:
+    """Divides with one rounding; torch would multiply a number by the reciprocal of a tensor."""
+    if isinstance(other, Tensor) and not isinstance(weight, Tensor):
+        weight = torch.tensor(weight, dtype=other.dtype)
+    return weight / other
+
+
+def _number(weight: Weight | None) -> int | float | None:
+    return weight.item() if isinstance(weight, Tensor) else weight
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    """Float64 where the device has it: Σw must not be rounded (257 becomes 256 in bfloat16)."""
+    return torch.float32 if weight.device.type == "mps" else torch.float64

@@ -1,0 +1,1 @@
+"""How a step is computed on the devices: one interface, one file per implementation."""

@@ -1,0 +1,236 @@
+"""The strategy interface: few duties, neutral single-process defaults.
+
+The trainer never asks which strategy it has. A batch goes through a strategy in this order:
+
+    place        put the batch where it is needed, as a sequence of parts
+    forward_backward   compute the gradients of the parts        (evaluate: the outputs alone)
+    finish_gradients   at the end of an accumulation window: weigh, exchange
+    clip_gradients, optimizer_step
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import ConfigurationError
+from equipoise.parallel import foreach
+from equipoise.parallel.weighting import Weight, Window
+from equipoise.precision import Precision
+
+__all__ = ["StepResult", "Strategy", "TrainingStep", "Transfer", "parameters_of"]
+
+T = TypeVar("T")
+Transfer = Callable[[Any, torch.device], Any]
+
+
+class StepResult(NamedTuple):
+    """What a training step came to.
+
+    Attributes:
+        loss: The mean loss, a scalar with its graph before the backward; None where the step was skipped.
+        weight: The denominator of that mean; None where nobody needs it.
+        outputs: What the module's `training_step` returned.
+    """
+
+    loss: Tensor | None
+    weight: Weight | None
+    outputs: Any
+
+
+class TrainingStep(Protocol):
+    """The user's training step, as a strategy sees it."""
+
+    def __call__(self, part: Any) -> StepResult:
+        """Runs `training_step` on one part of a batch."""
+
+    def backward(self, result: StepResult) -> None:
+        """Runs the backward of a result with its hooks and the scaler; nothing in manual optimisation."""
+
+
+class Strategy:
+    """How a step is computed on the devices.
+
+    Subclasses override what differs from one process on one device. Arguments of a strategy's own belong in its
+    constructor; the devices come from the trainer, by `connect`.
+
+    Attributes:
+        name: The name by which `Trainer(strategy=...)` finds it.
+        oom_scope: Whether one process may repeat a step alone ("local"), all must ("agreed"), or none can ("none").
+        devices: The devices of this process, in order.
+    """
+
+    name: ClassVar[str] = ""
+    oom_scope: ClassVar[Literal["local", "agreed", "none"]] = "local"
+
+    devices: Sequence[torch.device] = ()
+    global_rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+
+    _placed: nn.Module | None = None  # the module, while it is on the devices
+
+    # Where it runs.
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device on which this process computes, or gathers what it computed."""
+        return self.devices[0]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process that writes files and speaks to the user."""
+        return self.global_rank == 0
+
+    def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        """Takes the devices the user asked for.
+
+        Args:
+            devices: The devices on this machine, repeats allowed.
+            num_nodes: The number of machines. Default: 1.
+
+        Raises:
+            ConfigurationError: If the strategy cannot run on them.
+        """
+        if num_nodes != 1:
+            raise ConfigurationError(
+                f"strategy={self.name!r} runs on one machine, but num_nodes={num_nodes} was given. Leave it out."
+            )
+        self.devices = tuple(devices)
+
+    def launch(self, function: Callable[[], T]) -> T:
+        """Runs `function` in every process and returns the main one's result.
+
+        Afterwards the caller's own objects hold its effects: the module's state, what callbacks remember.
+        """
+        return function()
+
+    def setup(self, module: nn.Module, precision: Precision) -> None:
+        """Converts and places the module; called before optimisers are made."""
+        precision.convert_module(module)
+        module.to(self.root_device)
+        self._placed = module
+
+    def teardown(self, error: BaseException | None = None) -> None:
+        """Releases processes, threads and devices, on any exit; the module goes back to the CPU.
+
+        Args:
+            error: What ended the run; None after a good end.
+        """
+        if self._placed is not None:
+            self._placed.cpu()
+            self._placed = None
+
+    # Data.
+
+    def shard(self, loader: Any, stage: str) -> Any:
+        """This process's part of a loader.
+
+        Args:
+            loader: Any iterable over batches.
+            stage: "train", "validate", "test" or "predict".
+        """
+        return loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells samplers that `shard` put in which epoch begins."""
+
+    def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
+        """Puts a batch where it is needed.
+
+        Args:
+            batch: What the loader gave.
+            transfer: `transfer(part, device)` copies with the user's transfer hooks.
+
+        Returns:
+            The parts, one for each computation; empty if this process has no batch.
+        """
+        return (transfer(batch, self.devices[0]),)
+
+    # Computation.
+
+    def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
+        """Computes the gradients of a batch.
+
+        Args:
+            step: `step(part)` runs the training step, `step.backward(result)` its backward.
+            parts: What `place` returned.
+            last: Whether the accumulation window ends with this batch.
+        """
+        result = step(parts[0])
+        step.backward(result)
+        return result
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """One backward, for manual optimisation."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def finish_gradients(self, window: Window, optimizer: Optimizer) -> None:
+        """Turns the summed gradients of a window into their weighted mean, over all processes."""
+        factor = window.correction()
+        if factor is not None:
+            foreach.multiply_([p.grad for p in parameters_of(optimizer) if p.grad is not None], factor)
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clips gradients in place.
+
+        Args:
+            optimizer: Whose parameters.
+            value: The largest norm, or the largest absolute value.
+            algorithm: "norm" or "value".
+        """
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(parameters_of(optimizer), value)
+        else:
+            nn.utils.clip_grad_norm_(parameters_of(optimizer), value)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Steps an optimiser, handing it the closure if there is one."""
+        return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+
+    def evaluate(self, step: Callable[[Any], Any], parts: Sequence[Any]) -> Any:
+        """Runs an evaluation step without gradients and returns its output."""
+        return step(parts[0])
+
+    # Values over processes.
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
+        """Reduces a value over all processes."""
+        return tensor
+
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Gathers a value of every process, stacked along a new first dimension where there are several."""
+        return tensor
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """The value of process `src`, in every process."""
+        return value
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits until every process has come here."""
+
+    # State: full and portable, whatever the strategy; called in every process.
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's whole state."""
+        return module.state_dict()
+
+    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        """Loads what `module_state` returned."""
+        module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimiser's whole state."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loads what `optimizer_state` returned, moved to where the parameters are."""
+        optimizer.load_state_dict(state)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimiser, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

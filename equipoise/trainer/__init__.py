@@ -1,0 +1,1 @@
+"""The trainer: options, loops and what they keep."""

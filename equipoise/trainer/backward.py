@@ -1,0 +1,103 @@
+"""A backward with its hooks, the scaler and the user's override."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import StepError
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """Runs `on_before_backward`, the backward, `on_after_backward`.
+
+    The share of a part in its window enters as the gradient of the loss: no division node, and the bits of `(loss /
+    n).backward()`. Where somebody sees the loss, it is divided instead.
+    """
+
+    def __init__(self, context: "Context") -> None:
+        hooks = context.hooks
+        self.scaler, self.strategy = context.precision.scaler, context.strategy
+        self.before = hooks.bind("on_before_backward")
+        self.user_backward = hooks.bind_module("backward")
+        self.after = hooks.bind("on_after_backward")
+        self.seen = self.before is not None or self.user_backward is not None
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, loss: Tensor, share: float | Tensor | None = None, parts: int = 1) -> None:
+        """Runs the backward of a part.
+
+        Args:
+            loss: The mean loss of the part.
+            share: Its factor in the window; None stands for 1.
+            parts: The nominal number of parts of the window.
+        """
+        seed = None
+        if share is not None:
+            if loss.ndim:
+                _check_scalar(loss)  # a seed for each element would pass
+            if self.seen:
+                loss = loss / parts if isinstance(share, float) and share == 1 / parts else loss * share
+            else:
+                seed = self._seed(loss, share)
+        self._run(loss, () if seed is None else (seed,), {})
+
+    def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """`manual_backward`."""
+        if not isinstance(loss, Tensor):
+            raise StepError(
+                f"`manual_backward` takes the loss as a tensor, not {loss!r} of type {type(loss).__name__}."
+            )
+        self._run(loss, args, kwargs)
+
+    def _run(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        if self.before is not None:
+            self.before(loss)
+        try:
+            if self.user_backward is not None:
+                self.user_backward(loss, *args, **kwargs)
+            else:
+                self.strategy.backward(loss, *args, **kwargs)
+        except RuntimeError as error:
+            _explain(loss, error)
+            raise
+        if self.after is not None:
+            self.after()
+
+    def _seed(self, loss: Tensor, share: float | Tensor) -> Tensor:
+        """The share as a tensor like the loss."""
+        if isinstance(share, Tensor):
+            return share.to(loss).expand_as(loss)
+        key = (share, loss.dtype, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None:
+            seed = torch.full_like(loss, share, requires_grad=False)
+            if len(self._seeds) < 8:  # the even share and those of a ragged end; unequal weights would fill it for ever
+                self._seeds[key] = seed
+        return seed
+
+
+def _check_scalar(loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise StepError(f"The loss must be a scalar, but is of shape {list(loss.shape)}. You can try `.mean()`.")
+
+
+def _explain(loss: Tensor, error: RuntimeError) -> None:
+    """Raises what was wrong with a loss, if it was the loss."""
+    try:
+        _check_scalar(loss)
+    except StepError as better:
+        raise better from error
+    if not loss.requires_grad:
+        raise StepError(
+            "The loss is not connected to any parameter: it has no graph. Was it detached, read with `.item()`, or"
+            " computed under"
+            " `torch.no_grad()`? Are all parameters frozen?"
+        ) from error

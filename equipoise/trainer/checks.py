@@ -1,0 +1,173 @@
+"""Whether a module, its data and the trainer's options fit together; asked before anything runs."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import from_compiled
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from equipoise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
+
+__all__ = ["as_module", "check_run", "data_of"]
+
+_REMOVED = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
+
+
+def as_module(model: Any) -> LightningModule:
+    """The LightningModule in what the user passed, which `torch.compile` may have wrapped.
+
+    Raises:
+        ConfigurationError: If it is none.
+    """
+    if isinstance(model, LightningModule):
+        return model
+    if isinstance(model, torch.nn.Module) and hasattr(model, "dynamo_ctx"):
+        return from_compiled(model)  # type: ignore[arg-type]
+    if isinstance(model, type):
+        raise ConfigurationError(
+            f"The Trainer takes a LightningModule, not a class: pass an object, `{model.__name__}(...)`."
+        )
+    import lightning
+
+    hint = ""
+    if any(base.__module__.startswith("pytorch_lightning") for base in type(model).__mro__):
+        hint = " It is one of `pytorch_lightning`; import it from `lightning.pytorch` instead."
+    raise ConfigurationError(
+        f"The Trainer takes a LightningModule (lightning {lightning.__version__}), not"
+        f" {type(model).__module__}.{type(model).__name__}.{hint}"
+    )
+
+
+def check_run(context: "Context") -> None:
+    """Checks the module against what it is asked to do.
+
+    Raises:
+        ConfigurationError: Naming the method that is missing or in the way, and what to do.
+    """
+    module, fn = context.module, context.trainer.state.fn
+    name = type(module).__name__
+    for old, new in _REMOVED.items():
+        if callable(getattr(module, old, None)):
+            raise ConfigurationError(f"`{name}.{old}` belongs to Lightning 1.x and would never be called. Use `{new}`.")
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, step) or _nothing, "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`."
+            )
+    if fn == TrainerFn.FITTING:
+        _check_fit(context)
+    elif fn == TrainerFn.PREDICTING:
+        if not is_overridden("predict_step", module) and not is_overridden("forward", module):
+            raise ConfigurationError(
+                f"`predict` calls `predict_step`, or `forward` by default, but {name} defines neither. Define one."
+            )
+    else:
+        step = "validation_step" if fn == TrainerFn.VALIDATING else "test_step"
+        if not is_overridden(step, module):
+            raise ConfigurationError(
+                f"`{fn.value if fn else ''}` needs `{step}`, but {name} does not define it. Define"
+                f" `{step}(self, batch, batch_idx)`."
+            )
+    for stage in _stages(fn):
+        source = context.sources[stage]
+        if not source.is_defined():
+            raise ConfigurationError(
+                f"There is no {stage} loader: pass one, or a datamodule, or define `{source.method}` in"
+                f" {type(source.owner).__name__}."
+            )
+    if fn == TrainerFn.FITTING:
+        _warn_of_lost_validation(context)
+
+
+def _nothing() -> None: ...
+
+
+def _stages(fn: TrainerFn | None) -> list[str]:
+    """The stages that need loaders."""
+    return {
+        TrainerFn.FITTING: ["train"],
+        TrainerFn.VALIDATING: ["val"],
+        TrainerFn.TESTING: ["test"],
+        TrainerFn.PREDICTING: ["predict"],
+    }[fn or TrainerFn.FITTING]
+
+
+def _check_fit(context: "Context") -> None:
+    module, trainer, name = context.module, context.trainer, type(context.module).__name__
+    for method in ("training_step", "configure_optimizers"):
+        if not is_overridden(method, module):
+            raise ConfigurationError(
+                f"`fit` needs `training_step` and `configure_optimizers`, but {name} does not define `{method}`. Define"
+                " it."
+            )
+    _check_arguments(f"{name}.training_step", module.training_step)
+    val, has_step = context.sources["val"], is_overridden("validation_step", module)
+    if val.given is not None and not has_step:
+        raise ConfigurationError(
+            f"A validation loader was passed, but {name} has no `validation_step`. Define it, or leave the loader out."
+        )
+    if module.automatic_optimization:
+        return
+    for option, value, off in (
+        ("gradient_clip_val", trainer.gradient_clip_val, None),
+        ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
+    ):
+        if value and value != off:
+            instead = (
+                "call `self.clip_gradients(...)`"
+                if option == "gradient_clip_val"
+                else "step the optimisers after every so many batches"
+            )
+            raise ConfigurationError(
+                f"{name} optimises by hand (automatic_optimization=False), so Trainer({option}={value}) has no"
+                f" effect. Leave it out and {instead} in `training_step`."
+            )
+
+
+def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
+    """Checks that a training step takes a batch and its index, or a batch alone."""
+    signature = inspect.signature(step)
+    for given in ((None, 0), (None,)):
+        with suppress(TypeError):
+            signature.bind(*given)
+            return
+    raise ConfigurationError(
+        f"`{owner}` is called with a batch and its index, but is defined as `{signature}`. Take `(self, batch,"
+        " batch_idx)`; several optimisers are stepped by hand, with `self.automatic_optimization = False`."
+    )
+
+
+def data_of(loaders: Any, datamodule: Any, others: Any = None) -> tuple[Any, LightningDataModule | None]:
+    """Loaders or a data module, whichever was passed; also where the data module stands in the place of the loaders."""
+    if isinstance(loaders, LightningDataModule):
+        if datamodule is not None:
+            raise ConfigurationError("Two data modules were passed. Pass one.")
+        loaders, datamodule = None, loaders
+    if datamodule is not None and not isinstance(datamodule, LightningDataModule):
+        raise ConfigurationError(f"datamodule must be a LightningDataModule, not a {type(datamodule).__name__}.")
+    if datamodule is not None and (loaders is not None or others is not None):
+        raise ConfigurationError("Both loaders and a datamodule were passed. Pass one of them.")
+    return loaders, datamodule
+
+
+def _warn_of_lost_validation(context: "Context") -> None:
+    module, name = context.module, type(context.module).__name__
+    has_loader, has_step = context.sources["val"].is_defined(), is_overridden("validation_step", module)
+    if has_loader and not has_step:
+        rank_zero_warn(f"There is a validation loader, but {name} has no `validation_step`: it will not be validated.")
+    elif has_step and not has_loader and context.trainer.limit_val_batches > 0:
+        rank_zero_warn(f"{name} has a `validation_step`, but there is no validation loader: it will not be validated.")

@@ -1,0 +1,231 @@
+"""Loaders: where they come from, and how many batches they give.
+
+A stage ("train", "val", "test", "predict") has one `Loaders`: what the user gave, checked, sharded by the strategy and
+limited.
+"""
+
+import math
+from collections.abc import Callable, Sized
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from equipoise.errors import ConfigurationError
+from equipoise.trainer import interop
+from equipoise.trainer.batch_stream import BatchStream, length_of
+
+__all__ = [
+    "Loaders",
+    "Source",
+    "generator_states",
+    "has_state",
+    "load_generator_states",
+    "set_epoch",
+]
+
+Shard = Callable[[Any, str], Any]
+
+
+class Source:
+    """Where the loaders of a stage come from: an object the user passed, or a method of the data module or the module.
+
+    Args:
+        stage: "train", "val", "test" or "predict".
+        given: Loaders passed to `fit` and its siblings; None if the method is to be asked.
+        owner: The data module, if there is one, else the module.
+    """
+
+    def __init__(self, stage: str, given: Any, owner: LightningModule | LightningDataModule) -> None:
+        self.stage, self.given, self.owner = stage, given, owner
+        self.method = f"{stage}_dataloader"
+
+    def is_defined(self) -> bool:
+        """Whether there are loaders."""
+        return self.given is not None or is_overridden(self.method, self.owner)
+
+    def request(self, call: Callable[[str], Any]) -> Any:
+        """The loaders, as the user gave or returned them.
+
+        Args:
+            call: Calls a method of the owner by name, as a hook.
+        """
+        return self.given if self.given is not None else call(self.method)
+
+    def describe(self) -> str:
+        """How an error names this source."""
+        return (
+            f"the {self.stage} loader that was passed"
+            if self.given is not None
+            else f"`{type(self.owner).__name__}.{self.method}()`"
+        )
+
+
+class Loaders:
+    """The loaders of one stage, ready to iterate.
+
+    Args:
+        source: Where they come from.
+        given: What the source gave.
+        limit: The `limit_*_batches` of the stage.
+        overfit: Whether shuffling is to be turned off (`overfit_batches`).
+        shard: The strategy's `shard`.
+        rank: This process's rank, for the seeds of workers.
+
+    Raises:
+        ConfigurationError: If a loader cannot be iterated, is empty, or a limit leaves nothing of it.
+    """
+
+    def __init__(self, source: Source, given: Any, *, limit: float, overfit: bool, shard: Shard, rank: int) -> None:
+        training = source.stage == "train"
+        combined = interop.combine(given, "max_size_cycle" if training else "sequential")
+        self.sequential = interop.combined_mode(combined) == "sequential"
+        if training and self.sequential:
+            raise ConfigurationError(
+                "CombinedLoader(mode='sequential') cannot train: take 'max_size_cycle', 'max_size' or 'min_size'."
+            )
+        self.flat = [self._prepare(loader, source, overfit, shard, rank) for loader in combined.flattened]
+        self.single = len(self.flat) == 1 and (given is combined.flattened[0] or self.sequential)
+        self.given = self.flat[0] if self.single and given is combined.flattened[0] else combined
+        combined.flattened = self.flat
+        self.num_batches = [count_batches(loader, limit, source) for loader in self.flat]
+        self._combined = combined
+
+    @property
+    def iterables(self) -> Any:
+        """The loaders in the structure in which the user gave them."""
+        return self._combined.iterables
+
+    def length(self, limits: list[float] | None = None) -> float:
+        """The batches of one pass over loaders that are read together; infinite if unknown.
+
+        Args:
+            limits: The batches of each loader. Default: `num_batches`.
+        """
+        limits = limits or self.num_batches
+        return min(limits) if interop.combined_mode(self._combined) == "min_size" else max(limits)
+
+    def streams(self, limits: list[float] | None = None) -> list["BatchStream"]:
+        """One stream for each loader that is read by itself, or one for all of them together.
+
+        Args:
+            limits: The batches of each loader. Default: `num_batches`.
+        """
+        limits = limits or self.num_batches
+        if self.single or self.sequential:
+            return [BatchStream(loader, limit) for loader, limit in zip(self.flat, limits, strict=True)]
+        self._combined.limits = limits
+        return [BatchStream(self._combined, self.length(limits), combined=True)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells samplers that the user brought which epoch begins."""
+        for loader in self.flat:
+            set_epoch(loader, epoch)
+
+    def draw_seeds(self) -> None:
+        """Draws the random numbers that making an iterator draws."""
+        for loader in self.flat:
+            if isinstance(loader, DataLoader):
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+    def close(self) -> None:
+        """Ends worker processes."""
+        self._combined.reset()
+
+    @staticmethod
+    def _prepare(loader: Any, source: Source, overfit: bool, shard: Shard, rank: int) -> Any:
+        if not isinstance(loader, DataLoader):
+            try:
+                iter(loader)
+            except TypeError:
+                raise ConfigurationError(
+                    f"A loader must be iterable, but {source.describe()} is {loader!r}."
+                    f" Pass a DataLoader, or define `{source.method}` in the module or data module."
+                ) from None
+        elif (
+            overfit
+            and not isinstance(loader.dataset, IterableDataset)
+            and not isinstance(loader.sampler, SequentialSampler)
+        ):
+            rank_zero_warn(
+                f"`overfit_batches` needs the same batches in every epoch: shuffling of the {source.stage} loader"
+                " is turned off."
+            )
+            loader = interop.with_sampler(loader, SequentialSampler(cast(Sized, loader.dataset)))
+        elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
+            rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
+        interop.seed_workers(loader, rank)
+        return shard(loader, source.stage)
+
+
+def count_batches(loader: Any, limit: float, source: Source) -> float:
+    """How many batches of a loader are used; infinite if unknown.
+
+    Args:
+        loader: The loader.
+        limit: A number of batches (int) or a fraction of them (float).
+        source: Where it comes from, for the messages.
+    """
+    length, name = length_of(loader), f"limit_{source.stage}_batches"
+    if length == 0:
+        raise ConfigurationError(
+            f"A loader must give at least one batch, but {source.describe()} is empty. Set {name}=0 to do without it."
+        )
+    if isinstance(limit, int):
+        return limit if length is None else min(length, limit)
+    if length is None:
+        if limit == 1.0:
+            return math.inf
+        raise ConfigurationError(
+            f"{name}={limit} is a fraction, but {source.describe()} has no length. Give a number of batches, or 1.0."
+        )
+    if limit > 0 and int(length * limit) == 0:
+        raise ConfigurationError(
+            f"{name}={limit} of the {length} batches of {source.describe()} is less than one. Give at least"
+            f" {name}={1 / length:.4g}, or a number."
+        )
+    return int(length * limit)
+
+
+def has_state(loader: Any) -> bool:
+    """Whether a loader saves and restores its own position, as torchdata's StatefulDataLoader does."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Calls `set_epoch` of a loader's sampler and of its batch sampler's, once each."""
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    for sampler in {id(s): s for s in samplers}.values():
+        if callable(method := getattr(sampler, "set_epoch", None)):
+            method(epoch)
+
+
+def _generators(loaders: list[Any]) -> list[torch.Generator]:
+    """The generators that loaders and samplers hold for themselves, once each."""
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for holder in (
+            loader,
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        ):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())
+
+
+def generator_states(loaders: list[Any]) -> list[torch.Tensor]:
+    """The states of the generators that loaders and samplers hold for themselves."""
+    return [generator.get_state() for generator in _generators(loaders)]
+
+
+def load_generator_states(loaders: list[Any], states: list[torch.Tensor]) -> None:
+    """Sets those generators back."""
+    for generator, state in zip(_generators(loaders), states, strict=False):
+        generator.set_state(state)

@@ -1,0 +1,59 @@
+"""What torch's errors do not say: which tensor it was."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.errors import StepError
+
+__all__ = ["explain"]
+
+_MESSAGES = ("on the same device", "not on the expected device")
+
+
+def explain(error: RuntimeError, module: nn.Module, batch: Any) -> None:
+    """Raises a better error in place of torch's, if the error is that tensors lie on different devices.
+
+    Args:
+        error: What torch raised.
+        module: The user's module.
+        batch: The batch that was being computed.
+
+    Raises:
+        StepError: Naming the batch's entries, parameters and buffers that lie apart from the others, and the devices.
+    """
+    if isinstance(error, torch.OutOfMemoryError) or not any(part in str(error) for part in _MESSAGES):
+        return
+    places = {f"parameter {name!r}": p.device for name, p in module.named_parameters()}
+    places |= {f"buffer {name!r}": b.device for name, b in module.named_buffers()}
+    places |= {f"batch{path}": tensor.device for path, tensor in _entries(batch)}
+    devices = list(places.values())
+    if len(set(devices)) == 1:
+        raise StepError(
+            "Tensors of one operation lie on different devices. The batch and all parameters and buffers are on"
+            f" {devices[0]}, so {type(module).__name__} makes one elsewhere: make it on `self.device`, or register"
+            f" it with `register_buffer`. Torch says: {error}"
+        ) from error
+    if not devices:
+        return
+    common = max(set(devices), key=devices.count)
+    astray = [f"{name} is on {device}" for name, device in places.items() if device != common]
+    listed = "; ".join(astray[:5]) + (f"; and {len(astray) - 5} more" if len(astray) > 5 else "")
+    raise StepError(
+        f"Tensors of one operation lie on different devices: {listed}, while the rest is on {common}. Tensors that"
+        " the module makes belong on `self.device`; constant ones are best registered with `register_buffer`."
+    ) from error
+
+
+def _entries(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a batch, with the way to it."""
+    if isinstance(batch, Tensor):
+        yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _entries(value, f"{path}[{key!r}]")
+    elif isinstance(batch, (tuple, list)):
+        for index, value in enumerate(batch):
+            yield from _entries(value, f"{path}[{index}]")

@@ -1,0 +1,101 @@
+"""What validation, test and prediction share: the step without gradients, the modules' modes, the loader's index."""
+
+import inspect
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.trainer.diagnosis import explain
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
+
+__all__ = ["EvaluationStep", "Modes", "check_dataloader_idx", "without_gradients"]
+
+
+class EvaluationStep:
+    """Runs `validation_step`, `test_step` or `predict_step` on one part of a batch.
+
+    Args:
+        context: The run.
+        name: The method's name.
+
+    Attributes:
+        indices: The batch's index and, where there are several loaders, the loader's.
+    """
+
+    def __init__(self, context: "Context", name: str) -> None:
+        self.module, self.method = context.module, context.hooks.bind_step(name)
+        self.forward_context = context.precision.forward_context
+        self.indices: tuple[int, ...] = (0,)
+
+    def __call__(self, part: Any) -> Any:
+        """Runs the step."""
+        try:
+            if self.forward_context is None:
+                return self.method(part, *self.indices)
+            with self.forward_context():
+                return self.method(part, *self.indices)
+        except RuntimeError as error:
+            explain(error, self.module, part)
+            raise
+
+
+class Modes:
+    """Whether each submodule trains or evaluates, to be restored after an evaluation, or when that is interrupted.
+
+    After an error all is left as the error found it, as under Lightning; after an interrupt one may want to go on.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modes = {name: child.training for name, child in module.named_modules()}
+
+    def __enter__(self) -> "Modes":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.restore(self._module)
+
+    def restore(self, module: nn.Module) -> None:
+        """Sets every submodule back; one that has come since stays as it is."""
+        for name, child in module.named_modules():
+            child.training = self._modes.get(name, child.training)
+
+
+def without_gradients(*, inference_mode: bool) -> AbstractContextManager[Any]:
+    """`torch.inference_mode` or `torch.no_grad`."""
+    return torch.inference_mode() if inference_mode else torch.no_grad()
+
+
+def check_dataloader_idx(module: nn.Module, names: tuple[str, ...], *, several: bool) -> None:
+    """Checks that hooks take the index of the loader where there are several, and do not ask for it where there is one.
+
+    Args:
+        module: The user's module.
+        names: The hooks.
+        several: Whether there are several loaders.
+
+    Raises:
+        ConfigurationError: Naming the hook and what to change in its signature.
+    """
+    for name in names:
+        method, owner = getattr(module, name), f"{type(module).__name__}.{name}"
+        if several:
+            if not is_param_in_hook_signature(method, "dataloader_idx"):
+                raise ConfigurationError(
+                    f"There are several loaders, but `{owner}` does not take their index. Add `dataloader_idx=0` to"
+                    " its arguments."
+                )
+            continue
+        parameter = inspect.signature(method).parameters.get("dataloader_idx")
+        if parameter is not None and parameter.default is inspect.Parameter.empty:
+            raise ConfigurationError(
+                f"There is one loader, but `{owner}` asks for `dataloader_idx`. Leave it out or give it a default:"
+                " `dataloader_idx=0`."
+            )

@@ -1,0 +1,334 @@
+"""Epochs and batches. `epoch` is the loop that everything else stands around."""
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from equipoise.errors import ConfigurationError
+from equipoise.parallel.weighting import Window
+from equipoise.trainer.after_batch import AfterBatch
+from equipoise.trainer.batch_stream import BatchStream, length_of
+from equipoise.trainer.data import Loaders, has_state
+from equipoise.trainer.log_entry import Collection
+from equipoise.trainer.optimizers import Schedulers
+from equipoise.trainer.progress import FitProgress
+from equipoise.trainer.resumption import Resumption, before_validation, random_state_of
+from equipoise.trainer.step import AutomaticOptimization, ManualOptimization, make_optimization
+from equipoise.trainer.weights import Weigher
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
+    from equipoise.trainer.evaluation_loop import EvaluationLoop
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = ["FitLoop"]
+
+
+class FitLoop:
+    """The training loop; its state outlives a run, so that a second `fit` goes on where the first ended.
+
+    Args:
+        trainer: The trainer.
+        val_loop: Validates inside the fit.
+
+    Attributes:
+        progress: All counters.
+        loaders: The training loaders.
+        max_batches: Batches per epoch; infinite if unknown.
+        val_check_batch: Validate every so many batches; infinite: at the epoch's end; None: by the clock.
+        window: The accumulation window.
+        skip_backward: Run the forward only (stochastic weight averaging asks for that).
+        resumption: Goes on in an epoch that an earlier process began.
+        stream: The batches of the epoch; None before its order was drawn.
+        epoch_random_state: Every RNG before that.
+        before_validation: What the present or last validation changes, as it was before.
+    """
+
+    def __init__(self, trainer: "Trainer", val_loop: "EvaluationLoop") -> None:
+        self.trainer, self.val_loop = trainer, val_loop
+        self.progress = FitProgress(val_batch=val_loop.progress)
+        self.collection = Collection(training=True)
+        self.loaders: Loaders | None = None
+        self.max_batches: float = math.inf
+        self.val_check_batch: float | None = None
+        self.window = Window()
+        self.skip_backward = False
+        self.resumption: Resumption | None = None
+        self.epoch_random_state: dict[str, Any] = {}
+        self.before_validation: dict[str, Any] = {}
+        self.last_validation = 0.0
+        self.told_to_wait = False
+        self.stream: BatchStream | None = None
+        self._loaded_at: float = -math.inf
+
+    # One run.
+
+    def run(self, context: "Context") -> None:
+        """Trains until `max_epochs`, `max_steps`, `max_time` or somebody's `should_stop`."""
+        self.context, hooks = context, context.hooks
+        self.schedulers = Schedulers(self.trainer, hooks, self.progress.scheduler)
+        self.weigh = Weigher(context.module)
+        self.load_data()
+        if self.loaders is None:
+            rank_zero_info("`Trainer.fit` stopped: No training batches.")
+            return
+        if self.resumption is not None and self.resumption.at_epoch_end:
+            self.resumption.finish_epoch()
+        if self.done():
+            return
+        if self.trainer.current_epoch == 0 and self.resumption is None:
+            self.start_stream()  # before any hook, as in Lightning: making an iterator draws a random number
+        if self.validates_in_epoch() and self.trainer.val_dataloaders is None:
+            self.trainer.validating = True
+            self.val_loop.load_data(context)  # so that a progress bar knows its length
+            self.trainer.training = True
+        self._warn_of_eval_mode()
+        hooks.call("on_train_start")
+        if self.resumption is not None:
+            self.resumption.go_on()
+            self.resumption = None
+        while not self.done():
+            self.begin_epoch()
+            with context.profile("run_training_epoch"):
+                self.epoch()
+            self.end_epoch()
+        hooks.call("on_train_end")
+
+    def done(self) -> bool:
+        """Whether training ends here, between two epochs."""
+        trainer, epoch = self.trainer, self.progress.epoch.current
+        if 0 <= trainer.max_steps <= trainer.global_step:
+            rank_zero_info(f"`Trainer.fit` stopped: `max_steps={trainer.max_steps}` reached.")
+            return True
+        if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epoch.processed:
+            epoch.completed = epoch.processed
+            rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={trainer.max_epochs}` reached.")
+            return True
+        return bool(trainer.should_stop) and self.can_stop_early()
+
+    def can_stop_early(self) -> bool:
+        """Whether `min_epochs` and `min_steps` are met."""
+        trainer = self.trainer
+        return self.progress.epoch.current.processed >= (trainer.min_epochs or 0) and trainer.global_step >= (
+            trainer.min_steps or 0
+        )
+
+    def release(self) -> None:
+        """Ends worker processes and lets go of what belongs to the run."""
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+        if self.loaders is not None:
+            self.loaders.close()
+
+    # Data.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The `fit_loop` entry of a checkpoint: counters, and the states of loaders that have one."""
+        state = self.progress.state_dict()
+        if self.loaders is not None and (
+            loaders := [loader.state_dict() for loader in self.loaders.flat if has_state(loader)]
+        ):
+            state["state_dict"] = {"combined_loader": loaders}
+        return state
+
+    def forget_data(self) -> None:
+        """The loaders will be asked for anew."""
+        self.loaders, self._loaded_at = None, -math.inf
+
+    def load_data(self) -> None:
+        """Asks for the training loaders, at first and every `reload_dataloaders_every_n_epochs`."""
+        trainer = self.trainer
+        every = trainer.reload_dataloaders_every_n_epochs
+        if self.loaders is not None and not (every and trainer.current_epoch - self._loaded_at >= every):
+            return
+        if trainer.limit_train_batches == 0:
+            return
+        again, self._loaded_at = self.loaders is not None, trainer.current_epoch
+        self.loaders = self.context.request_loaders(
+            "train", trainer.limit_train_batches, overfit=trainer.overfit_batches > 0
+        )
+        self.max_batches = self.loaders.length()
+        self.val_check_batch = self._val_check_batch(self.loaders)
+        if again:
+            self.loaders.draw_seeds()  # Lightning makes an iterator here, too: shuffles would differ without its draw
+        if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
+            rank_zero_warn(
+                f"An epoch has {self.max_batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}."
+                " Set a lower value if you want to see logs of the training epoch."
+            )
+
+    def estimated_steps(self, context: "Context") -> int | float:
+        """The number of optimiser steps of the whole training, as far as it can be known; asks for the loaders."""
+        trainer = self.trainer
+        if trainer.max_epochs == -1:
+            return math.inf if trainer.max_steps == -1 else trainer.max_steps
+        self.context = context
+        self.load_data()
+        if math.isinf(self.max_batches):
+            return trainer.max_steps
+        steps: int = math.ceil(self.max_batches / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 0, 1)
+        return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+    def _val_check_batch(self, loaders: Loaders) -> float | None:
+        trainer, interval = self.trainer, self.trainer.val_check_interval
+        if trainer.val_check_seconds is not None:
+            self.last_validation = time.monotonic()
+            return None
+        if isinstance(interval, int):
+            if (
+                interval > self.max_batches
+                and trainer.check_val_every_n_epoch is not None
+                and trainer.limit_val_batches > 0
+            ):
+                raise ConfigurationError(
+                    f"val_check_interval={interval} must be at most the number of training batches,"
+                    f" {self.max_batches}. Count over epochs"
+                    " with check_val_every_n_epoch=None, or turn validation off with limit_val_batches=0."
+                )
+            return interval
+        if any(length_of(loader) is None for loader in loaders.flat):
+            if interval == 1.0:
+                return math.inf
+            raise ConfigurationError(
+                f"val_check_interval={interval} is a fraction, but the training loader has no length. Give a number"
+                " of batches, 1.0 or a time."
+            )
+        return max(1, int(self.max_batches * interval))
+
+    # An epoch.
+
+    def begin_epoch(self) -> None:
+        """Fires `on_train_epoch_start` and draws the epoch's order; an epoch that was begun before is only read on."""
+        progress, context = self.progress, self.context
+        self.load_data()
+        assert self.loaders is not None
+        epoch = progress.epoch.current.processed
+        self.loaders.set_epoch(epoch)
+        context.strategy.set_epoch(epoch)
+        if self.resumption is None:
+            progress.epoch.current.ready += 1
+            context.hooks.call("on_train_epoch_start")
+            progress.epoch.current.started += 1
+            progress.begin_epoch()
+        if self.stream is None:
+            self.start_stream()
+
+    def start_stream(self) -> None:
+        """Draws the epoch's order."""
+        assert self.loaders is not None
+        self.stream = self.loaders.streams()[0]
+        if self.resumption is not None:
+            self.resumption.start_stream(self.stream)
+        else:
+            self.epoch_random_state = random_state_of(self)
+            self.stream.start()
+
+    def epoch(self) -> None:
+        """Runs the batches of one epoch."""
+        context, progress, stream, window = (
+            self.context,
+            self.progress,
+            self.stream,
+            self.trainer.accumulate_grad_batches,
+        )
+        hooks, logs, place, transfer = context.hooks, context.logs, context.strategy.place, context.make_transfer()
+        batch_start, batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
+        optimize, schedulers, after_batch = self._bind_optimization(), self.schedulers, AfterBatch(self)
+        counts, index = progress.batch.current, progress.batch.current.ready - 1
+        assert stream is not None
+        for batch in stream:
+            index += 1
+            counts.ready = index + 1
+            progress.batch.is_last_batch = index + 1 == stream.length
+            parts = place(batch, transfer)
+            batch = parts[0] if len(parts) == 1 else batch
+            logs.begin_batch(batch)
+            if batch_start is not None and batch_start(batch, index) == -1:
+                self._leave_epoch(index)
+                break
+            counts.started = index + 1
+            ends = progress.batch.is_last_batch or index + 1 == self.max_batches
+            last = ends or (index + 1) % window == 0
+            result = optimize(parts, index, last)
+            counts.processed = index + 1
+            if last:
+                schedulers.after_batch(index, ends=ends)
+            if batch_end is not None:
+                batch_end(optimize.outputs(result), batch, index)
+            del result, batch, parts  # the graph goes before the next batch comes
+            logs.end_batch()
+            counts.completed = index + 1
+            if after_batch(index, last, ends):
+                break
+        self.stream = None
+
+    def _bind_optimization(self) -> AutomaticOptimization | ManualOptimization:
+        """Asked anew each epoch, since callbacks change accumulation and optimisers between epochs."""
+        self.window.parts = self.trainer.accumulate_grad_batches
+        self.optimization = make_optimization(self.context, self.window, self.weigh, skip_backward=self.skip_backward)
+        return self.optimization
+
+    def _leave_epoch(self, index: int) -> None:
+        """`on_train_batch_start` returned -1: the epoch ends before this batch."""
+        self.progress.batch.is_last_batch = True
+        self.progress.batch.current.processed = index + 1
+        self.schedulers.after_batch(index, ends=True)
+
+    def batches_done(self) -> bool:
+        """Whether the epoch came to its last batch."""
+        batch = self.progress.batch
+        return batch.is_last_batch or batch.current.ready == self.max_batches
+
+    def end_epoch(self) -> None:
+        """Fires `on_train_epoch_end`, and lets schedulers and loggers see the epoch's values."""
+        hooks, logs, progress, trainer = self.context.hooks, self.context.logs, self.progress, self.trainer
+        self.stream = None
+        logs.end_batches()
+        progress.epoch.current.processed += 1
+        # Callbacks that monitor a metric come last, to see what the module logs in its own hook.
+        hooks.call_callbacks("on_train_epoch_end", monitoring=False)
+        if fire := hooks.bind_module("on_train_epoch_end"):
+            fire()
+        hooks.call_callbacks("on_train_epoch_end", monitoring=True)
+        if self.batches_done():
+            self.schedulers.after_epoch()
+        progress.batches_that_stepped -= 1  # the values stand at the epoch's last step, not at the first of the next
+        trainer.log_metrics(logs.metrics())
+        progress.batches_that_stepped += 1
+        logs.reset()
+        progress.epoch.current.completed = progress.epoch.current.processed
+        trainer.raise_if_terminated()
+
+    # Validation.
+
+    def validates_in_epoch(self) -> bool:
+        """Whether there is validation in this epoch."""
+        trainer, every = self.trainer, self.trainer.check_val_every_n_epoch
+        return trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
+
+    def validate(self, *, window_ended: bool) -> None:
+        """Validates between two batches.
+
+        Args:
+            window_ended: Whether nobody needs the gradients any more.
+        """
+        trainer, context = self.trainer, self.context
+        self.before_validation = before_validation(self)
+        trainer.validating = True
+        if window_ended:
+            context.hooks.call_module("on_validation_model_zero_grad")  # leaves the gradients' memory to the validation
+        outer = context.logs.enter(self.val_loop.collection)
+        self.val_loop.run(context)
+        context.logs.leave(outer)
+        self.last_validation = time.monotonic()
+        trainer.training = True
+
+    def _warn_of_eval_mode(self) -> None:
+        if count := sum(not module.training for module in self.context.module.modules()):
+            rank_zero_warn(
+                f"Found {count} module(s) in eval mode at the start of training. If that is intended, ignore this"
+                " warning."
+            )

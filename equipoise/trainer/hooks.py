@@ -1,0 +1,186 @@
+"""Who overrides what: asked once per run, so that a hook nobody overrides costs nothing in a step.
+
+A bound hook is one callable for all who override it, callbacks first; it tells the module which hook is running
+(`self.log` depends on it) and returns the module's answer. Where nobody overrides a hook, it is None.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from equipoise.trainer import interop
+
+__all__ = ["Hooks", "overrides"]
+
+Hook = Callable[..., Any]
+
+
+def overrides(owner: object, name: str, base: type) -> bool:
+    """Whether `owner` has a callable `name` other than that of `base`.
+
+    Attributes set on the instance count, and so do mocks and wrapped functions.
+    """
+    own = getattr(owner, name, None)
+    return callable(own) and getattr(own, "__func__", own) is not getattr(base, name, None)
+
+
+class Hooks:
+    """The hooks of one run.
+
+    Args:
+        trainer: What callbacks receive first; its list of callbacks may change in the course of a run.
+        module: The user's module.
+        datamodule: The user's data module, if there is one.
+        profiler: Times every hook, unless it is one that does nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Any,
+        module: LightningModule,
+        datamodule: LightningDataModule | None,
+        profiler: Profiler,
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.datamodule = datamodule
+        self.profiler = profiler
+        self._name = type(module).__name__
+        self.profiled = not isinstance(profiler, PassThroughProfiler)
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """All callbacks, in order."""
+        return self.trainer.callbacks  # type: ignore[no-any-return]
+
+    # Bound once, called often.
+
+    def bind(self, name: str) -> Hook | None:
+        """The hook of the callbacks and the module; None if nobody overrides it."""
+        return self._fire(name, self._of_callbacks(name, self.callbacks), self._of_module(name))
+
+    def bind_callbacks(self, name: str, *, monitoring: bool | None = None) -> Hook | None:
+        """The hook of the callbacks alone.
+
+        Args:
+            name: The hook's name.
+            monitoring: True: only those that monitor a metric (early stopping, checkpoints). False: all others. None:
+                all.
+        """
+        chosen = [
+            c for c in self.callbacks if monitoring is None or monitoring == isinstance(c, (EarlyStopping, Checkpoint))
+        ]
+        return self._fire(name, self._of_callbacks(name, chosen), None)
+
+    def bind_module(self, name: str) -> Hook | None:
+        """The hook of the module alone; None if it does not override it."""
+        return self._fire(name, [], self._of_module(name))
+
+    def bind_data(self, name: str) -> Hook | None:
+        """A transfer hook: the data module's if it overrides it, else the module's."""
+        if self.datamodule is not None and overrides(self.datamodule, name, LightningDataModule):
+            own = self._profiled(
+                getattr(self.datamodule, name), f"[LightningDataModule]{type(self.datamodule).__name__}.{name}"
+            )
+            return self._fire(name, [], own)
+        return self.bind_module(name)
+
+    def bind_step(self, name: str) -> Hook:
+        """The user's `training_step` or one of its siblings, which may take a batch alone."""
+        own = getattr(self.module, name)
+        if not is_param_in_hook_signature(own, "batch_idx", min_args=2):
+            step = own
+
+            def own(batch: Any, batch_idx: int, *rest: int) -> Any:
+                return step(batch, *rest)
+
+        fire = self._fire(name, [], self._profiled(own, f"[Strategy]{self.trainer.strategy.__class__.__name__}.{name}"))
+        assert fire is not None
+        return fire
+
+    # Called at once: for hooks that fire once or a few times in a run.
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls the hook of the callbacks and the module and returns the module's answer."""
+        fire = self.bind(name)
+        return fire(*args, **kwargs) if fire else None
+
+    def call_callbacks(self, name: str, *args: Any, monitoring: bool | None = None, **kwargs: Any) -> None:
+        """Calls the hook of the callbacks alone."""
+        if fire := self.bind_callbacks(name, monitoring=monitoring):
+            fire(*args, **kwargs)
+
+    def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's method, overridden or not, and returns its answer."""
+        method = getattr(self.module, name)
+        if not callable(method):
+            return None
+        fire = self._fire(name, [], self._profiled(method, f"[LightningModule]{self._name}.{name}"))
+        return fire(*args, **kwargs) if fire else None
+
+    def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls the data module's method, if there is a data module, and returns its answer."""
+        method = getattr(self.datamodule, name, None)
+        if not callable(method):
+            return None
+        return self._profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")(*args, **kwargs)
+
+    # How they are made.
+
+    def _of_callbacks(self, name: str, callbacks: Iterable[Callback]) -> list[Hook]:
+        chosen = (c for c in callbacks if overrides(c, name, Callback) and not interop.cannot_fire(c, name))
+        return [self._with_trainer(getattr(c, name), f"[Callback]{c.state_key}.{name}") for c in chosen]
+
+    def _with_trainer(self, method: Hook, action: str) -> Hook:
+        trainer, module = self.trainer, self.module
+        method = self._profiled(method, action)
+
+        def with_trainer(*args: Any, **kwargs: Any) -> None:
+            method(trainer, module, *args, **kwargs)
+
+        return with_trainer
+
+    def _of_module(self, name: str) -> Hook | None:
+        if not overrides(self.module, name, LightningModule):
+            return None
+        return self._profiled(getattr(self.module, name), f"[LightningModule]{self._name}.{name}")
+
+    def _profiled(self, method: Hook, action: str) -> Hook:
+        if not self.profiled:
+            return method
+        profile = self.profiler.profile
+
+        def profiled(*args: Any, **kwargs: Any) -> Any:
+            with profile(action):
+                return method(*args, **kwargs)
+
+        return profiled
+
+    def _fire(self, name: str, callbacks: list[Hook], module: Hook | None) -> Hook | None:
+        state, current = vars(self.module), interop.CURRENT_HOOK
+        if not callbacks:
+            if module is None:
+                return None
+
+            def fire_module(*args: Any, **kwargs: Any) -> Any:
+                outer, state[current] = state[current], name
+                answer = module(*args, **kwargs)
+                state[current] = outer
+                return answer
+
+            return fire_module
+
+        def fire(*args: Any, **kwargs: Any) -> Any:
+            outer, state[current] = state[current], name
+            for callback in callbacks:
+                callback(*args, **kwargs)
+            answer = None if module is None else module(*args, **kwargs)
+            state[current] = outer
+            return answer
+
+        return fire

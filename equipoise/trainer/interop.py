@@ -1,0 +1,312 @@
+"""Everything private of Lightning, torchmetrics and torch that the trainer must touch, in one place.
+
+Each name stands here with the reason why nothing public does; `tests/trainer/test_interop.py` notices when one of
+them changes. What Lightning's own objects expect to find in a trainer is the other direction: `lightning_view.py`.
+"""
+
+import copy
+import inspect
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
+from lightning.pytorch.loggers.utilities import _log_hyperparams
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader
+from torchmetrics import Metric
+
+if TYPE_CHECKING:
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = [
+    "CURRENT_HOOK",
+    "NO_CLOSURE",
+    "LogOptions",
+    "attach_profiler",
+    "bind_log",
+    "cannot_fire",
+    "closure_not_called",
+    "combine",
+    "combined_mode",
+    "empty_init",
+    "forget_run",
+    "has_step_hooks",
+    "hyperparameters_name",
+    "last_batch_value",
+    "last_checkpoints",
+    "load_metric_states",
+    "log_hyperparams",
+    "logging_levels",
+    "metric_states",
+    "pretend_device",
+    "seed_workers",
+    "unbind_log",
+    "unscales_by_itself",
+    "with_sampler",
+    "wrap_optimizer",
+]
+
+# The module's attribute that says which hook is running: `LightningModule.log` reads it, and a setter would go
+# through nn.Module (1 µs).
+CURRENT_HOOK = "_current_fx_name"
+
+# What LightningOptimizer.step() passes on when the user gave no closure; public, but known by identity only.
+NO_CLOSURE = do_nothing_closure
+
+
+# self.log
+
+
+class LogOptions(NamedTuple):
+    """The arguments of `self.log` that must be the same in every call for one name."""
+
+    prog_bar: bool = False
+    logger: bool | None = None
+    on_step: bool | None = None
+    on_epoch: bool | None = None
+    reduce_fx: Any = "mean"
+    sync_dist: bool = False
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
+
+
+def _log(
+    self: LightningModule,
+    name: str,
+    value: Any,
+    prog_bar: bool = False,
+    logger: bool | None = None,
+    on_step: bool | None = None,
+    on_epoch: bool | None = None,
+    reduce_fx: Any = "mean",
+    enable_graph: bool = False,
+    sync_dist: bool = False,
+    sync_dist_group: Any | None = None,
+    add_dataloader_idx: bool = True,
+    batch_size: int | None = None,
+    metric_attribute: str | None = None,
+    rank_zero_only: bool = False,
+) -> None:
+    # `_trainer` and `_current_fx_name` are read directly: the public property costs ten times as much.
+    trainer: Any = self._trainer
+    if trainer is None:
+        LightningModule.log(self, name, value)  # a copy that outlived the run; the stock method warns
+        return
+    given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+    trainer.logs.add(self._current_fx_name, name, value, given, batch_size)
+
+
+_log.__name__ = "log"  # so that the bound method is pickled and deep-copied as getattr(module, "log")
+
+
+def bind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:
+    """Gives the module our `log` for the length of a run, unless its class has one; Lightning's takes 340 µs a call.
+
+    Args:
+        module: The user's module.
+        callbacks: They log through the module.
+    """
+    own = vars(module).get("log")
+    if type(module).log is LightningModule.log and (own is None or _was_bound(own)):
+        log = _log
+        if (
+            module._compiler_ctx is not None
+        ):  # a compiled step must not trace into the logs; there is no public sign of it
+            log = torch.compiler.disable(_log)  # type: ignore[no-untyped-call]
+        vars(module)["log"] = MethodType(log, module)
+    for callback in callbacks:
+        vars(callback)["log"], vars(callback)["log_dict"] = module.log, module.log_dict
+
+
+def _was_bound(log: Any) -> bool:
+    """Whether it is what `bind_log` made, or what that becomes in a pickle: Lightning's own method, bound."""
+    return isinstance(log, MethodType) and inspect.unwrap(log.__func__) in (_log, LightningModule.log)
+
+
+def unbind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:
+    """Takes back what `bind_log` did; a `log` that the user set on the instance stays."""
+    if _was_bound(vars(module).get("log")):
+        del vars(module)["log"]
+    for callback in callbacks:
+        vars(callback).pop("log", None)
+        vars(callback).pop("log_dict", None)
+
+
+def logging_levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
+    """Whether a hook logs values of steps and of epochs; raises if it must not log. The table has no public name."""
+    return _FxValidator.check_logging_and_get_default_levels(hook, on_step=on_step, on_epoch=on_epoch)
+
+
+def last_batch_value(metric: Metric) -> Any:
+    """What a metric computed for its last batch; `forward` returns it, but `self.log` receives the metric."""
+    return metric._forward_cache
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """Copies of the states of all metrics; `state_dict` leaves them out unless they are persistent."""
+    metrics = ((name, child) for name, child in module.named_modules() if isinstance(child, Metric))
+    return {name: {"state": _copied(metric.metric_state), "count": metric.update_count} for name, metric in metrics}
+
+
+def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
+    """Takes the states of metrics back; the count of updates has no public setter."""
+    children = dict(module.named_modules())
+    for name, saved in states.items():
+        metric = children.get(name)
+        if isinstance(metric, Metric):
+            for key, value in _copied(saved["state"]).items():
+                setattr(metric, key, value)
+            metric._update_count, metric._computed = saved["count"], None
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Copies, since metrics change their states in place."""
+    return {
+        key: [item.detach().clone() for item in value] if isinstance(value, list) else value.detach().clone()
+        for key, value in state.items()
+    }
+
+
+# Callbacks and checkpoints
+
+
+def cannot_fire(callback: Callback, hook: str) -> bool:
+    """Whether a checkpoint callback's per-batch hook would do nothing, at 14 µs; only private names tell."""
+    return (
+        hook == "on_train_batch_end"
+        and isinstance(callback, ModelCheckpoint)
+        and type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end
+        and callback._every_n_train_steps < 1
+        and callback._train_time_interval is None
+    )
+
+
+def last_checkpoints(callback: ModelCheckpoint, trainer: "Trainer") -> set[str]:
+    """The files that a checkpoint callback calls its last, also those of an earlier process."""
+    return callback._find_last_checkpoints(trainer)  # type: ignore[arg-type]
+
+
+def log_hyperparams(trainer: "Trainer") -> None:
+    """Hands hyperparameters and graph to the loggers; the merge of module and data module has no public name."""
+    _log_hyperparams(trainer)  # type: ignore[arg-type]
+
+
+def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | None:
+    """The argument of `__init__` that is the hyperparameters as a whole; `load_from_checkpoint` asks for it."""
+    name: str | None = getattr(owner, "_hparams_name", None)
+    return name
+
+
+# Modules and optimisers
+
+
+def pretend_device(module: LightningModule, device: torch.device) -> None:
+    """Lets `self.device` say in `setup` where the module will be; it has no setter."""
+    for child in module.modules():
+        if isinstance(child, _DeviceDtypeModuleMixin):
+            child._device = device
+
+
+def forget_run(module: LightningModule) -> None:
+    """Clears what a run leaves in a module: the hook that was running, and the names of its metrics."""
+    module._current_fx_name = None
+    module._metric_attributes = None
+
+
+def wrap_optimizer(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
+    """The optimiser that `self.optimizers()` returns; the class method that makes it is private, the class is not."""
+    return LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
+
+
+def closure_not_called() -> Exception:
+    """What Lightning raises, too, when `optimizer_step` did not run the closure."""
+    return MisconfigurationException(
+        "`optimizer_step` did not run its closure, which holds training_step, zero_grad and backward. Call"
+        " `optimizer.step(closure=optimizer_closure)`"
+        " or `optimizer_closure()` in it."
+    )
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody registered a hook before the step, who would miss the closure; torch shows it nowhere else."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def unscales_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimiser unscales inside its step, as fused ones do; GradScaler asks the same attribute."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+# Loaders
+
+
+def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
+    """A CombinedLoader of what the user gave; a warning of torch about Lightning's own code concerns nobody here."""
+    if isinstance(loaders, CombinedLoader):
+        return loaders
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        return CombinedLoader(loaders, mode)
+
+
+def combined_mode(loader: CombinedLoader) -> str:
+    """How a CombinedLoader reads its loaders; the constructor's argument is kept under a private name."""
+    return loader._mode
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False) -> DataLoader[Any]:
+    """A copy of a loader that draws from another sampler.
+
+    A DataLoader refuses to exchange its sampler, and a subclass cannot be constructed again without knowing its
+    arguments; so the copy's attributes are set below that guard, and its cached iterator, which is private, is
+    dropped.
+
+    Args:
+        loader: The loader.
+        sampler: A sampler or, if `batches`, a batch sampler.
+        batches: Which of the two it is.
+    """
+    other = copy.copy(loader)
+    state = vars(other)
+    state["_iterator"] = None
+    if batches:
+        state["batch_sampler"] = sampler
+    else:
+        state["sampler"] = sampler
+        if loader.batch_sampler is not None and loader.batch_size is not None:
+            state["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return other
+
+
+def seed_workers(loader: Any, rank: int) -> None:
+    """Seeds a loader's workers after `seed_everything(workers=True)`; what does it in Lightning is private."""
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(loader, "worker_init_fn", False) is None:
+        init: Callable[[int], None] = partial(pl_worker_init_function, rank=rank)
+        loader.worker_init_fn = init
+
+
+def empty_init() -> AbstractContextManager[Any]:
+    """A context in which modules are made without initialising their parameters; Lightning's has a private name."""
+    return _EmptyInit()
+
+
+def attach_profiler(profiler: Profiler, module: LightningModule) -> None:
+    """Tells a profiler, weakly, which module it watches; the names of its files depend on it."""
+    profiler._lightning_module = weakref.proxy(module)  # type: ignore[attr-defined]

@@ -1,0 +1,193 @@
+"""Where a run stands: counters, small and savable.
+
+A counter exists four times, because a checkpoint may be written at any moment: how often something was made ready,
+started, processed, and completed with all its hooks. `current` counts since the epoch (or evaluation) began, `total`
+since training began. The layout of `state_dict` is that of Lightning's checkpoints, so either reads the other's.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["BatchProgress", "Counts", "FitProgress", "Progress"]
+
+_STAGES = ("ready", "started", "processed", "completed")
+
+
+@dataclass(slots=True)
+class Counts:
+    """How often something was made ready, started, processed and completed."""
+
+    ready: int = 0
+    started: int = 0
+    processed: int = 0
+    completed: int = 0
+
+    def set(self, value: int) -> None:
+        """Sets all four."""
+        self.ready = self.started = self.processed = self.completed = value
+
+    def add(self, other: "Counts") -> "Counts":
+        """The sum, as a new object."""
+        return Counts(*(getattr(self, stage) + getattr(other, stage) for stage in _STAGES))
+
+    def state_dict(self, stages: tuple[str, ...] = _STAGES) -> dict[str, int]:
+        """The named counts."""
+        return {stage: getattr(self, stage) for stage in stages}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes counts back; what a shorter counter lacks is as far as it is complete."""
+        for stage in _STAGES:
+            setattr(self, stage, int(state.get(stage, state["completed"])))
+
+
+class Progress:
+    """A counter with its current and its total counts.
+
+    Only `current` is written in the loops; the total is what earlier epochs left, plus that.
+
+    Args:
+        stages: The counts that a checkpoint holds.
+    """
+
+    __slots__ = ("_before", "current", "stages")
+
+    def __init__(self, stages: tuple[str, ...] = _STAGES) -> None:
+        self.stages = stages
+        self.current = Counts()
+        self._before = Counts()
+
+    @property
+    def total(self) -> Counts:
+        """The counts since training began."""
+        return self._before.add(self.current)
+
+    @property
+    def completed(self) -> int:
+        """How many were completed since training began; cheap enough for every step."""
+        return self._before.completed + self.current.completed
+
+    def count(self) -> None:
+        """Counts one that went through at once."""
+        self.current.set(self.current.completed + 1)
+
+    def begin(self) -> None:
+        """Begins a new epoch or evaluation; `current` stays the same object."""
+        self._before = self.total
+        self.current.set(0)
+
+    def rewind(self) -> None:
+        """Goes back to what was completed, after a failure."""
+        self.current.set(self.current.completed)
+
+    def forget_total(self) -> None:
+        """Sets the total back to zero and leaves the current counts for whoever still reads them."""
+        self._before = Counts(*(-getattr(self.current, stage) for stage in _STAGES))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Current and total counts."""
+        return {"total": self.total.state_dict(self.stages), "current": self.current.state_dict(self.stages)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the counts back."""
+        total = Counts()
+        total.load_state_dict(state["total"])
+        self.current.load_state_dict(state["current"])
+        self._before = Counts(*(getattr(total, stage) - getattr(self.current, stage) for stage in _STAGES))
+
+
+class BatchProgress(Progress):
+    """A counter of batches, which also knows whether the present one is the last."""
+
+    __slots__ = ("is_last_batch",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_last_batch = False
+
+    def begin(self) -> None:
+        """Begins a new epoch or evaluation."""
+        super().begin()
+        self.is_last_batch = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, and whether the last batch was reached."""
+        return {**super().state_dict(), "is_last_batch": self.is_last_batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the counts back."""
+        super().load_state_dict(state)
+        self.is_last_batch = state["is_last_batch"]
+
+
+@dataclass
+class FitProgress:
+    """All counters of a training run.
+
+    Attributes:
+        epoch: Epochs.
+        batch: Batches of the epoch.
+        optimizer_step: Optimiser steps in automatic optimisation.
+        manual_step: Optimiser steps in manual optimisation, over all optimisers.
+        zero_grad: Gradients set to zero, once per accumulation window.
+        scheduler: Steps of learning-rate schedulers.
+        val_batch: Batches of the validation inside the fit.
+        batches_that_stepped: The x-axis of logged values: batches at the end of which an optimiser stepped.
+    """
+
+    epoch: Progress = field(default_factory=Progress)
+    batch: BatchProgress = field(default_factory=BatchProgress)
+    optimizer_step: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
+    manual_step: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
+    zero_grad: Progress = field(default_factory=lambda: Progress(("ready", "completed", "started")))
+    scheduler: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
+    val_batch: BatchProgress = field(default_factory=BatchProgress)
+    batches_that_stepped: int = 0
+
+    def steps(self, *, automatic: bool) -> Progress:
+        """The counter of optimiser steps of the way in which the module optimises."""
+        return self.optimizer_step if automatic else self.manual_step
+
+    def begin_epoch(self) -> None:
+        """Sets what counts within an epoch back to zero."""
+        for progress in (self.batch, self.scheduler, self.optimizer_step, self.zero_grad):
+            progress.begin()
+        self.val_batch.forget_total()
+
+    def rewind(self) -> None:
+        """Goes back to the last completed batch, after a failure or when a checkpoint is resumed."""
+        for progress in (self.batch, self.scheduler, self.optimizer_step, self.zero_grad):
+            progress.rewind()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The `fit_loop` entry of a checkpoint, in Lightning's layout."""
+        return {
+            "state_dict": {},
+            "epoch_progress": self.epoch.state_dict(),
+            "epoch_loop.state_dict": {"_batches_that_stepped": self.batches_that_stepped},
+            "epoch_loop.batch_progress": self.batch.state_dict(),
+            "epoch_loop.scheduler_progress": self.scheduler.state_dict(),
+            "epoch_loop.automatic_optimization.state_dict": {},
+            "epoch_loop.automatic_optimization.optim_progress": {
+                "optimizer": {"step": self.optimizer_step.state_dict(), "zero_grad": self.zero_grad.state_dict()}
+            },
+            "epoch_loop.manual_optimization.state_dict": {},
+            "epoch_loop.manual_optimization.optim_step_progress": self.manual_step.state_dict(),
+            "epoch_loop.val_loop.state_dict": {},
+            "epoch_loop.val_loop.batch_progress": self.val_batch.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes a `fit_loop` entry back, ours or Lightning's.
+
+        Raises:
+            KeyError: If a counter is missing; Lightning goes on silently, with counters of zero.
+        """
+        optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+        self.epoch.load_state_dict(state["epoch_progress"])
+        self.batch.load_state_dict(state["epoch_loop.batch_progress"])
+        self.scheduler.load_state_dict(state["epoch_loop.scheduler_progress"])
+        self.optimizer_step.load_state_dict(optimizer["step"])
+        self.zero_grad.load_state_dict(optimizer["zero_grad"])
+        self.manual_step.load_state_dict(state["epoch_loop.manual_optimization.optim_step_progress"])
+        self.val_batch.load_state_dict(state["epoch_loop.val_loop.batch_progress"])
+        self.batches_that_stepped = int(state["epoch_loop.state_dict"].get("_batches_that_stepped", 0))

@@ -1,0 +1,336 @@
+"""One run, from setup to teardown: hooks in Lightning's order, errors, interrupts.
+
+configure_callbacks, prepare_data, setup, configure_model
+restore module and callbacks
+place the module, configure_optimizers
+on_fit_start, hyperparameters to the loggers
+restore counters, optimisers, schedulers
+the loop
+release everything, on_fit_end, teardown
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from equipoise.parallel import random_state
+from equipoise.trainer import interop
+from equipoise.trainer.checkpoint import (
+    load_checkpoint,
+    restore_modules_and_callbacks,
+    restore_training_state,
+    select_checkpoint,
+)
+from equipoise.trainer.checks import check_run
+from equipoise.trainer.context import Context
+from equipoise.trainer.data import Source
+from equipoise.trainer.hooks import Hooks
+from equipoise.trainer.optimizers import move_state, parse_optimizers
+from equipoise.trainer.selection import merge_callbacks
+
+if TYPE_CHECKING:
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = ["Request", "run"]
+
+
+@dataclass
+class Request:
+    """What `fit` or one of its siblings was asked.
+
+    Attributes:
+        fn: Which of them.
+        module: The user's module.
+        module_given: Whether it was passed, or is that of the last run.
+        datamodule: The user's data module, if there is one.
+        loaders: Loaders that were passed, by stage.
+        ckpt_path: A path, "best", "last" or None.
+    """
+
+    fn: TrainerFn
+    module: LightningModule
+    module_given: bool = True
+    datamodule: LightningDataModule | None = None
+    loaders: dict[str, Any] = field(default_factory=dict)
+    ckpt_path: Any = None
+
+
+def run(trainer: "Trainer", request: Request) -> Any:
+    """Carries out a request in every process; on any error everything is released, and the error goes on."""
+    trainer.state.fn, trainer.state.status = request.fn, TrainerStatus.RUNNING
+    trainer.state.stage = _STAGE[request.fn]
+    trainer.should_stop = False
+    try:
+        return trainer.connected_strategy.launch(lambda: _run(trainer, request))
+    except BaseException as error:
+        with _uninterrupted():
+            _release_after(trainer, request, error)
+        raise
+
+
+_STAGE = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
+
+
+def _run(trainer: "Trainer", request: Request) -> Any:
+    context = _prepare(trainer, request)
+    path = select_checkpoint(trainer, request.ckpt_path, module_given=request.module_given)
+    trainer.loaded_ckpt_path = path
+    checkpoint = None if path is None else load_checkpoint(path, trainer.checkpoint_io)
+    _set_up(context)
+    if checkpoint is not None:
+        context.precision.convert_module(context.module)  # before loading: float64 must not pass through float32
+        restore_modules_and_callbacks(context, checkpoint)
+    context.logs.reset_metrics()
+    context.strategy.setup(context.module, context.precision)
+    if request.fn == TrainerFn.FITTING:
+        answer = context.hooks.call_module("configure_optimizers")
+        trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(answer, context.module)
+        context.hooks.call("on_fit_start")
+    if trainer.enable_autolog_hparams:
+        interop.log_hyperparams(trainer)
+    if checkpoint is not None:
+        restore_training_state(context, checkpoint)
+        rank_zero_info(
+            f"{'Restored all states' if request.fn == TrainerFn.FITTING else 'Loaded model weights'} from the"
+            f" checkpoint at {path}"
+        )
+    checkpoint = None  # its memory is not needed during the run
+    context.strategy.barrier("resume_end")
+    with _sigterm_noted(trainer):
+        results = _run_stage(context)
+    _tear_down(context)
+    return results
+
+
+# Before the loop.
+
+
+def _prepare(trainer: "Trainer", request: Request) -> Context:
+    """Connects module, data and callbacks to the trainer, and checks that they fit."""
+    module, datamodule = request.module, request.datamodule
+    module.trainer = trainer  # type: ignore[assignment]
+    trainer.datamodule = datamodule
+    if datamodule is not None:
+        datamodule.trainer = trainer  # type: ignore[assignment]
+    if request.fn == TrainerFn.FITTING:
+        _set_epoch_limits(trainer)
+    owner = module if datamodule is None else datamodule
+    sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in ("train", "val", "test", "predict")}
+    trainer.callbacks = merge_callbacks(trainer.callbacks, _ask_callbacks(module))
+    hooks = Hooks(trainer=trainer, module=module, datamodule=datamodule, profiler=trainer.profiler)
+    strategy = trainer.connected_strategy
+    trainer.logs.reduce = strategy.reduce if strategy.world_size > 1 else None
+    context = Context(trainer, module, datamodule, strategy, trainer.precision_in_use, hooks, trainer.logs, sources)
+    trainer.begin_run(context)
+    check_run(context)
+    if not trainer.barebones:
+        interop.bind_log(module, trainer.callbacks)
+    return context
+
+
+def _ask_callbacks(module: LightningModule) -> list[Callback]:
+    answer = module.configure_callbacks()
+    return [answer] if isinstance(answer, Callback) else list(answer or ())
+
+
+def _set_epoch_limits(trainer: "Trainer") -> None:
+    """The defaults of `max_epochs` and `min_epochs`, which depend on other limits."""
+    if trainer.max_epochs is None:
+        limited = trainer.max_steps != -1 or any(isinstance(callback, Timer) for callback in trainer.callbacks)
+        if not limited:
+            rank_zero_warn(
+                "`max_epochs` was not set: training ends after 1000 epochs. For training without limit, set"
+                " max_epochs=-1."
+            )
+        trainer.max_epochs = -1 if limited else 1000
+    if trainer.min_epochs is None:
+        trainer.min_epochs = 0 if trainer.min_steps is None else 1
+
+
+def _set_up(context: Context) -> None:
+    """Everything that the user does before the module is placed."""
+    trainer, module, hooks, strategy = context.trainer, context.module, context.hooks, context.strategy
+    fn = cast(TrainerFn, trainer.state.fn)
+    interop.attach_profiler(trainer.profiler, module)
+    trainer.profiler.setup(
+        stage=fn, local_rank=strategy.local_rank if strategy.world_size > 1 else None, log_dir=trainer.log_dir
+    )
+    _prepare_data(context)
+    interop.pretend_device(module, strategy.root_device)
+    # Weights & Biases wants to be first; all loggers begin here, so that callbacks find their folders.
+    for logger in sorted(trainer.loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
+        getattr(logger, "experiment", None)
+    strategy.barrier("pre_setup")
+    hooks.call_datamodule("setup", stage=fn)
+    hooks.call_callbacks("setup", stage=fn)
+    hooks.call_module("setup", stage=fn)
+    strategy.barrier("post_setup")
+    for legacy in ("configure_sharded_model", "configure_model"):
+        if is_overridden(legacy, module):
+            with strategy.root_device, context.precision.init_context():
+                hooks.call_module(legacy)
+
+
+def _prepare_data(context: Context) -> None:
+    """`prepare_data`, in one process of each machine, or in one alone where the owner says so."""
+    strategy = context.strategy
+    for owner, call in (
+        (context.datamodule, context.hooks.call_datamodule),
+        (context.module, context.hooks.call_module),
+    ):
+        if owner is None or not is_overridden("prepare_data", owner):
+            continue
+        if strategy.local_rank == 0 and (owner.prepare_data_per_node or strategy.node_rank == 0):
+            call("prepare_data")
+        strategy.barrier("prepare_data")
+
+
+# The loop.
+
+
+def _run_stage(context: Context) -> Any:
+    trainer = context.trainer
+    context.strategy.barrier("run-stage")
+    context.module.zero_grad()
+    torch.set_grad_enabled(True)
+    if trainer.state.fn == TrainerFn.FITTING:
+        with random_state.isolated():
+            _check_sanity(context)
+        with torch.autograd.set_detect_anomaly(trainer.detect_anomaly):
+            context.logs.enter(trainer.fit_loop_state.collection)
+            trainer.fit_loop_state.run(context)
+        return None
+    if trainer.state.fn == TrainerFn.PREDICTING:
+        context.logs.enter(None)
+        return trainer.predict_loop.run(context)
+    loop = trainer.evaluations[trainer.state.fn.value]  # type: ignore[union-attr]
+    context.logs.enter(loop.collection)
+    return loop.run(context)
+
+
+def _check_sanity(context: Context) -> None:
+    """Runs a few validation batches, so that a mistake there does not show after hours."""
+    trainer, loop = context.trainer, context.trainer.fit_loop_state.val_loop
+    resumption = trainer.fit_loop_state.resumption
+    going_on = resumption is not None and (resumption.in_epoch or trainer.max_steps != -1)
+    if not trainer.enable_validation or trainer.num_sanity_val_steps == 0 or going_on:
+        return
+    trainer.sanity_checking = True
+    context.logs.enter(loop.collection)
+    context.logs.reset()
+    context.logs.reset_metrics()
+    context.hooks.call_callbacks("on_sanity_check_start")
+    loop.run(context)
+    context.hooks.call_callbacks("on_sanity_check_end")
+    context.logs.reset()
+    context.logs.reset_metrics()
+    loop.progress.begin()
+    loop.progress.forget_total()
+    trainer.training = True
+
+
+# After the loop.
+
+
+def _tear_down(context: Context) -> None:
+    """The good end."""
+    trainer, hooks, fn = context.trainer, context.hooks, context.trainer.state.fn
+    _release(trainer, context.module, None)
+    if fn == TrainerFn.FITTING:
+        hooks.call("on_fit_end")
+    hooks.call_datamodule("teardown", stage=fn)
+    hooks.call_callbacks("teardown", stage=fn)
+    hooks.call_module("teardown", stage=fn)
+    interop.unbind_log(context.module, trainer.callbacks)
+    interop.forget_run(context.module)
+    for logger in trainer.loggers:
+        logger.finalize("success")
+    trainer.profiler.describe()
+    trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+
+
+def _release_after(trainer: "Trainer", request: Request, error: BaseException) -> None:
+    """The bad end: whoever wants to know is told, then everything is released, even if one of them fails."""
+    trainer.state.status = TrainerStatus.INTERRUPTED
+    module = request.module
+    if isinstance(error, KeyboardInterrupt):
+        rank_zero_info("Interrupted by the keyboard: shutting down.")
+    try:
+        for callback in trainer.callbacks:
+            callback.on_exception(trainer, module, error)  # type: ignore[arg-type]
+        if request.datamodule is not None:
+            request.datamodule.on_exception(error)
+        for logger in trainer.loggers:
+            logger.finalize("failed")
+    finally:
+        interop.unbind_log(module, trainer.callbacks)
+        interop.forget_run(module)
+        _release(trainer, module, error)
+        trainer.state.stage = None
+
+
+def _release(trainer: "Trainer", module: LightningModule, error: BaseException | None) -> None:
+    """Lets go of workers, devices and whatever else a run holds."""
+    trainer.fit_loop_state.release()
+    trainer.predict_loop.release()
+    for loop in (trainer.fit_loop_state.val_loop, *trainer.evaluations.values()):
+        loop.release()
+    trainer.logs.close(failed=error is not None)
+    if trainer.checkpoint_io is not None:
+        trainer.checkpoint_io.teardown()  # one that writes in the background comes to its end
+    trainer.connected_strategy.teardown(error)
+    for optimizer in trainer.optimizers:
+        move_state(optimizer, torch.device("cpu"))
+
+
+# Signals.
+
+
+@contextmanager
+def _sigterm_noted(trainer: "Trainer") -> Iterator[None]:
+    """Notes a SIGTERM, upon which the loops end after the batch; a handler that was there is called, and restored."""
+    trainer.received_sigterm = False
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def note(number: int, frame: Any) -> None:
+        trainer.received_sigterm = True
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Lets an impatient second Ctrl-C pass while everything is being released."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)

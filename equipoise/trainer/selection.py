@@ -1,0 +1,399 @@
+"""From names to objects: devices, strategy, loggers, default callbacks."""
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Callback
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelSummary,
+    RichModelSummary,
+    Timer,
+)
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from equipoise.callbacks.progress_bar import ProgressBar
+from equipoise.errors import ConfigurationError
+from equipoise.precision import Precision
+from equipoise.strategies.single_device import SingleDeviceStrategy
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer import interop
+from equipoise.trainer.options import Duration, check_choice, check_flags, seconds_of
+
+__all__ = [
+    "Devices",
+    "accelerator_of",
+    "merge_callbacks",
+    "module_init_context",
+    "root_directory",
+    "select_callbacks",
+    "select_checkpoint_io",
+    "select_devices",
+    "select_loggers",
+    "select_strategy",
+    "set_torch_flags",
+]
+
+_STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (SingleDeviceStrategy,)}
+_ACCELERATORS = ["auto", "cpu", "gpu", "cuda", "mps"]
+
+Devices = int | str | Sequence[int | str | torch.device]
+
+
+# Devices
+
+
+def select_devices(accelerator: Any, devices: Devices) -> list[torch.device]:
+    """The devices that the user asked for.
+
+    Args:
+        accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
+        devices: A count, "auto", -1 for all, indices as a list or as "0,2", or torch devices, repeats allowed.
+
+    Raises:
+        ConfigurationError: If a device does not exist, or there are fewer than asked for.
+    """
+    named = _named_devices(devices)
+    kind = _device_type(accelerator, named)
+    if named is not None:
+        if wrong := [device for device in named if device.type != kind]:
+            raise ConfigurationError(
+                f"accelerator={accelerator!r} does not fit devices={devices!r}: {wrong[0]} is no {kind} device. Give"
+                " devices of one kind, and leave accelerator out or name that kind."
+            )
+        return [_existing(device) for device in named]
+    available = _count(kind)
+    if devices == "auto":
+        return [torch.device(kind, 0) if kind != "cpu" else torch.device("cpu")]
+    indices = _indices(devices, kind, available)
+    return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in indices]
+
+
+def _named_devices(devices: Devices) -> list[torch.device] | None:
+    """Torch devices, if they were given as such."""
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        return None
+    if all(isinstance(device, int) for device in devices):
+        return None
+    try:
+        return [torch.device(device) for device in devices]
+    except (RuntimeError, TypeError):
+        raise ConfigurationError(
+            f"devices={devices!r}: a device is given as an index, a name such as 'cuda:0' or 'cpu', or a torch.device."
+        ) from None
+
+
+def _device_type(accelerator: Any, named: list[torch.device] | None) -> str:
+    if isinstance(accelerator, Accelerator):
+        accelerator = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda", "MPSAccelerator": "mps"}.get(
+            type(accelerator).__name__, accelerator
+        )
+    name = check_choice("accelerator", accelerator, _ACCELERATORS)
+    if name == "auto" and named:
+        return named[0].type
+    if name in ("auto", "gpu"):
+        found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if name == "gpu" and found == "cpu":
+            raise ConfigurationError(
+                "accelerator='gpu' was asked for, but torch finds no GPU. Take accelerator='auto' to use what there"
+                " is, or 'cpu'."
+            )
+        return found
+    if name != "cpu" and not _count(name):
+        raise ConfigurationError(
+            f"accelerator={name!r} was asked for, but torch finds no such device. Take accelerator='auto' to use"
+            " what there is, or 'cpu'."
+        )
+    return name
+
+
+def _count(kind: str) -> int:
+    """How many devices of a kind there are; as many of the CPU as one likes."""
+    if kind == "cuda":
+        return torch.cuda.device_count()
+    return int(torch.backends.mps.is_available()) if kind == "mps" else 1 << 16
+
+
+def _existing(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index, available = device.index or 0, _count(device.type)
+    if device.type not in ("cuda", "mps") or index >= available:
+        raise ConfigurationError(f"The device {device} does not exist: torch finds {_inventory()}.")
+    return torch.device(device.type, index)
+
+
+def _inventory() -> str:
+    cuda = torch.cuda.device_count()
+    return f"{cuda} CUDA device{'s' * (cuda != 1)} and the CPU"
+
+
+def _indices(devices: Devices, kind: str, available: int) -> list[int]:
+    problem = (
+        f"devices={devices!r} is neither a count, nor 'auto', nor -1 for all, nor indices such as [0, 2], nor devices"
+        " such as ['cuda:0', 'cpu']."
+    )
+    if isinstance(devices, str):
+        try:
+            devices = [int(part) for part in devices.split(",") if part.strip()] if "," in devices else int(devices)
+        except ValueError:
+            raise ConfigurationError(problem) from None
+    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
+        raise ConfigurationError(problem)
+    if isinstance(devices, int):
+        count = (1 if kind == "cpu" else available) if devices == -1 else devices
+        if count < 1:
+            raise ConfigurationError(f"devices={devices!r} asks for no device. Give a count of at least 1.")
+        if count > available:
+            raise ConfigurationError(
+                f"devices={devices!r} asks for more devices than there are: torch finds {_inventory()}."
+            )
+        return list(range(count))
+    chosen = list(devices)
+    if not chosen or not all(isinstance(index, int) and not isinstance(index, bool) for index in chosen):
+        raise ConfigurationError(problem)
+    if missing := [index for index in chosen if not 0 <= index < available]:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"devices={devices!r}: there is no {kind} device {missing[0]}; torch finds {_inventory()}."
+        )
+    return [int(index) for index in chosen]  # type: ignore[arg-type]
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """Lightning's accelerator of a device, which callbacks ask for statistics."""
+    return {"cuda": CUDAAccelerator, "mps": MPSAccelerator}.get(device.type, CPUAccelerator)()
+
+
+def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_nodes: int) -> Strategy:
+    """The strategy of a name, or the one that was given, connected to its devices.
+
+    Args:
+        strategy: A name, "auto", or an object.
+        devices: The devices.
+        num_nodes: The number of machines.
+    """
+    if not isinstance(strategy, Strategy):
+        if not isinstance(strategy, str):
+            raise ConfigurationError(
+                f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {strategy!r}."
+            )
+        name = check_choice("strategy", strategy, ["auto", *_STRATEGIES])
+        strategy = SingleDeviceStrategy() if name == "auto" else _STRATEGIES[name]()
+    strategy.connect(devices, num_nodes)
+    return strategy
+
+
+# Loggers
+
+
+def select_loggers(logger: bool | Logger | Iterable[Logger] | None, root_dir: str, *, dummy: bool) -> list[Logger]:
+    """The loggers: TensorBoard by default, CSV where it is not installed.
+
+    Args:
+        logger: A logger, several, True for the default or False for none.
+        root_dir: Where the default one writes.
+        dummy: Whether nothing is to be written (`fast_dev_run`).
+    """
+    if not logger:
+        return []
+    if dummy:
+        return [DummyLogger()]
+    if logger is True:
+        try:
+            return [TensorBoardLogger(save_dir=root_dir)]
+        except ModuleNotFoundError:
+            rank_zero_info(
+                "TensorBoard is not installed: metrics are written as CSV. For TensorBoard: pip install"
+                " 'equipoise[tensorboard]'."
+            )
+            return [CSVLogger(save_dir=root_dir)]
+    loggers: list[Any] = [logger] if isinstance(logger, str) or not isinstance(logger, Iterable) else list(logger)
+    for each in loggers:
+        if not isinstance(each, Logger):
+            raise ConfigurationError(
+                "logger must be True, False, or one or several of Lightning's loggers, such as CSVLogger('logs'), not"
+                f" {each!r}."
+            )
+    return loggers
+
+
+# Callbacks
+
+
+def select_callbacks(
+    callbacks: list[Callback] | Callback | None,
+    *,
+    enable_checkpointing: bool,
+    enable_progress_bar: bool,
+    enable_model_summary: bool,
+    max_time: Duration | None,
+) -> list[Callback]:
+    """The user's callbacks and the default ones, in the order in which they fire.
+
+    Raises:
+        ConfigurationError: If one contradicts an argument, or cannot run here.
+    """
+    several = callbacks is not None and isinstance(callbacks, Iterable) and not isinstance(callbacks, str)
+    chosen: list[Callback] = [] if callbacks is None else list(callbacks) if several else [callbacks]  # type: ignore
+    for callback in chosen:
+        _check_callback(callback)
+    chosen += _default(chosen, Checkpoint, ModelCheckpoint, "enable_checkpointing", enable_checkpointing)
+    if max_time is not None:
+        seconds_of("max_time", max_time)
+        if any(isinstance(callback, Timer) for callback in chosen):
+            rank_zero_info("max_time is left aside: there is a Timer among the callbacks.")
+        else:
+            chosen.append(Timer(duration=max_time))
+    bars = [type(callback).__name__ for callback in chosen if isinstance(callback, LightningProgressBar)]
+    if len(bars) > 1:
+        raise ConfigurationError(
+            f"There can be one progress bar, but callbacks hold {len(bars)}: {', '.join(bars)}. Keep one of them."
+        )
+    # The bar is first, so that what others print at the end stands below its last line.
+    chosen = _default(chosen, LightningProgressBar, ProgressBar, "enable_progress_bar", enable_progress_bar) + chosen
+    if enable_model_summary and not any(isinstance(callback, ModelSummary) for callback in chosen):
+        chosen.append(RichModelSummary())
+    _check_state_keys(chosen)
+    return _order(chosen)
+
+
+def _check_callback(callback: Any) -> None:
+    if isinstance(callback, type):
+        raise ConfigurationError(
+            f"callbacks holds the class {callback.__name__}. Pass an object: {callback.__name__}(...)."
+        )
+    if not isinstance(callback, Callback):
+        raise ConfigurationError(
+            f"callbacks must be a Callback of Equipoise or Lightning, or a list of them, but it holds {callback!r} of"
+            f" type {type(callback).__name__}."
+        )
+    if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
+        instead = (
+            "raise the batch size by hand until memory is full, and keep accumulate_grad_batches for the rest"
+            if isinstance(callback, BatchSizeFinder)
+            else "sweep it: `equipoise fit --multirun module.lr=1e-4,3e-4,1e-3,3e-3 trainer.max_steps=200`"
+        )
+        raise ConfigurationError(
+            f"{type(callback).__name__} works inside Lightning's own loops and cannot run here. Instead, {instead}."
+        )
+
+
+def _default(
+    chosen: list[Callback], kind: type, default: type[Callback], argument: str, enabled: bool
+) -> list[Callback]:
+    """The default callback of a kind, unless there is one or none is wanted."""
+    present = [callback for callback in chosen if isinstance(callback, kind)]
+    if present and not enabled:
+        raise ConfigurationError(
+            f"{argument}=False, which barebones=True implies, contradicts {type(present[0]).__name__} among the"
+            " callbacks. Leave one of them out."
+        )
+    return [default()] if enabled and not present else []
+
+
+def _check_state_keys(callbacks: list[Callback]) -> None:
+    """Checks that a checkpoint can tell callbacks apart."""
+    keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigurationError(
+                f"Two callbacks would save their state under the same key {key!r}. Give them different arguments,"
+                " or a `state_key`."
+            )
+
+
+def _order(callbacks: list[Callback]) -> list[Callback]:
+    """Checkpoint callbacks come last, to save what the others left."""
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+
+
+def root_directory(path: Any) -> str:
+    """Where files go by default."""
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise ConfigurationError(f"default_root_dir must be a path, not {path!r}.")
+    return os.fspath(path) if path is not None else os.getcwd()
+
+
+def merge_callbacks(callbacks: list[Callback], of_module: list[Callback]) -> list[Callback]:
+    """The trainer's callbacks and those of `configure_callbacks`, which replace ones of their own class.
+
+    Args:
+        callbacks: The trainer's.
+        of_module: What the module's `configure_callbacks` returned.
+    """
+    if not of_module:
+        return callbacks
+    for callback in of_module:
+        _check_callback(callback)
+    replaced = tuple(
+        kind
+        for kind in {type(callback) for callback in callbacks} - {Callback}
+        if any(issubclass(type(new), kind) for new in of_module)
+    )
+    return _order([callback for callback in callbacks if type(callback) not in replaced] + of_module)
+
+
+def set_torch_flags(deterministic: bool | str | None, benchmark: bool | None) -> None:
+    """Sets torch's flags for reproducible algorithms and for cuDNN's search of the fastest.
+
+    Args:
+        deterministic: True: only deterministic algorithms. "warn": where there are any. None: leave it as it is.
+        benchmark: Whether cuDNN searches. None: no, where algorithms must be deterministic, else leave it as it is.
+    """
+    if deterministic not in (None, True, False, "warn"):
+        raise ConfigurationError(f"deterministic must be True, False, 'warn' or None, not {deterministic!r}.")
+    check_flags(benchmark=benchmark)
+    if benchmark is None and deterministic:
+        benchmark = False
+    if benchmark is not None:
+        torch.backends.cudnn.benchmark = bool(benchmark)
+    if deterministic is not None:
+        torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
+    if deterministic:
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS is deterministic with a fixed workspace only
+
+
+def select_checkpoint_io(plugins: Any) -> CheckpointIO | None:
+    """The CheckpointIO among the plugins; others belong elsewhere.
+
+    Raises:
+        ConfigurationError: Naming the argument that takes the place of a plugin.
+    """
+    given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
+    found = None
+    for plugin in given:
+        if not isinstance(plugin, CheckpointIO):
+            raise ConfigurationError(
+                f"plugins takes a CheckpointIO of Lightning, not {type(plugin).__name__}. For precisions there is"
+                " precision=..., for processes"
+                " strategy=..."
+            )
+        if found is not None:
+            raise ConfigurationError("plugins holds two CheckpointIOs, of which one can be used.")
+        if getattr(plugin, "checkpoint_io", plugin) is None:  # it wraps another, by default Lightning's own
+            plugin.checkpoint_io = TorchCheckpointIO()  # type: ignore[attr-defined]
+        found = plugin
+    return found
+
+
+def module_init_context(device: torch.device, precision: Precision, *, empty: bool) -> ExitStack:
+    """A context in which tensors are made on a device, in a precision's dtype, and left uninitialised if `empty`."""
+    stack = ExitStack()
+    stack.enter_context(precision.init_context())
+    stack.enter_context(device)
+    if empty:
+        stack.enter_context(interop.empty_init())
+    return stack

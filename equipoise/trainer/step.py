@@ -1,0 +1,356 @@
+"""One optimisation step: accumulate, clip, step.
+
+    automatic                                                   manual
+    forward_backward ─ training_step                            training_step, which calls
+                     └ zero_grad (first of the window), backward    manual_backward, optimizer.step()
+    last of the window:
+      finish_gradients, unscale, on_before_optimizer_step, clip
+      optimizer step
+
+An unmodified optimiser of torch other than LBFGS is stepped after its gradients are there; handing it a closure costs
+more than all the rest. Others, and a module that overrides `optimizer_step`, receive the closure, as in Lightning.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from equipoise.errors import ConfigurationError, StepError
+from equipoise.parallel.weighting import Weight, Window
+from equipoise.strategies.strategy import StepResult
+from equipoise.trainer import interop
+from equipoise.trainer.backward import Backward
+from equipoise.trainer.diagnosis import explain
+from equipoise.trainer.weights import Weigher, check_weight
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
+
+__all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
+
+
+def make_optimization(
+    context: "Context", window: Window, weigh: Weigher, *, skip_backward: bool
+) -> "AutomaticOptimization | ManualOptimization":
+    """The way of optimisation that the module asks for.
+
+    Args:
+        context: The run.
+        window: The accumulation window.
+        weigh: Finds the weight of a batch.
+        skip_backward: Run the forward only.
+    """
+    if context.module.automatic_optimization:
+        return AutomaticOptimization(context, window, weigh, skip_backward=skip_backward)
+    return ManualOptimization(context)
+
+
+class _Step:
+    """The user's training step, as strategies see it."""
+
+    def __init__(self, context: "Context") -> None:
+        self.module = context.module
+        self.training_step = context.hooks.bind_step("training_step")
+        self.forward_context = context.precision.forward_context
+        self.batch_idx = 0
+
+    def _run(self, part: Any) -> Any:
+        try:
+            if self.forward_context is None:
+                return self.training_step(part, self.batch_idx)
+            with self.forward_context():
+                return self.training_step(part, self.batch_idx)
+        except RuntimeError as error:
+            explain(error, self.module, part)
+            raise
+
+
+class _AutomaticStep(_Step):
+    """Runs the training step and, as `backward`, everything from zeroing the gradients to `on_after_backward`."""
+
+    def __init__(
+        self,
+        context: "Context",
+        window: Window,
+        weigh: Weigher,
+        zero_grad: Callable[[int], None],
+        *,
+        skip_backward: bool,
+    ) -> None:
+        super().__init__(context)
+        self.weigh = weigh if window.parts > 1 else None
+        self.window, self.zero_grad, self.skip_backward = window, zero_grad, skip_backward
+        self.run_backward = Backward(context)
+        self.first = True  # whether the gradients of an earlier window are still there
+
+    def __call__(self, part: Any) -> StepResult:
+        """Runs the training step on a part and takes its answer apart."""
+        out = self._run(part)
+        loss: Tensor | None
+        weight: Weight | None
+        if isinstance(out, Tensor):
+            loss, weight = out, None
+        elif isinstance(out, Mapping):
+            loss, weight = out.get("loss"), out.get("loss_weight")
+            if loss is None:
+                raise StepError(
+                    f"`training_step` returned a dictionary without 'loss'; its keys are {list(out)}. Return the loss"
+                    " under that key, or None to skip the batch."
+                )
+            if not isinstance(loss, Tensor):
+                raise StepError(
+                    "`training_step` must return the loss as a tensor with its graph, but under 'loss' is"
+                    f" {loss!r} of type {type(loss).__name__}."
+                )
+        elif out is None:
+            return StepResult(None, 0, None)
+        else:
+            raise StepError(
+                "`training_step` must return a tensor, a dictionary with the key 'loss', or None to skip the"
+                f" batch, not {type(out).__name__}."
+            )
+        if self.weigh is not None:
+            weight = self.weigh(part) if weight is None else check_weight(weight)
+        return StepResult(loss, weight, out)
+
+    def backward(self, result: StepResult) -> None:
+        """Zeroes the gradients at the beginning of a window, then runs the backward with the part's share."""
+        if self.skip_backward:
+            return
+        if self.first:
+            self.first = False
+            self.zero_grad(self.batch_idx)
+        loss, weight = result.loss, result.weight
+        if loss is None:
+            return
+        if self.weigh is None or weight is None:
+            self.run_backward(loss)
+        elif isinstance(weight, Tensor) or weight:
+            self.run_backward(loss, self.window.add(weight), self.window.parts)
+
+
+class AutomaticOptimization:
+    """The trainer zeroes gradients, runs the backward, clips and steps.
+
+    Called with the parts of a batch, its index, and whether the accumulation window ends with it.
+    """
+
+    def __init__(self, context: "Context", window: Window, weigh: Weigher, *, skip_backward: bool) -> None:
+        trainer, hooks = context.trainer, context.hooks
+        self.trainer, self.module, self.strategy, self.window = trainer, context.module, context.strategy, window
+        self.scaler, self.progress = context.precision.scaler, trainer.progress
+        self.optimizer: Optimizer = trainer.optimizers[0]
+        self.step = _AutomaticStep(context, window, weigh, self._zero_grad, skip_backward=skip_backward)
+        self.before_zero_grad = hooks.bind("on_before_zero_grad")
+        self.user_zero_grad = hooks.bind_module("optimizer_zero_grad")
+        self.before_step = hooks.bind("on_before_optimizer_step")
+        self.user_clip = hooks.bind_module("configure_gradient_clipping")
+        self.user_step = hooks.bind_module("optimizer_step")
+        self.own_zero_grad = getattr(self.optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
+        self.direct = self.user_step is None and (self.scaler is not None or _takes_no_closure(self.optimizer))
+        self.lightning_optimizer = None if self.direct else trainer.lightning_optimizers[0]
+        self.backward = self.step.run_backward
+        self._check()
+
+    def _check(self) -> None:
+        clip = self.trainer.gradient_clip_val
+        if self.scaler is None:
+            return
+        if isinstance(self.optimizer, LBFGS):
+            raise ConfigurationError(
+                "precision='16-mixed' scales the loss, which LBFGS cannot take. Choose bf16-mixed or another optimiser."
+            )
+        if clip and interop.unscales_by_itself(self.optimizer):
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__}(fused=True) unscales gradients in its own step, too late for"
+                f" gradient_clip_val={clip}."
+                " Take fused=False, or precision='bf16-mixed'."
+            )
+
+    def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
+        """Computes the gradients of a batch and, if it is the last of its window, steps."""
+        step = self.step
+        step.batch_idx, step.first = batch_idx, batch_idx % self.window.parts == 0
+        if not last:
+            return self.strategy.forward_backward(step, parts, False)
+        counts = self.progress.optimizer_step.current
+        counts.ready += 1
+        if self.direct:
+            results = [self.strategy.forward_backward(step, parts, True)]
+            self._finish(self.optimizer, skipped=results[0].loss is None)
+        else:
+            results = self._step_with_closure(parts, batch_idx)
+        counts.completed = counts.ready
+        if not results:
+            raise interop.closure_not_called()
+        self.window.reset()
+        return results[0]
+
+    def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> list[StepResult]:
+        """Hands the optimiser, or the user's `optimizer_step`, a closure that computes loss and gradients.
+
+        Returns:
+            The result, or nothing if nobody called the closure.
+        """
+        results: list[StepResult] = []
+        before = self.window.state_dict()
+
+        def closure() -> Tensor | None:
+            self.window.load_state_dict(before)  # LBFGS computes a batch several times, and it counts once
+            self.step.first = batch_idx % self.window.parts == 0
+            with torch.enable_grad():
+                results[:] = [self.strategy.forward_backward(self.step, parts, True)]
+            return self._seen_loss(results[0])
+
+        if self.user_step is not None:
+            self.user_step(self.trainer.current_epoch, batch_idx, self.lightning_optimizer, closure)
+        else:
+            assert self.lightning_optimizer is not None
+            self.lightning_optimizer.step(closure=closure)
+        return results
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """What a LightningOptimizer calls: the closure, then everything up to the step."""
+        if self.scaler is not None:
+            answer = closure()
+            return self._finish(optimizer, skipped=answer is None, **kwargs)
+
+        def wrapped() -> Any:
+            answer = closure()
+            self._prepare(optimizer, skipped=answer is None)
+            return answer
+
+        return self.strategy.optimizer_step(optimizer, wrapped, **kwargs)
+
+    def _finish(self, optimizer: Optimizer, *, skipped: bool, **kwargs: Any) -> Any:
+        """Everything after the last backward of a window."""
+        self._prepare(optimizer, skipped)
+        if self.scaler is None:
+            return self.strategy.optimizer_step(optimizer, **kwargs)
+        if skipped:
+            return None
+        answer = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return answer
+
+    def _prepare(self, optimizer: Optimizer, skipped: bool) -> None:
+        """Weighs, unscales and clips the gradients."""
+        self.strategy.finish_gradients(self.window, optimizer)
+        if self.scaler is not None and not skipped and not interop.unscales_by_itself(optimizer):
+            self.scaler.unscale_(optimizer)
+        if self.before_step is not None:
+            self.before_step(optimizer)
+        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+        if self.user_clip is not None:
+            self.user_clip(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+        elif value:
+            self.strategy.clip_gradients(optimizer, value, algorithm or "norm")
+
+    def _zero_grad(self, batch_idx: int) -> None:
+        optimizer, counts = self.optimizer, self.progress.zero_grad.current
+        counts.ready += 1
+        if self.before_zero_grad is not None:
+            self.before_zero_grad(optimizer)
+        counts.started = counts.ready
+        if self.user_zero_grad is not None:
+            self.user_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
+        elif self.own_zero_grad:  # the same, without the profiler's record that optimizer.zero_grad() opens
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            optimizer.zero_grad()
+        counts.completed = counts.ready
+
+    def _seen_loss(self, result: StepResult) -> Tensor | None:
+        """The loss as others see it: detached, and divided by the parts of the window."""
+        if result.loss is None:
+            return None
+        loss = result.loss.detach()
+        return loss / self.window.parts if self.window.parts > 1 else loss.clone()
+
+    def outputs(self, result: StepResult) -> dict[str, Any]:
+        """What `on_train_batch_end` receives."""
+        loss = self._seen_loss(result)
+        if loss is None:
+            return {}
+        extra = result.outputs if isinstance(result.outputs, Mapping) else {}
+        return {"loss": loss, **{key: value for key, value in extra.items() if key != "loss"}}
+
+
+class ManualOptimization:
+    """The user's training step runs backward and steps the optimisers."""
+
+    def __init__(self, context: "Context") -> None:
+        hooks = context.hooks
+        self.trainer, self.strategy, self.scaler = context.trainer, context.strategy, context.precision.scaler
+        self.step = _ManualStep(context)
+        self.backward = Backward(context)
+        self.before_step = hooks.bind("on_before_optimizer_step")
+        self.counts = context.trainer.progress.manual_step.current
+
+    def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
+        """Runs the training step on a batch."""
+        self.step.batch_idx = batch_idx
+        return self.strategy.forward_backward(self.step, parts, last)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """What a LightningOptimizer calls."""
+
+        def wrapped() -> Any:
+            answer = closure()
+            if self.scaler is not None and not interop.unscales_by_itself(optimizer):
+                self.scaler.unscale_(optimizer)
+            if self.before_step is not None:
+                self.before_step(optimizer)
+            return answer
+
+        self.counts.ready += 1
+        if self.scaler is not None:
+            wrapped()
+            answer = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+        elif closure is interop.NO_CLOSURE and _takes_no_closure(optimizer):
+            wrapped()
+            answer = self.strategy.optimizer_step(optimizer, **kwargs)
+        else:
+            answer = self.strategy.optimizer_step(optimizer, wrapped, **kwargs)
+        self.counts.completed = self.counts.ready
+        return answer
+
+    def outputs(self, result: StepResult) -> dict[str, Any]:
+        """What `on_train_batch_end` receives."""
+        out = result.outputs
+        outputs = dict(out) if isinstance(out, Mapping) else {} if out is None else {"loss": out}
+        if "loss" in outputs:
+            outputs["loss"] = outputs["loss"].detach()
+        return outputs
+
+
+class _ManualStep(_Step):
+    """Runs the training step, in which the user does everything."""
+
+    def __call__(self, part: Any) -> StepResult:
+        """Runs the training step on a part."""
+        out = self._run(part)
+        if out is not None and not isinstance(out, (Tensor, Mapping)):
+            raise StepError(
+                "In manual optimisation `training_step` returns a tensor, a dictionary or nothing, not"
+                f" {type(out).__name__}."
+            )
+        return StepResult(None, None, out)
+
+    def backward(self, result: StepResult) -> None:
+        """Nothing: the user did it."""
+
+
+def _takes_no_closure(optimizer: Optimizer) -> bool:
+    """Whether nobody can tell that an optimiser was stepped without a closure."""
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and not isinstance(optimizer, LBFGS)
+        and not interop.has_step_hooks(optimizer)
+    )

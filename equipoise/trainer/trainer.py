@@ -1,0 +1,398 @@
+"""The Trainer: its arguments and entry points."""
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.states import TrainerFn
+
+from equipoise.errors import ConfigurationError
+from equipoise.precision import make_precision
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer import options as check
+from equipoise.trainer import selection as select
+from equipoise.trainer.checkpoint import dump_checkpoint
+from equipoise.trainer.checkpoint_file import write_checkpoint
+from equipoise.trainer.checks import as_module, data_of
+from equipoise.trainer.options import Duration
+from equipoise.trainer.public_state import PublicState
+from equipoise.trainer.results import to_scalars
+from equipoise.trainer.run import Request, run
+from equipoise.trainer.selection import Devices
+
+__all__ = ["Trainer"]
+
+
+class Trainer(PublicState):
+    """Trains, validates, tests and predicts with an unmodified LightningModule.
+
+    Every argument has Lightning's name, meaning and default.
+
+    Args:
+        accelerator: "cpu", "gpu", "cuda", "mps", or "auto" for what there is.
+        strategy: How a step is computed on the devices: a name or a Strategy. "auto": `single_device` for one.
+        devices: A count, -1 for all, indices ([0, 2] or "0,2"), torch devices, or "auto".
+        num_nodes: The number of machines.
+        precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32" (normalisation layers in float32),
+            "bf16-true" or "64-true". None: "32-true".
+        logger: A Logger of Lightning, several, True for TensorBoard (or CSV without it), False for none. Default: True.
+        callbacks: A callback or several.
+        fast_dev_run: Run one batch (True) or so many of everything, without logging and checkpoints.
+        max_epochs: End after so many epochs; -1: never. Default: 1000, or -1 if `max_steps` or `max_time` is given.
+        min_epochs: Run at least so many epochs, whatever asks to stop.
+        max_steps: End after so many optimiser steps; -1: never.
+        min_steps: Run at least so many optimiser steps.
+        max_time: End after a time: "DD:HH:MM:SS", a timedelta, or a dictionary of its arguments.
+        limit_train_batches: Use so many batches of an epoch (int), or a fraction of them (float). Default: 1.0.
+        limit_val_batches: The same for validation; 0 turns it off. Default: 1.0.
+        limit_test_batches: The same for tests. Default: 1.0.
+        limit_predict_batches: The same for prediction. Default: 1.0.
+        overfit_batches: Train and validate on the same few batches: a number or a fraction; 0: off.
+        val_check_interval: Validate after a fraction of an epoch (float), so many batches (int), or a time.
+            Default: 1.0.
+        check_val_every_n_epoch: Validate every so many epochs; None: count batches over epochs.
+        num_sanity_val_steps: Validate so many batches before training; -1: all. Default: 2.
+        log_every_n_steps: Hand values of steps to the loggers every so many steps. Default: 50.
+        enable_checkpointing: Whether a ModelCheckpoint is there by default. Default: True.
+        enable_progress_bar: Whether a progress bar is there by default. Default: True.
+        enable_model_summary: Whether a summary of the model is printed. Default: True.
+        accumulate_grad_batches: Step after the gradients of so many batches, weighted by their sizes.
+        gradient_clip_val: The largest norm, or absolute value, of the gradients. None: no clipping.
+        gradient_clip_algorithm: "norm" or "value". Default: "norm".
+        deterministic: Use deterministic algorithms only (True), or where there are any ("warn").
+        benchmark: Let cuDNN search for the fastest algorithms.
+        inference_mode: Evaluate under `torch.inference_mode` rather than `torch.no_grad`.
+        use_distributed_sampler: Let strategies with several processes share the data out among them.
+        profiler: "simple", "advanced", "pytorch" or a Profiler of Lightning.
+        detect_anomaly: Look for the operation that made a NaN, slowly.
+        barebones: Turn off everything that costs time, to measure the loop.
+        plugins: A CheckpointIO of Lightning, to write and read checkpoints in another way.
+        sync_batchnorm: Let strategies with several processes share batch statistics.
+        reload_dataloaders_every_n_epochs: Ask for new loaders every so many epochs; 0: never.
+        default_root_dir: Where files go for which nobody names a folder. Default: the current folder.
+        enable_autolog_hparams: Hand the module's hyperparameters to the loggers.
+
+    Raises:
+        ConfigurationError: If an argument cannot be right, or contradicts another.
+
+    Example:
+        >>> from equipoise import Trainer
+        >>> trainer = Trainer(max_epochs=3, gradient_clip_val=1.0)
+        >>> trainer.fit(module, train_dataloaders=train_loader, val_dataloaders=val_loader)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str | Accelerator = "auto",
+        strategy: str | Strategy = "auto",
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        precision: str | int | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: list[Callback] | Callback | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: Duration | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | Duration | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        enable_autolog_hparams: bool = True,
+    ) -> None:
+        check.check_flags(inference_mode=inference_mode, enable_autolog_hparams=enable_autolog_hparams)
+        chosen = select.select_devices(accelerator, devices)
+        check.check_count("num_nodes", num_nodes, least=1)
+        super().__init__(
+            select.select_strategy(strategy, chosen, num_nodes),
+            make_precision(precision, chosen[0].type),
+            select.root_directory(default_root_dir),
+        )
+        self.num_nodes, self.sync_batchnorm, self.use_distributed_sampler = (
+            num_nodes,
+            sync_batchnorm,
+            use_distributed_sampler,
+        )
+        given = check.check_barebones(
+            barebones,
+            {
+                "enable_checkpointing": enable_checkpointing,
+                "logger": logger,
+                "enable_progress_bar": enable_progress_bar,
+                "log_every_n_steps": log_every_n_steps,
+                "enable_model_summary": enable_model_summary,
+                "num_sanity_val_steps": num_sanity_val_steps,
+                "fast_dev_run": fast_dev_run,
+                "detect_anomaly": detect_anomaly,
+                "profiler": profiler,
+            },
+        )
+        self.barebones, self.detect_anomaly, self.inference_mode = barebones, detect_anomaly, inference_mode
+        self.enable_autolog_hparams = enable_autolog_hparams
+
+        self.max_epochs: int | None = check.check_count(
+            "max_epochs", max_epochs, least=0, optional=True, unlimited=True
+        )
+        self.min_epochs: int | None = check.check_count("min_epochs", min_epochs, least=0, optional=True)
+        self.max_steps = check.check_count("max_steps", max_steps, least=0, unlimited=True)
+        self.min_steps: int | None = check.check_count("min_steps", min_steps, least=0, optional=True)
+        check.check_order(self.min_epochs, self.max_epochs, "epochs")
+        check.check_order(self.min_steps, self.max_steps, "steps")
+
+        self.limit_train_batches = check.check_batch_limit("limit_train_batches", limit_train_batches)
+        self.limit_val_batches = check.check_batch_limit("limit_val_batches", limit_val_batches)
+        self.limit_test_batches = check.check_batch_limit("limit_test_batches", limit_test_batches)
+        self.limit_predict_batches = check.check_batch_limit("limit_predict_batches", limit_predict_batches)
+        self.overfit_batches = check.check_batch_limit("overfit_batches", overfit_batches)
+        self.val_check_interval, self.val_check_seconds = check.check_val_intervals(
+            val_check_interval, check_val_every_n_epoch
+        )
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        sanity = check.check_count("num_sanity_val_steps", given["num_sanity_val_steps"], least=0, unlimited=True)
+        self.num_sanity_val_steps = math.inf if sanity == -1 else sanity
+        self.reload_dataloaders_every_n_epochs = check.check_count(
+            "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, least=0
+        )
+        self.log_every_n_steps = check.check_count("log_every_n_steps", given["log_every_n_steps"], least=0)
+        self.accumulate_grad_batches = check.check_count("accumulate_grad_batches", accumulate_grad_batches, least=1)
+        self.gradient_clip_val, self.gradient_clip_algorithm = check.gradient_clipping(
+            gradient_clip_val, gradient_clip_algorithm
+        )
+        self._limit_runs(given["fast_dev_run"])
+
+        select.set_torch_flags(deterministic, benchmark)
+        self.checkpoint_io = select.select_checkpoint_io(plugins)
+        self.profiler = check.make_profiler(given["profiler"])
+        self.loggers = select.select_loggers(given["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
+        self.callbacks = select.select_callbacks(
+            callbacks,
+            enable_checkpointing=given["enable_checkpointing"],
+            enable_progress_bar=given["enable_progress_bar"],
+            enable_model_summary=given["enable_model_summary"],
+            max_time=max_time,
+        )
+
+    def _limit_runs(self, fast_dev_run: int | bool) -> None:
+        """Applies `fast_dev_run` and `overfit_batches`, which set other limits."""
+        check.check_count(
+            "fast_dev_run", int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run, least=0
+        )
+        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
+        if fast_dev_run:
+            batches = int(fast_dev_run)
+            self.limit_train_batches = self.limit_val_batches = batches
+            self.limit_test_batches = self.limit_predict_batches = batches
+            self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
+            self.val_check_interval, self.val_check_seconds, self.check_val_every_n_epoch = 1.0, None, 1
+        if self.overfit_batches > 0:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+
+    # Entry points.
+
+    def fit(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Trains.
+
+        Args:
+            model: The module.
+            train_dataloaders: A loader or a collection of them, any iterables over batches; or a data module.
+            val_dataloaders: A loader, or several, which are read one after the other.
+            datamodule: Brings the loaders instead.
+            ckpt_path: Go on from a checkpoint: a path, "best" or "last" of the last fit.
+            weights_only: Checkpoints are read without running code in them, always; False is refused.
+
+        Raises:
+            ConfigurationError: If module, data and options do not fit together.
+            CheckpointError: If the checkpoint cannot be read or is of another model.
+        """
+        train, datamodule = data_of(train_dataloaders, datamodule, val_dataloaders)
+        loaders = {"train": train, "val": val_dataloaders}
+        self._run(TrainerFn.FITTING, model, datamodule, loaders, ckpt_path, weights_only)
+
+    def validate(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluates on the validation set.
+
+        Args:
+            model: The module. None: that of the last run, with its best checkpoint unless `ckpt_path` says otherwise.
+            dataloaders: A loader or several, or a data module.
+            ckpt_path: The weights: a path, "best" or "last" of the last fit.
+            verbose: Print a table.
+            datamodule: Brings the loaders instead.
+            weights_only: See `fit`.
+
+        Returns:
+            What was logged, a dictionary for each loader.
+        """
+        return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def test(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluates on the test set; see `validate`."""
+        return self._evaluate(TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def predict(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None:
+        """Predicts.
+
+        Args:
+            model: The module. None: that of the last run, with its best checkpoint unless `ckpt_path` says otherwise.
+            dataloaders: A loader or several, or a data module.
+            datamodule: Brings the loaders instead.
+            return_predictions: Whether the outputs are kept and returned; False where a callback writes them away.
+            ckpt_path: The weights: a path, "best" or "last" of the last fit.
+            weights_only: See `fit`.
+
+        Returns:
+            What `predict_step` returned for each batch, on the CPU; a list of such lists where there are several
+            loaders.
+        """
+        given, datamodule = data_of(dataloaders, datamodule)
+        self.predict_loop.return_predictions = return_predictions is not False
+        fn, loaders = TrainerFn.PREDICTING, {"predict": given}
+        answer: list[Any] | None = self._run(fn, model, datamodule, loaders, ckpt_path, weights_only)
+        return answer
+
+    def _evaluate(
+        self,
+        fn: TrainerFn,
+        model: Any,
+        dataloaders: Any,
+        ckpt_path: Any,
+        verbose: bool,
+        datamodule: Any,
+        weights_only: bool | None,
+    ) -> list[dict[str, float]]:
+        given, datamodule = data_of(dataloaders, datamodule)
+        stage = "val" if fn == TrainerFn.VALIDATING else "test"
+        answer = self._run(fn, model, datamodule, {stage: given}, ckpt_path, weights_only)
+        outputs = [to_scalars(values) for values in answer]
+        if verbose and self.is_global_zero:
+            self.evaluations[fn.value].print_results(outputs)
+        return outputs
+
+    def _run(
+        self,
+        fn: TrainerFn,
+        model: Any,
+        datamodule: LightningDataModule | None,
+        loaders: dict[str, Any],
+        ckpt_path: Any,
+        weights_only: bool | None,
+    ) -> Any:
+        if weights_only is False:
+            raise ConfigurationError(
+                "weights_only=False would run code that stands in a checkpoint, which this Trainer never does. If a"
+                " checkpoint holds classes that you trust: `torch.serialization.add_safe_globals([MyClass])`."
+            )
+        module = self.lightning_module if model is None else as_module(model)
+        if module is None:
+            raise ConfigurationError(f"`{fn.value}` needs a module: none was passed, and there was no run before.")
+        return run(self, Request(fn, module, model is not None, datamodule, loaders, ckpt_path))
+
+    # What users call in the course of a run.
+
+    def save_checkpoint(
+        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint, at once or not at all; to be called in every process.
+
+        Args:
+            filepath: Where to.
+            weights_only: Leave out everything but the weights and the counters.
+            storage_options: For the CheckpointIO plugin, if there is one.
+        """
+        if self._context is None:
+            raise AttributeError(
+                "A checkpoint holds a module, but no run has brought one yet. Call `fit` or `validate` first."
+            )
+        with self.profiler.profile("save_checkpoint"):
+            checkpoint = dump_checkpoint(self._context, weights_only=bool(weights_only))
+            if self.is_global_zero:
+                if self.checkpoint_io is not None:
+                    self.checkpoint_io.save_checkpoint(checkpoint, os.fspath(filepath), storage_options)
+                else:
+                    write_checkpoint(checkpoint, filepath)
+            self.connected_strategy.barrier("Trainer.save_checkpoint")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints in one process of each machine."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The number of optimiser steps of the whole training, as far as it can be known.
+
+        Asks for the training loader if nobody has yet, so `configure_optimizers` may use it.
+        """
+        assert self._context is not None
+        return self.fit_loop_state.estimated_steps(self._context)
+
+    def init_module(self, empty_init: bool | None = None) -> Any:
+        """A context in which a module is made on the device and in the precision of this trainer.
+
+        Args:
+            empty_init: Leave parameters uninitialised, for a checkpoint that will be loaded.
+        """
+        return select.module_init_context(
+            self.connected_strategy.root_device, self.precision_in_use, empty=bool(empty_init)
+        )

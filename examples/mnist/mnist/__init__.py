@@ -1,0 +1,1 @@
+"""MNIST: 70,000 handwritten digits, read from idx files in a folder of yours."""

@@ -1,0 +1,82 @@
+"""The model and how it is trained."""
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+__all__ = ["ConvNet"]
+
+
+class ConvNet(LightningModule):
+    """Two convolutions and two linear layers for grey images of 28 by 28 pixels.
+
+    Args:
+        channels: Channels of the first convolution; the second has twice as many. Default: 8.
+        features: Features between the linear layers. Default: 128.
+        dropout: The share of features left out in training, between 0 and 1. Default: 0.2.
+        lr: The highest learning rate of the one-cycle schedule. Default: 0.005.
+        weight_decay: AdamW's weight decay. Default: 0.01.
+    """
+
+    def __init__(
+        self,
+        *,
+        channels: int = 8,
+        features: int = 128,
+        dropout: float = 0.2,
+        lr: float = 0.005,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr, self.weight_decay = lr, weight_decay
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(channels, 2 * channels, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(2 * channels * 7 * 7, features),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(features, 10),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Maps images (batch, 1, 28, 28) of bytes to scores (batch, 10)."""
+        return self.layers(images.to(self.dtype) / 255)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Returns the cross-entropy of a batch of images and labels."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Logs loss and accuracy on the validation set."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Logs loss and accuracy on the test set."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Returns the digits a batch of images shows."""
+        return self(batch[0]).argmax(dim=1)
+
+    def configure_optimizers(self) -> dict[str, object]:
+        """AdamW with a one-cycle schedule, stepped with every batch."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _evaluate(self, name: str, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        scores = self(images)
+        accuracy = (scores.argmax(dim=1) == labels).float().mean()
+        self.log_dict({f"{name}_loss": F.cross_entropy(scores, labels), f"{name}_accuracy": accuracy}, prog_bar=True)

@@ -1,0 +1,86 @@
+"""The checks that run before anything is built."""
+
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.conf.checks import check_targets, did_you_mean, locate
+from equipoise.errors import ConfigurationError
+
+
+@given(st.lists(st.from_regex(r"[a-z]{3,12}", fullmatch=True), min_size=1, unique=True), st.data())
+def test_a_known_name_is_its_own_nearest(names, data):
+    name = data.draw(st.sampled_from(names))
+    assert did_you_mean(name, names) == f"; did you mean {name!r}?"
+
+
+def test_private_names_are_not_offered():
+    assert did_you_mean("_target", ["_target_", "lr"]) == "; there are: lr."
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("fractions.Fraction", Fraction),
+        ("fractions.Fraction.from_float", Fraction.from_float),
+        ("os.path.join", __import__("os").path.join),
+        ("len", None),
+        ("builtins.len", len),
+    ],
+)
+def test_locate(path, found):
+    if found is None:
+        with pytest.raises(ConfigurationError, match="no module 'len'"):
+            locate(path, "module")
+    else:
+        assert locate(path, "module") == found
+
+
+def test_an_error_inside_an_imported_module_is_not_hidden(tmp_path, monkeypatch):
+    (tmp_path / "explosive_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        locate("explosive_module.Thing", "module")
+
+
+class Taker:
+    def __init__(self, a, b=1, *, c): ...
+
+
+def greedy(a, **rest): ...
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "message"),
+    [
+        ("Taker", {"a": 1, "c": 1}, None),
+        ("Taker", {"a": 1, "b": 1, "c": 1}, None),
+        ("Taker", {"_args_": [1], "c": 1}, None),
+        ("Taker", {"_partial_": True}, None),
+        ("Taker", {"_partial_": True, "d": 1}, "x.d is not an argument of Taker; there are: a, b, c."),
+        ("Taker", {"a": 1}, "Taker needs c"),
+        ("Taker", {}, "Taker needs a, c"),
+        ("greedy", {"a": 1, "anything": 1}, None),
+        ("greedy", {"anything": 1}, "greedy needs a"),
+    ],
+)
+def test_arguments(target, arguments, message):
+    values = {"_target_": f"{__name__}.{target}", **arguments}
+    if message is None:
+        check_targets(values, "x")
+    else:
+        with pytest.raises(ConfigurationError, match=re.escape(message)):
+            check_targets(values, "x")
+
+
+def test_targets_are_checked_at_any_depth():
+    inner = {"_target_": f"{__name__}.Taker", "a": 1, "d": 1}
+    with pytest.raises(ConfigurationError, match=r"x\.list\.1\.deep\.d is not an argument"):
+        check_targets({"list": [1, {"deep": inner}]}, "x")
+
+
+def test_a_builtin_without_a_signature_is_not_checked():
+    check_targets({"_target_": "builtins.map", "any": 1}, "x")

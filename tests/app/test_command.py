@@ -1,0 +1,181 @@
+"""The commands that train nothing: help, version, devices, init, completion."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from equipoise import __version__
+from equipoise.memory.devices import list_devices
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",), ("devices", "--help")])
+def test_help_names_every_command(equipoise, arguments):
+    code, out, _ = equipoise(*arguments)
+    assert code == 0
+    for command in ("fit", "validate", "test", "predict", "devices", "init", "completion", "--debug"):
+        assert command in out
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("fit", "--version")])
+def test_version(equipoise, arguments):
+    assert equipoise(*arguments)[:2] == (0, f"equipoise {__version__}\n")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise, capfd, flag):
+    with pytest.raises(SystemExit) as ended:
+        equipoise("fit", flag)
+    assert ended.value.code == 0
+    shown = capfd.readouterr().out
+    assert "strategy: auto, single_device" in shown
+    assert "experiment: short" in shown
+    assert "early_stopping" in shown
+    assert "  lr: 0.1" in shown  # the present values
+    assert "--multirun" in shown
+    assert "key=value" in shown
+
+
+def test_help_where_no_module_is_chosen_yet(project, equipoise, capfd):
+    (project / "conf" / "config.yaml").unlink()
+    with pytest.raises(SystemExit) as ended:
+        equipoise("fit", "--help")
+    assert ended.value.code == 0
+    assert "module: line" in capfd.readouterr().out
+
+
+def test_devices_are_listed_with_their_memory(equipoise, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    code, out, _ = equipoise("devices")
+    assert code == 0
+    for heading in ("device", "index", "physical", "name", "memory", "free", "compute capability"):
+        assert heading in out
+    for info in list_devices():
+        assert info.device in out
+        assert info.name in out
+    assert "CUDA_VISIBLE_DEVICES=3" in out
+
+
+# The starter project.
+
+
+def test_where_nothing_is_configured_the_example_runs_and_says_so(tmp_path, equipoise, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = equipoise("fit", "--cfg", "job", "--package", "module._target_")
+    assert (code, out.strip()) == (0, "digits.module.ConvNet")
+    assert "this is the digits example" in err
+
+
+def test_the_example_says_what_it_needs(tmp_path, equipoise, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = equipoise("fit")
+    assert code == 2
+    assert "pip install 'equipoise[examples]'" in err
+
+
+def test_init_refuses_what_is_not_empty(project, equipoise):
+    (project / "full").mkdir()
+    (project / "full" / "file").touch()
+    (project / "file").touch()
+    for name in ("full", "file"):
+        code, _, err = equipoise("init", name)
+        assert code == 2
+        assert "new or empty folder" in err
+    assert [path.name for path in (project / "full").iterdir()] == ["file"]
+
+
+def test_init_says_why_it_cannot_write(tmp_path, equipoise):
+    code, _, err = equipoise("init", "/proc/nowhere/mine")
+    assert code == 2
+    assert "cannot write into '/proc/nowhere/mine'" in err
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_init_writes_a_project(tmp_path, equipoise, monkeypatch, there):
+    monkeypatch.chdir(tmp_path)
+    if there:
+        (tmp_path / "mine").mkdir()
+    code, out, _ = equipoise("init", "mine")
+    assert code == 0
+    assert "cd mine && equipoise fit" in out
+    written = {path.relative_to(tmp_path / "mine").as_posix() for path in (tmp_path / "mine").rglob("*")}
+    assert {"digits/module.py", "digits/data.py", "conf/config.yaml", "tests/test_digits.py", "README.md"} <= written
+    assert not any("__pycache__" in name or "outputs" in name for name in written)
+
+
+def test_a_starter_project_is_the_example_to_the_letter(tmp_path, equipoise, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    equipoise("init", "mine")
+    for path in (tmp_path / "mine").rglob("*"):
+        if path.is_file():
+            example = ROOT / "examples" / "digits" / path.relative_to(tmp_path / "mine")
+            assert path.read_bytes() == example.read_bytes()
+
+
+# Completion.
+
+
+def asked(equipoise, monkeypatch, line, point=None):
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line) if point is None else point))
+    code, out, err = equipoise("-sc", "query=bash")
+    assert (code, err) == (0, "")
+    return out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("equipoise ", ["fit", "validate", "test", "predict", "devices", "init", "completion"]),
+        ("equipoise f", ["fit"]),
+        ("equipoise fit trainer.max_e", ["trainer.max_epochs="]),
+        ("equipoise validate trainer.max_e", ["trainer.max_epochs="]),
+        ("equipoise fit module.lr=1 strategy=s", ["strategy=single_device"]),
+        ("equipoise fit experiment=", ["experiment=short"]),
+        ("equipoise fit --mult", ["--multirun"]),
+        ("equipoise fit --config-dir more module=", ["module=another", "module=line"]),
+        ("equipoise fit --config-dir nowhere module=", []),
+        ("equipoise fit nonsense=1 module.", []),
+        ("equipoise devices ", []),
+    ],
+)
+def test_completion(project, equipoise, monkeypatch, line, offered):
+    (project / "more" / "module").mkdir(parents=True)
+    (project / "more" / "module" / "another.yaml").write_text("{}")
+    assert sorted(asked(equipoise, monkeypatch, line)) == sorted(offered)
+
+
+def test_completion_keeps_quiet_about_a_broken_configuration(project, equipoise, monkeypatch):
+    (project / "conf" / "config.yaml").write_text("defaults: [")
+    assert asked(equipoise, monkeypatch, "equipoise fit trainer.max_e") == []
+
+
+def test_completion_in_the_middle_of_a_line(project, equipoise, monkeypatch):
+    line = "equipoise fit strategy=s trainer.max_epochs=3"
+    assert asked(equipoise, monkeypatch, line, point=len("equipoise fit strategy=s")) == ["strategy=single_device"]
+
+
+def test_completion_in_a_real_shell(project):
+    script = f"""
+        PATH="{Path(sys.executable).parent}:$PATH"
+        eval "$(equipoise completion bash)"
+        COMP_LINE="equipoise fit trainer.max_e" COMP_POINT=27 COMP_CWORD=2
+        hydra_bash_completion
+        echo "${{COMPREPLY[@]}}"
+        """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["trainer.max_epochs="]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("command", ["completion {}", "-sc install={}"])
+def test_completion_prints_what_to_eval(equipoise, command, shell):
+    code, out, _ = equipoise(*command.format(shell).split())
+    assert code == 0
+    assert "equipoise" in out
+    assert "COMP_LINE" in out

@@ -1,0 +1,97 @@
+"""What README.md and docs/configuration.md show works as shown."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .conftest import write
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers", "ignore:An epoch has")
+def test_the_first_module_and_the_callback(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    first_module, callback = blocks(README, "python")
+    names: dict[str, object] = {"__name__": "readme"}
+    exec(compile(callback, "callback", "exec"), names)  # noqa: S102
+    use = "Trainer(logger=False, callbacks=[GradientNorm()], "
+    exec(compile(first_module.replace("Trainer(", use), "first module", "exec"), names)  # noqa: S102
+    assert "train_loss" in capfd.readouterr().out
+    start = first_module.index("class Classifier")
+    assert len(first_module[start:].split("\nimages, labels")[0].strip().splitlines()) <= 20
+
+
+def test_every_command_of_the_readme_is_understood(tmp_path, equipoise, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    section = README[README.index("## Changing the configuration") : README.index("## A callback")]
+    commands = [line.split("#")[0].split()[1:] for line in section.splitlines() if line.startswith("    equipoise fit")]
+    assert len(commands) > 4
+    for command in commands:
+        shown = [argument for argument in command if argument not in ("--help", "--multirun")]
+        sweep = "--multirun" in command
+        shown = [argument.split(",")[0] for argument in shown] if sweep else shown
+        code, out, err = equipoise(*shown, "--cfg", "job")
+        assert code == 0, err
+        assert "max_epochs" in out
+
+
+def test_the_project_in_the_documentation(tmp_path, equipoise, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = {}
+    for block in blocks(CONFIGURATION, "yaml"):
+        name = re.search(r"^# (conf/\S+\.yaml)", block, flags=re.MULTILINE)
+        files[name[1]] = block
+    assert set(files) == {
+        *("conf/config.yaml", "conf/module/net.yaml", "conf/experiment/first.yaml", "conf/trainer/quick.yaml"),
+        "conf/logger/wandb.yaml",
+    }
+    write(
+        tmp_path,
+        files
+        | {
+            "conf/data/images.yaml": "_target_: my_project.data.Images\n",
+            "my_project/module.py": """
+                import torch
+                from lightning.pytorch import LightningModule
+
+                class Net(LightningModule):
+                    def __init__(self, width):
+                        super().__init__()
+                        self.layer = torch.nn.Linear(2, width)
+
+                    def training_step(self, batch, batch_idx):
+                        return self.layer(batch).square().mean()
+
+                    def configure_optimizers(self):
+                        return torch.optim.SGD(self.parameters(), lr=0.1)
+                """,
+            "my_project/data.py": """
+                import torch
+                from lightning.pytorch import LightningDataModule
+                from torch.utils.data import DataLoader
+
+                class Images(LightningDataModule):
+                    def train_dataloader(self):
+                        return DataLoader(torch.ones(12, 2), batch_size=1)
+                """,
+        },
+    )
+    code, out, err = equipoise("fit", "experiment=first", "trainer=quick", "--cfg", "job")
+    assert code == 0, err
+    config = yaml.safe_load(out)
+    assert (config["trainer"]["limit_train_batches"], config["trainer"]["gradient_clip_val"]) == (10, 1.0)
+    assert set(config["callbacks"]) == {"model_checkpoint", "learning_rate_monitor", "run_summary"}
+    assert "wandb" in yaml.safe_load(equipoise("fit", "logger=[csv,wandb]", "--cfg", "job")[1])["logger"]
+    quiet = ("trainer.enable_progress_bar=false", "trainer.log_every_n_steps=1", "trainer.max_epochs=1")
+    assert equipoise("fit", "experiment=first", "trainer=quick", *quiet)[0] == 0
+    assert textwrap.dedent(next(tmp_path.glob("outputs/*/*/config.yaml")).read_text()).count("width: 128") == 1

@@ -1,0 +1,143 @@
+"""A mistake in a configuration is one message with the way out, exit code 2, no traceback, before any training."""
+
+import pytest
+
+from .conftest import write
+
+MISTAKES = [
+    # keys
+    ("fit trainer.max_epoch=3", "no key 'trainer.max_epoch'", "did you mean 'trainer.max_epochs'?"),
+    ("fit +trainer.max_epoch=3", "not an argument of Trainer", "did you mean 'trainer.max_epochs'?"),
+    ("fit callback=[timer]", "no key 'callback'", "did you mean 'callbacks'?"),
+    ("fit +modul.x=1", "no key 'modul'", "did you mean 'module'?"),
+    ("fit module.lrr=3", "no key 'module.lrr'", "did you mean 'module.lr'?"),
+    ("fit module.zzz=3", "no key 'module.zzz'", "there are: lr, settings, sizes."),
+    ("fit +module.lrr=3", "module.lrr is not an argument of Line", "did you mean 'module.lr'?"),
+    ("fit callbacks.run_summary.curvez=1", "no key 'callbacks.run_summary.curvez'", "run_summary.curves'?"),
+    ("fit hydra.run.dirr=3", "no key 'hydra.run.dirr'", "did you mean 'hydra.run.dir'?"),
+    ("fit ~modul", "no key 'modul'", "did you mean 'module'?"),
+    ("fit trainer.strategy=ddp", "'trainer.strategy' is not a key of the trainer", "strategy=NAME"),
+    ("fit strategy.foo=1", "no key 'strategy.foo'", "there are: auto, single_device"),
+    ("fit experiment=typo", "In experiment/typo.yaml", "did you mean 'trainer.max_epochs'?"),
+    # groups and options
+    ("fit strategy=single_devise", "no 'single_devise' in the group 'strategy'", "did you mean 'single_device'?"),
+    ("fit logger=tensorbord", "no 'tensorbord' in the group 'logger'", "did you mean 'tensorboard'?"),
+    ("fit callbacks=[early_stoping]", "no 'early_stoping' in the group 'callbacks'", "did you mean 'early_stopping'?"),
+    ("fit callbacks.early_stopping.patience=3", "not part of the configuration", "callbacks=[early_stopping]"),
+    ("fit precision=16", "no 16 in the group 'precision'", "16-mixed, 16-true"),
+    ("fit data=null", "no null in the group 'data'", "~data leaves the group out"),
+    ("fit experiment=shrt", "no 'shrt' in the group 'experiment'", "did you mean 'short'?"),
+    ("fit experiment=group", "no group 'modul' to override", "did you mean 'module'?"),
+    # values
+    ("fit trainer.max_epochs=many", "trainer.max_epochs: Value 'many'", "Integer"),
+    ("fit trainer.max_epochs=-7", "max_epochs", "-7"),
+    ("fit trainer.enable_progress_bar=perhaps", "trainer.enable_progress_bar: Value 'perhaps'", "bool"),
+    ("fit trainer.limit_train_batches=few", "trainer.limit_train_batches: Value 'few'", "int"),
+    ("fit trainer.devices=many", "devices", "many"),
+    ("fit callbacks=[early_stopping]", "callbacks.early_stopping.monitor must be given a value", "=VALUE"),
+    ("fit callbacks=[timer] callbacks.timer.interval=year", "interval=year", "epoch"),
+    ("fit seed=once", "seed must be a whole number or null", "'once'"),
+    ("fit test=perhaps", "test must be true or false", "'perhaps'"),
+    ("fit module.lr=${nope}", "module.lr: Interpolation key 'nope' not found", ""),
+    ("fit trainer.max_epochs=1,2", "trainer.max_epochs=1,2", "--multirun"),
+    ("fit foo", "Cannot read 'foo'", "key=value"),
+    ("fit x=[1", "Cannot read 'x=[1'", "quotes"),
+    ("fit experiment=torn", "torn.yaml, line 4", "expected"),
+    # targets
+    ("fit module._target_=tiny.modul.Line", "tiny has no 'modul'", "did you mean 'module'?"),
+    ("fit module._target_=tiny.module.Lime", "tiny.module has no 'Lime'", "did you mean 'Line'?"),
+    ("fit module._target_=tine.module.Line", "there is no module 'tine'", "neither installed nor beside"),
+    ("fit module._target_=tiny.broken.Line", "tiny.broken failed with: No module named 'not_installed'", ""),
+    ("fit module._target_=tiny.module.Line.lr.x", "tiny.module.Line has no 'lr'", ""),
+    ("fit module._target_=tiny.__name__", "must be a class or a function", "'tiny'"),
+    ("fit +module.x={_target_:fractions.Fractin}", "module.x._target_='fractions.Fractin'", "'Fraction'"),
+    ("fit +module.x={_target_:fractions.Fraction,numer:1}", "module.x.numer is not an argument", "numerator"),
+    ("fit ~module.lr", "Line needs lr", "module.lr=VALUE"),
+    ("fit ~module", "There is no module", "module=NAME"),
+    ("fit ~data", "There are no data", "train_dataloader"),
+    ("fit ~module._target_", "module must say what to build", "_target_"),
+    # runs
+    ("test ckpt_path=best", "no earlier run of this module left a checkpoint", "Give a path"),
+    ("fit ckpt_path=nowhere.ckpt", "nowhere.ckpt", ""),
+    # the command line itself
+    ("fti", "no command 'fti'", "did you mean 'fit'?"),
+    ("fit --multi", "no flag '--multi'", "did you mean '--multirun'?"),
+    ("fit --trainer.max_epochs=3", "no flag '--trainer.max_epochs'", "as trainer.max_epochs=3"),
+    ("fit --config-dir nowhere", "no folder 'nowhere'", "--config-dir"),
+    ("fit --config-dir", "must be followed by a folder", ""),
+    ("fit stage=test", "equipoise test, not equipoise fit stage=test", ""),
+    ("devices cuda", "takes no arguments", "cuda"),
+    ("init", "takes one folder", "nothing"),
+    ("init a b", "takes one folder", "a b"),
+    ("completion tcsh", "bash, zsh, fish", "tcsh"),
+]
+
+
+@pytest.mark.parametrize(("line", "what", "way_out"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
+def test_one_message(project, equipoise, line, what, way_out):
+    write(
+        project,
+        {
+            "conf/experiment/typo.yaml": "# @package _global_\ntrainer: {max_epoch: 3}\n",
+            "conf/experiment/group.yaml": "# @package _global_\ndefaults: [override /modul: line]\n",
+            "conf/experiment/torn.yaml": "# @package _global_\ntrainer: {\n  max_epochs: 3\n",
+            "tiny/broken.py": "import not_installed\n",
+        },
+    )
+    code, _, err = equipoise(*line.split())
+    assert code == 2
+    assert what in err
+    assert way_out in err
+    assert err.startswith("equipoise: ")
+    assert "Traceback" not in err
+    assert not list(project.glob("outputs/*/*/checkpoints"))
+
+
+def test_debug_shows_the_traceback(project, equipoise):
+    with pytest.raises(ValueError, match=r"did you mean 'trainer\.max_epochs'"):
+        equipoise("fit", "trainer.max_epoch=3", "--debug")
+
+
+def test_so_does_hydras_own_switch(project, equipoise, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match=r"did you mean 'trainer\.max_epochs'"):
+        equipoise("fit", "trainer.max_epoch=3")
+
+
+def test_a_sweep_names_the_job_that_failed(project, equipoise):
+    code, _, err = equipoise("fit", "--multirun", "trainer.devices=1,many")
+    assert code == 2
+    assert "trainer.devices=many" in err
+    assert len(list(project.glob("multirun/*/*/0/checkpoints/*"))) == 1
+
+
+def test_a_folder_without_a_primary_configuration(project, equipoise):
+    (project / "conf" / "config.yaml").unlink()
+    code, _, err = equipoise("fit")
+    assert code == 2
+    assert "No module is chosen: give module=NAME; there are: line." in err
+    assert equipoise("fit", "module=line", "data=points", "trainer.fast_dev_run=true")[0] == 0
+
+
+def test_a_configuration_without_ours(project, equipoise):
+    write(project, {"conf/config.yaml": "defaults: [_self_, module: line]\nseed: 1\n"})
+    code, _, err = equipoise("fit")
+    assert code == 2
+    assert "no trainer, strategy, callbacks, logger" in err
+    assert "put equipoise first in its defaults list" in err
+
+
+@pytest.mark.parametrize("callbacks", ["[1]", "1", "{x: 1}"])
+def test_callbacks_that_are_no_mapping_to_targets(project, equipoise, callbacks):
+    write(project, {"conf/experiment/listed.yaml": f"# @package _global_\ncallbacks: {callbacks}\n"})
+    code, _, err = equipoise("fit", "experiment=listed")
+    assert code == 2
+    assert "callbacks" in err
+    assert "to build" in err
+
+
+def test_callbacks_may_be_left_out(project, equipoise):
+    write(project, {"conf/experiment/quiet.yaml": "# @package _global_\ncallbacks: {run_summary: null}\n"})
+    code, out, _ = equipoise("fit", "experiment=quiet")
+    assert code == 0
+    assert "Fit finished" not in out

@@ -1,0 +1,265 @@
+"""`equipoise fit` and its siblings: what they run, and what they leave behind."""
+
+import csv
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule
+from omegaconf import OmegaConf
+
+from equipoise import Trainer
+
+
+def only_run(root: Path, kind: str = "outputs") -> Path:
+    runs = [path.parent for path in (root / kind).glob("*/*/**/config.yaml")]
+    assert len(runs) == 1, runs
+    return runs[0]
+
+
+def newest_run(root: Path) -> Path:
+    return max((path.parent for path in (root / "outputs").glob("*/*/config.yaml")), key=lambda path: path.name)
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_one_folder_holds_everything_and_the_working_directory_stays(project, equipoise):
+    code, _, _ = equipoise("fit")
+    assert code == 0
+    assert Path.cwd() == project
+    run = only_run(project)
+    assert {"config.yaml", "metrics.csv", "curves.png", "checkpoints"} <= {path.name for path in run.iterdir()}
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
+    assert {path.name for path in project.iterdir()} == {"conf", "tiny", "outputs"}
+
+
+def test_the_configuration_is_kept_as_it_was_resolved(project, equipoise):
+    equipoise("fit", "module.lr=0.25", "+mine=${module.lr}")
+    run = only_run(project)
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    assert kept["module"] == {"_target_": "tiny.module.Line", "lr": 0.25, "sizes": [1, 1], "settings": {"bias": True}}
+    assert kept["mine"] == 0.25
+    assert kept["stage"] == "fit"
+    assert kept["output_dir"] == kept["logger"]["csv"]["save_dir"] == str(run)
+    assert "${" not in (run / "config.yaml").read_text()
+
+
+def test_constructors_take_plain_values(project, equipoise, monkeypatch):
+    modules = []
+    monkeypatch.setattr(Trainer, "fit", lambda self, model, **kwargs: modules.append(model))
+    equipoise("fit")
+    assert modules[0].given == {"lr": 0.1, "sizes": [1, 1], "settings": {"bias": True}}
+    assert [type(value) for value in modules[0].given.values()] == [float, list, dict]
+    assert not any(OmegaConf.is_config(value) for value in dict(modules[0].hparams).values())
+
+
+def test_overrides_reach_the_trainer(project, equipoise, monkeypatch):
+    trainers = []
+    monkeypatch.setattr(Trainer, "fit", lambda self, model, **kwargs: trainers.append(self))
+    equipoise(
+        "fit",
+        "trainer.max_epochs=7",
+        "trainer.limit_train_batches=0.5",
+        "trainer.accumulate_grad_batches=2",
+        "strategy=single_device",
+        "precision=64-true",
+        "logger=[csv,tensorboard]",
+        "callbacks=[early_stopping,timer]",
+        "callbacks.early_stopping={monitor: val_loss, patience: 9}",
+        "callbacks.timer.duration={hours: 1}",
+    )
+    trainer = trainers[0]
+    assert (trainer.max_epochs, trainer.limit_train_batches, trainer.accumulate_grad_batches) == (7, 0.5, 2)
+    assert trainer.precision == "64-true"
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger", "TensorBoardLogger"]
+    assert trainer.early_stopping_callback.patience == 9
+    assert {"EarlyStopping", "Timer", "RunSummary", "ModelCheckpoint"} <= {type(c).__name__ for c in trainer.callbacks}
+    assert Path(trainer.default_root_dir) == only_run(Path.cwd())
+
+
+def test_loggers_write_into_the_folder(project, equipoise):
+    equipoise("fit", "logger=[csv,tensorboard]")
+    run = only_run(project)
+    assert [row["step"] for row in rows(run) if row["train_loss"]] == ["0", "1"]
+    assert len(list((run / "tensorboard").glob("events.*"))) == 1
+
+
+def test_no_logger(project, equipoise):
+    assert equipoise("fit", "logger=none")[0] == 0
+    assert not (only_run(project) / "metrics.csv").exists()
+    assert list((only_run(project) / "checkpoints").iterdir())
+
+
+def test_the_seed_repeats_a_run(project, equipoise):
+    values = []
+    for seed in (1, 1, 2):
+        equipoise("fit", f"seed={seed}")
+        values.append(rows(newest_run(project))[-1]["val_loss"])
+    assert values[0] == values[1] != values[2]
+
+
+def test_the_best_checkpoint_is_tested_after_the_fit(project, equipoise, monkeypatch):
+    paths = []
+    test = Trainer.test
+    monkeypatch.setattr(
+        Trainer, "test", lambda self, *args, **kw: paths.append(kw["ckpt_path"]) or test(self, *args, **kw)
+    )
+    code, out, _ = equipoise("fit", "test=true")
+    assert code == 0
+    assert "test_loss" in out
+    assert Path(paths[0]) == only_run(project) / "checkpoints" / "epoch=0-step=2.ckpt"
+    assert rows(only_run(project))[-1]["test_loss"]
+
+
+def test_a_test_without_checkpoints_takes_the_weights_there_are(project, equipoise):
+    code, out, _ = equipoise("fit", "test=true", "trainer.fast_dev_run=true")
+    assert code == 0
+    assert "test_loss" in out
+
+
+def test_no_test_step_is_said_not_raised(project, equipoise):
+    module = project / "tiny" / "module.py"
+    module.write_text(module.read_text().replace("test_step", "other_step"))
+    with pytest.warns(UserWarning, match="no test is run"):
+        assert equipoise("fit", "test=true")[0] == 0
+
+
+def test_evaluating_a_checkpoint(project, equipoise):
+    equipoise("fit", "trainer.max_epochs=3")
+    trained = rows(only_run(project))[-1]
+    code, _, _ = equipoise("validate", "ckpt_path=last")
+    assert code == 0
+    assert rows(newest_run(project))[-1]["val_loss"] == trained["val_loss"]
+    path = next(project.glob("outputs/*/*/checkpoints/*.ckpt"))
+    assert "=" in path.name  # which Hydra's grammar does not take unquoted
+    assert equipoise("test", f"ckpt_path={path}")[0] == 0
+    assert float(rows(newest_run(project))[-1]["test_loss"]) == float(trained["val_loss"])
+
+
+def test_predictions_are_kept(project, equipoise):
+    assert equipoise("predict")[0] == 0
+    batches = torch.load(only_run(project) / "predictions.pt", weights_only=True)
+    assert [batch.shape for batch in batches] == [(4, 1), (4, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's best is that of one folder
+def test_last_resumes_where_the_newest_run_ended(project, equipoise):
+    equipoise("fit", "seed=0", "trainer.max_epochs=4")
+    whole = torch.load(next((newest_run(project) / "checkpoints").iterdir()), weights_only=True)
+    equipoise("fit", "seed=0", "trainer.max_epochs=2")
+    equipoise("fit", "trainer.max_epochs=4", "ckpt_path=last")
+    resumed = torch.load(next((newest_run(project) / "checkpoints").iterdir()), weights_only=True)
+    assert resumed["global_step"] == whole["global_step"] == 8
+    torch.testing.assert_close(resumed["state_dict"], whole["state_dict"], rtol=0, atol=0)
+
+
+def test_last_begins_anew_where_there_is_none(project, equipoise):
+    with pytest.warns(UserWarning, match="last"):
+        assert equipoise("fit", "ckpt_path=last")[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_last_in_a_folder_named_by_hand(project, equipoise):
+    equipoise("fit", "hydra.run.dir=here")
+    equipoise("fit", "trainer.max_epochs=9", "module._target_=tiny.module.Line")  # newer, elsewhere
+    equipoise("fit", "hydra.run.dir=here", "ckpt_path=last", "trainer.max_epochs=2")
+    run = project / "here"
+    assert max(torch.load(path, weights_only=True)["global_step"] for path in run.glob("checkpoints/*.ckpt")) == 4
+    with (run / "metrics_0.csv").open() as first, (run / "metrics.csv").open() as second:
+        assert [{row["epoch"] for row in csv.DictReader(file)} for file in (first, second)] == [{"0"}, {"1"}]
+
+
+def test_an_experiment_changes_groups_and_values(project, equipoise):
+    equipoise("fit", "experiment=short")
+    names = {path.name for path in (only_run(project) / "checkpoints").iterdir()}
+    assert names == {"epoch=0-step=1.ckpt", "last.ckpt"}
+
+
+def test_a_sweep_has_a_folder_for_each_job(project, equipoise):
+    code, _, _ = equipoise("fit", "--multirun", "module.lr=0.1,0.2", "seed=0")
+    assert code == 0
+    jobs = sorted(path.parent for path in project.glob("multirun/*/*/*/config.yaml"))
+    assert [job.name for job in jobs] == ["0", "1"]
+    assert [yaml.safe_load((job / "config.yaml").read_text())["module"]["lr"] for job in jobs] == [0.1, 0.2]
+    assert rows(jobs[0])[-1] != rows(jobs[1])[-1]
+    assert not (project / "outputs").exists()
+
+
+def test_two_runs_never_share_a_folder(project, equipoise):
+    for _ in range(3):
+        equipoise("fit", "trainer.fast_dev_run=true")
+    assert len(list(project.glob("outputs/*/*/config.yaml"))) == 3
+
+
+def test_config_dir_comes_before_the_folder_where_it_stands(project, equipoise):
+    (project / "more" / "module").mkdir(parents=True)
+    (project / "more" / "module" / "line.yaml").write_text(
+        "_target_: tiny.module.Line\nlr: 7.0\nsizes: [1, 2]\nsettings: {}\n"
+    )
+    code, out, _ = equipoise("fit", "--config-dir", "more", "--cfg", "job", "--package", "module.lr")
+    assert (code, out.strip()) == (0, "7.0")
+    code, out, _ = equipoise("fit", "--config-dir=more", "--cfg", "job", "--package", "data.count")
+    assert (code, out.strip()) == (0, "8")
+
+
+def test_targets_beside_a_folder_named_by_config_dir(project, equipoise, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert equipoise("fit", "--config-dir", str(project / "conf"), "trainer.fast_dev_run=true")[0] == 0
+    assert only_run(Path.cwd())
+    assert str(project) not in sys.path
+
+
+def test_a_hydra_main_of_ones_own(project, monkeypatch):
+    import hydra
+
+    from equipoise.app import run
+
+    metrics = []
+    monkeypatch.setattr(sys, "argv", ["train.py", "module.lr=0.2"])
+    monkeypatch.syspath_prepend(project)
+    hydra.main(version_base="1.3", config_path=str(project / "conf"), config_name="config")(
+        lambda config: metrics.append(run(config))
+    )()
+    assert set(metrics[0]) == {"train_loss", "val_loss"}
+    assert all(type(value) is float for value in metrics[0].values())
+    assert yaml.safe_load((only_run(project) / "config.yaml").read_text())["module"]["lr"] == 0.2
+
+
+def test_an_interrupt_ends_with_130_and_everything_released(project, equipoise):
+    module = project / "tiny" / "module.py"
+    module.write_text(
+        module.read_text().replace(
+            "loss = (self",
+            "import os, signal; batch_idx and os.kill(os.getpid(), signal.SIGINT)\n        loss = (self",
+        )
+    )
+    code, _, err = equipoise("fit")
+    assert code == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert [row["train_loss"] for row in rows(only_run(project))]  # what was logged until then is on disk
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert "log" not in vars(sys.modules["tiny.module"].Line)
+    assert equipoise("fit", "trainer.fast_dev_run=true", "trainer.limit_train_batches=1")[0] == 0
+
+
+def test_a_mistake_of_the_users_own_keeps_its_traceback(project, equipoise):
+    module = project / "tiny" / "module.py"
+    module.write_text(module.read_text().replace("return loss", "raise ZeroDivisionError('mine')"))
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        equipoise("fit")
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_a_module_may_bring_its_own_loaders(project, equipoise):
+    module = project / "tiny" / "module.py"
+    module.write_text(module.read_text() + "\n    def train_dataloader(self):\n        return torch.ones(3, 2, 1)\n")
+    assert equipoise("fit", "~data", "trainer.limit_val_batches=0")[0] == 0
+    assert issubclass(sys.modules["tiny.module"].Line, LightningModule)

@@ -1,0 +1,190 @@
+"""Structured configurations say what constructors say: the same names, defaults and types."""
+
+import dataclasses
+import inspect
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import lightning.pytorch.callbacks as lightning_callbacks
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import equipoise
+from equipoise.conf.schema import config_class, option_name
+
+
+class Shade(Enum):
+    DARK = "dark"
+
+
+class Example:
+    def __init__(
+        self,
+        required: int,
+        optional: int | None = None,
+        old_style: Optional[float] = None,  # noqa: UP045
+        number: int | float = 1,
+        old_union: Union[bool, str] = True,  # noqa: UP007
+        choice: Literal["a", "b"] = "a",
+        choices: Literal["a", 1] | None = None,
+        path: str | Path = "here",
+        only_path: Path | None = None,
+        names: list[str] | None = None,
+        sizes: dict[str, int] = {"a": 1},  # noqa: B006
+        devices: list[int] | str | int = "auto",
+        anything: Any = None,
+        unannotated=3,
+        enum: Shade = Shade.DARK,
+        device: torch.device | str = torch.device("cpu"),  # noqa: B008
+        function: Any = len,
+        *args: int,
+        keyword: bool = False,
+        **kwargs: int,
+    ) -> None: ...
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(config_class(Example))}
+CONFIG = OmegaConf.structured(config_class(Example))
+
+
+def test_names_follow_the_signature():
+    assert list(FIELDS) == [
+        "_target_",
+        *(name for name in inspect.signature(Example).parameters if name not in ("function", "args", "kwargs")),
+    ]
+
+
+def test_defaults_follow_the_signature():
+    assert FIELDS["required"].default == MISSING
+    assert OmegaConf.is_missing(CONFIG, "required")
+    expected = {
+        name: parameter.default
+        for name, parameter in inspect.signature(Example).parameters.items()
+        if name in FIELDS and name != "required"
+    } | {"enum": "dark", "device": "cpu"}
+    values = OmegaConf.to_container(CONFIG)
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_the_target_is_the_class():
+    assert CONFIG._target_ == f"{__name__}.Example"
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("required", 3, "x"),
+        ("optional", None, "x"),
+        ("old_style", 1, "x"),
+        ("number", 1.5, "x"),
+        ("old_union", "x", 1.5),
+        ("choice", "b", None),
+        ("choices", 1, 1.5),
+        ("only_path", "x", None),
+        ("names", ["x"], {"x": 1}),
+        ("sizes", {"x": 2}, {"x": "y"}),
+        ("unannotated", "x", None),
+        ("keyword", True, "x"),
+    ],
+)
+def test_what_can_be_checked_is(key, good, bad):
+    OmegaConf.merge(CONFIG, {key: good})
+    if bad is not None or key == "choice":
+        with pytest.raises(OmegaConfBaseException):
+            OmegaConf.merge(CONFIG, {key: bad})
+
+
+@pytest.mark.parametrize("key", ["devices", "anything", "enum", "device"])
+def test_what_cannot_be_checked_is_left_to_the_constructor(key):
+    for value in (1, "x", [1, "x"], {"x": [1]}):
+        assert OmegaConf.to_container(OmegaConf.merge(CONFIG, {key: value}))[key] == value
+
+
+def test_types_keep_numbers_as_they_were_written():
+    merged = OmegaConf.merge(CONFIG, {"number": 1.0})
+    assert type(merged.number) is float
+    assert type(OmegaConf.merge(CONFIG, {"number": 1}).number) is int
+
+
+@given(number=st.one_of(st.integers(-(2**53), 2**53), st.floats(allow_nan=False)))
+def test_any_number_survives(number):
+    value = OmegaConf.merge(CONFIG, {"number": number}).number
+    assert (value, type(value)) == (number, type(number))
+
+
+def test_an_annotation_for_type_checkers_alone_is_not_checked():
+    class Late:
+        def __init__(self, *, later: "NotImportedHere" = None) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    assert {field.name: field.type for field in dataclasses.fields(config_class(Late))}["later"] is Any
+
+
+def test_mutable_defaults_are_not_shared():
+    first, second = config_class(Example)(required=1), config_class(Example)(required=1)
+    first.sizes["b"] = 2
+    assert second.sizes == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("EarlyStopping", "early_stopping"),
+        ("EMAWeightAveraging", "ema_weight_averaging"),
+        ("TQDMProgressBar", "tqdm_progress_bar"),
+        ("Timer", "timer"),
+        ("OOMRecovery", "oom_recovery"),
+    ],
+)
+def test_option_names(name, option):
+    assert option_name(type(name, (), {})) == option
+
+
+def test_every_argument_of_the_trainer_can_be_configured():
+    store = ConfigStore.instance().load("trainer/trainer.yaml").node
+    arguments = set(inspect.signature(equipoise.Trainer).parameters) - {"strategy", "callbacks", "logger"}
+    assert {str(key) for key in store} == {"_target_"} | arguments
+
+
+def test_every_strategy_and_callback_with_a_public_name_can_be_chosen():
+    public = [getattr(equipoise, name) for name in equipoise.__all__]
+    strategies = {cls.name for cls in public if issubclass(cls, equipoise.Strategy)} - {""}
+    assert {f"{name}.yaml" for name in strategies} <= set(ConfigStore.instance().list("strategy"))
+    callbacks = {option_name(c) for c in public if issubclass(c, lightning_callbacks.Callback)} - {"callback"}
+    assert {"run_summary", "progress_bar"} <= callbacks
+    assert {f"{name}.yaml" for name in callbacks} <= set(ConfigStore.instance().list("callbacks"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model_checkpoint", "early_stopping", "learning_rate_monitor", "timer", "stochastic_weight_averaging"),
+        *("rich_model_summary", "device_stats_monitor", "gradient_accumulation_scheduler"),
+    ],
+)
+def test_lightnings_callbacks_build_from_their_defaults(name):
+    import hydra
+
+    node = ConfigStore.instance().load(f"callbacks/{name}.yaml").node
+    given = {"monitor": "val_loss", "scheduling": {0: 1}, "swa_lrs": 0.1}
+    values = OmegaConf.to_container(node) | {
+        key: value for key, value in given.items() if OmegaConf.is_missing(node, key)
+    }
+    assert option_name(type(hydra.utils.instantiate(values, _convert_="all"))) == name
+
+
+def test_precisions_are_those_of_the_trainer():
+    from pathlib import Path
+
+    from equipoise.precision import make_precision
+
+    options = {path.stem for path in Path(equipoise.__file__).parent.glob("conf/precision/*.yaml")}
+    assert {make_precision(name, "cpu").name for name in options} == options
+    with pytest.raises(equipoise.ConfigurationError) as refused:
+        make_precision("nonsense", "cpu")
+    assert all(name in str(refused.value) for name in options)

@@ -1,0 +1,154 @@
+"""The overhead benchmark: all do the same work over the same steps, and the verdict follows from the numbers."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "overhead"
+MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main")
+LOADS = ("bare", "logs", "full", "full with epoch values", "accumulation", "evaluation")
+
+
+@pytest.fixture
+def benchmark() -> Iterator[dict[str, ModuleType]]:
+    """The benchmark's modules, by name; gone again afterwards."""
+    threads = torch.get_num_threads()
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
+        yield {name: import_module(name) for name in MODULES}
+    for name in MODULES:
+        del sys.modules[name]
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning and Accelerate, about loaders, terminals and folders
+@pytest.mark.parametrize("load", LOADS)
+def test_all_loops_end_with_the_same_weights(load: str, benchmark: dict[str, ModuleType]) -> None:
+    size = benchmark["workload"].Size(steps=9, warm_up=2)
+    batches = benchmark["workload"].make_batches(5)
+    hand = benchmark["main"].HAND[load if load in benchmark["main"].HAND else "training"]
+    expected = hand(benchmark["workload"].TimedBatches(batches, size)).state_dict()
+    if load != "evaluation":
+        assert not torch.equal(expected["0.weight"], benchmark["workload"].network().state_dict()["0.weight"])
+
+    found = benchmark["frameworks"].frameworks()
+    assert {"Equipoise", "Lightning", "Fabric", "Accelerate"} == set(found)
+    for name, contestants in found.items():
+        if load not in contestants:
+            assert name in ("Fabric", "Accelerate")
+            continue
+        data = benchmark["workload"].TimedBatches(batches, size)
+        state = contestants[load](data).state_dict()
+        assert data.ended > data.begun, name
+        assert list(state) == list(expected), name
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                state[key], value, rtol=0, atol=0, msg=lambda text, name=name, key=key: f"{name}, {key}: {text}"
+            )
+
+
+def test_the_clock_covers_the_steps_after_the_warm_up(benchmark: dict[str, ModuleType]) -> None:
+    workload = benchmark["workload"]
+    data = workload.TimedBatches(workload.make_batches(3), workload.Size(steps=6, warm_up=2))
+    assert len(data) == 12
+    with mock.patch.object(workload, "process_time", side_effect=[5.0, 5.6]):
+        for index in range(len(data)):
+            data[index]
+            assert (data.begun == 5.0) == (index >= 2)
+            assert (data.ended == 5.6) == (index >= 8)
+    assert data.microseconds_per_step == pytest.approx(1e5)
+
+
+def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: dict[str, ModuleType]) -> None:
+    """A machine whose speed drifts changes no ratio, and the loops are equally often first."""
+    timing = benchmark["timing"]
+    entries = [
+        timing.Entry("training", timing.BY_HAND, "training", lambda data: None),
+        timing.Entry("training", "Equipoise", "bare", lambda data: None),
+        timing.Entry("training", "Lightning", "bare", lambda data: None),
+    ]
+    cost = {timing.BY_HAND: 100.0, "Equipoise": 104.0, "Lightning": 400.0}
+    done: list[int] = []
+    order: list[str] = []
+
+    def slower_in_every_pair(entry: Any, batches: Any, size: Any) -> float:
+        order.append(entry.name)
+        return cost[entry.name] * (1 + (len(order) - 1) // 2)
+
+    with mock.patch.object(timing, "_time", slower_in_every_pair):
+        size = benchmark["workload"].Size(1, 1)
+        rows = timing.measure(entries, [], size=size, rounds=50, seed=0, report=done.append)
+    assert done == list(range(1, 51))
+    assert [row.name for row in rows] == list(cost)
+    assert [row.ratio for row in rows] == pytest.approx([1.0, 1.04, 4.0])
+    assert order.count(timing.BY_HAND) == 100
+    assert 30 < sum(name == timing.BY_HAND for name in order[::2]) < 70
+    assert all(timing.BY_HAND in pair for pair in zip(order[::2], order[1::2], strict=True))
+
+
+def row(benchmark: dict[str, ModuleType], name: str, load: str, over: float) -> Any:
+    return benchmark["timing"].Row("training", name, load, 100 + over, over, over, over, 1 + over / 100)
+
+
+@pytest.mark.parametrize(
+    ("load", "over", "imports", "noise", "code"),
+    [
+        ("bare", 4.9, 1.1, 0.5, 0),
+        ("bare", 5.1, 1.1, 0.5, 1),
+        ("full", 29.0, 1.1, 0.5, 0),
+        ("full", 31.0, 1.1, 0.5, 1),
+        ("evaluation", 5.1, 1.1, 0.5, 1),
+        ("accumulation", 1.5, 1.1, 0.5, 0),
+        ("accumulation", 2.5, 1.1, 0.5, 1),
+        ("logs", 99.0, 1.1, 0.5, 0),
+        ("bare", 0.0, 1.3, 0.5, 1),
+        ("bare", 50.0, 1.3, -2.1, 2),
+    ],
+)
+def test_verdict(
+    load: str, over: float, imports: float, noise: float, code: int, benchmark: dict[str, ModuleType]
+) -> None:
+    rows = [
+        row(benchmark, benchmark["timing"].BY_HAND, "training", 0.0),
+        row(benchmark, benchmark["timing"].NOISE, "training", noise),
+        row(benchmark, "Equipoise", load, over),
+        row(benchmark, "Lightning", load, 900.0),
+    ]
+    times = benchmark["import_time"].ImportTimes(1.0, imports, imports)
+    assert benchmark["main"].conclude(Console(quiet=True), rows, times) == code
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_prints_a_table_and_writes_the_numbers(
+    benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = tmp_path / "numbers.json", tmp_path / "table.md"
+    command = "--rounds 2 --steps 5 --warm-up 1 --import-rounds 0 --loads bare accumulation"
+    command += " --frameworks equipoise lightning"
+    assert benchmark["main"].main([*command.split(), "--json", str(path), "--markdown", str(page)]) == 0
+    printed = capsys.readouterr().out
+    content = json.loads(path.read_text())
+    named = [(row["group"], row["name"], row["load"]) for row in content["rows"]]
+    assert ("training", "Equipoise", "bare") in named
+    assert ("accumulation", "Lightning", "accumulation") in named
+    assert len(named) == 8
+    assert all(row["time"] > 0 for row in content["rows"])
+    assert "Equipoise" in printed
+    assert len(page.read_text().splitlines()) == 2 + len(named)
+    assert "1 thread" in printed
+
+
+def test_a_missing_framework_is_named(benchmark: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    entries, missing = benchmark["main"].entries(["equipoise", "accelerate"], None)
+    assert missing == ["accelerate"]
+    assert {entry.name for entry in entries} == {"by hand", "by hand, again", "Equipoise"}

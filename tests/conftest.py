@@ -1,0 +1,188 @@
+"""What holds for every test: hypotheses that can be repeated, one thread, and nothing left behind.
+
+The guard below is there for every test: after it, and after all its fixtures, the process is as it was before.
+"""
+
+import gc
+import os
+import random
+import signal
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import psutil
+import pytest
+import torch
+
+__all__ = ["LIGHTNINGS_OWN_WARNINGS", "ignoring"]
+
+torch.set_num_threads(1)  # small tensors: more threads would only wait for each other, and results would depend on them
+
+# Hypotheses
+
+hypothesis.settings.register_profile("equipoise", deadline=None, print_blob=True, derandomize=False)
+hypothesis.settings.load_profile("equipoise")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the seed here rather than in each test, so that it can be named and given again."""
+    if config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = config.getoption("--hypothesis-seed")
+    return f"hypotheses are drawn with --hypothesis-seed={seed}"
+
+
+# Warnings are errors. These are none that a user could heed.
+
+LIGHTNINGS_OWN_WARNINGS = (
+    r".*isinstance\(treespec, LeafSpec\)",  # lightning.pytorch's CombinedLoader with a new torch
+    r"The '\w+' does not have many workers",  # Lightning's advice for its own runs beside ours
+    r"You're resuming from a checkpoint that ended before the epoch ended",
+    r"It is recommended to use `self.log.*sync_dist=True",
+)
+
+
+def ignoring(*messages: str) -> list[pytest.MarkDecorator]:
+    """Marks for `pytestmark`: Lightning's own warnings are passed over, and those that begin as the messages do.
+
+    Args:
+        messages: Regular expressions.
+    """
+    return [pytest.mark.filterwarnings(f"ignore:{message}") for message in (*LIGHTNINGS_OWN_WARNINGS, *messages)]
+
+
+# Nothing is left behind.
+
+_PYTESTS_OWN = "PYTEST_CURRENT_TEST"  # changes between the phases of a test
+_SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")  # whichever test comes first
+_LIGHTNINGS_OWN = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT")  # set and never taken back; done here instead
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE = 5.0  # seconds for what was told to end and is about to
+_TASKS = Path("/proc/self/task")
+
+
+class _Surroundings:
+    """What a test may change in the course of its work, but not for others."""
+
+    def __init__(self) -> None:
+        self.threads = set(threading.enumerate())
+        self.children = _children()
+        self.environment = dict(os.environ)
+        self.handlers = {number: signal.getsignal(number) for number in _HANDLED}
+        self.torch = _torch_modes()
+        self.folder = os.getcwd()
+
+    def complaints(self) -> Iterator[str]:
+        """What is not as it was."""
+        if alive := self._threads_left():
+            yield f"threads are alive: {alive}"
+        if alive := self._children_left():
+            yield f"child processes are alive: {alive}"
+        if changed := _differing(
+            self.environment, dict(os.environ), {_PYTESTS_OWN, *_SET_BY_IMPORTS, *_LIGHTNINGS_OWN}
+        ):
+            yield f"environment variables have changed: {changed}"
+        if changed := _differing(self.handlers, {number: signal.getsignal(number) for number in _HANDLED}):
+            yield f"signal handlers have changed: {changed}"
+        if changed := _differing(self.torch, _torch_modes()):
+            yield f"torch has changed: {changed}"
+        if (folder := _folder()) != self.folder:
+            yield f"the current directory has changed: {folder} instead of {self.folder}"
+
+    def _threads_left(self) -> list[str]:
+        left = [t for t in threading.enumerate() if t not in self.threads and not t.daemon]
+        for thread in left:
+            thread.join(_PATIENCE)
+        return [thread.name for thread in left if thread.is_alive()]
+
+    def _children_left(self) -> list[str]:
+        if not _children() - self.children:
+            return []
+        gc.collect()  # whoever holds them may only wait to be collected
+        left = [child for child in psutil.Process().children() if child.pid not in self.children]
+        _, alive = psutil.wait_procs(left, timeout=_PATIENCE)
+        commands = [" ".join(child.cmdline()) for child in alive if child.is_running()]
+        return [command for command in commands if "multiprocessing.resource_tracker" not in command]  # ends with us
+
+    def restore(self) -> None:
+        """Keeps one culprit from spoiling all tests after it."""
+        self.restore_environment()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        _set_torch_modes(self.torch)
+        os.chdir(self.folder)
+
+    def restore_environment(self) -> None:
+        for name in _differing(self.environment, dict(os.environ), {_PYTESTS_OWN, *_SET_BY_IMPORTS}):
+            os.environ.pop(name, None)
+            if name in self.environment:
+                os.environ[name] = self.environment[name]
+
+
+def _children() -> set[int]:
+    """The ids of all child processes, those of `multiprocessing` and others."""
+    if not _TASKS.is_dir():
+        return {child.pid for child in psutil.Process().children()}
+    found: set[int] = set()
+    for task in os.listdir(_TASKS):
+        try:
+            found.update(map(int, (_TASKS / task / "children").read_text().split()))
+        except OSError:  # the thread has ended
+            continue
+    return found
+
+
+def _torch_modes() -> dict[str, Any]:
+    distributed = torch.distributed
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic algorithms warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "process group": distributed.is_available() and distributed.is_initialized(),
+    }
+
+
+def _set_torch_modes(modes: dict[str, Any]) -> None:
+    torch.set_default_dtype(modes["default dtype"])
+    torch.set_grad_enabled(modes["grad mode"])
+    torch.use_deterministic_algorithms(
+        modes["deterministic algorithms"], warn_only=modes["deterministic algorithms warn only"]
+    )
+    torch.autograd.set_detect_anomaly(modes["anomaly mode"])
+    if not modes["process group"] and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _differing(before: dict[Any, Any], after: dict[Any, Any], besides: Collection[str] = ()) -> dict[Any, str]:
+    """What has another value now, with both."""
+    names = [name for name in {**before, **after} if name not in besides and before.get(name) != after.get(name)]
+    return {name: f"{after.get(name)!r} instead of {before.get(name)!r}" for name in names}
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "a folder that is gone"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails if something survives a test that others could stumble over."""
+    before = _Surroundings()
+    yield
+    complaints = list(before.complaints())
+    before.restore_environment()
+    if complaints:
+        before.restore()
+        pytest.fail("The test left something behind. " + "; ".join(complaints) + ".", pytrace=False)

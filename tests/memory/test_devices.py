@@ -1,0 +1,326 @@
+"""Devices and readings: real for the CPU, stand-ins for what a machine lacks, real for CUDA where there is one."""
+
+import gc
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.errors import ConfigurationError
+from equipoise.memory import devices
+from equipoise.memory.devices import MemoryReading, format_bytes, list_devices, read_memory, reset_peak
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GIB = 2**30
+
+
+# The CPU.
+
+
+def test_the_cpu_comes_first() -> None:
+    cpu = list_devices()[0]
+    memory = psutil.virtual_memory()
+    assert cpu.device == "cpu"
+    assert cpu.name.strip()
+    assert cpu.memory_total == memory.total
+    assert 0 < cpu.memory_free <= cpu.memory_total
+    assert 1 <= cpu.cores <= psutil.cpu_count()
+    assert (cpu.index, cpu.physical, cpu.uuid, cpu.compute_capability) == (None,) * 4
+
+
+def test_a_machine_without_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pytest.fail("this needs CUDA"))
+    assert [info.device for info in list_devices()] == ["cpu"]
+
+
+def without_files(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    """Some systems lack some of Linux's files."""
+    real_read, real_write = Path.read_text, Path.write_text
+
+    def read(path: Path, *args: Any, **kwargs: Any) -> str:
+        if str(path) in missing:
+            raise FileNotFoundError(path)
+        return real_read(path, *args, **kwargs)
+
+    def write(path: Path, *args: Any, **kwargs: Any) -> int:
+        if str(path) in missing:
+            raise PermissionError(path)
+        return real_write(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(Path, "write_text", write)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "processor", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: Some CPU: 3 GHz\nmodel name\t: Other\n", "p", "Some CPU: 3 GHz"),
+        ("processor\t: 0\nBogoMIPS\t: 50.0\n", "aarch64", "aarch64"),
+        ("model name\t:\n", "", "x86_64"),
+        (None, "arm", "arm"),
+    ],
+)
+def test_the_name_of_the_cpu(monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, processor: str, name: str) -> None:
+    if cpuinfo is None:
+        without_files(monkeypatch, "/proc/cpuinfo")
+    else:
+        monkeypatch.setattr(Path, "read_text", lambda path, **_: cpuinfo)
+    monkeypatch.setattr(devices.platform, "processor", lambda: processor)
+    monkeypatch.setattr(devices.platform, "machine", lambda: "x86_64")
+    assert list_devices()[0].name == name
+
+
+def test_a_reading_of_the_cpu_follows_what_is_held() -> None:
+    gc.collect()
+    reset_peak("cpu")
+    before = read_memory("cpu")
+    assert before.device == "cpu"
+    assert before.reserved is None
+    block = torch.ones(50_000_000)  # 200 MB, every page touched
+    held = read_memory(torch.device("cpu"))
+    assert held.allocated - before.allocated > 150e6
+    assert held.peak >= held.allocated
+    del block
+    after = read_memory("cpu")
+    assert held.allocated - after.allocated > 150e6
+    assert after.peak >= held.peak
+    reset_peak("cpu")
+    assert held.peak - read_memory("cpu").peak > 150e6
+
+
+def test_a_peak_between_two_readings_is_seen() -> None:
+    reset_peak("cpu")
+    before = read_memory("cpu")
+    block = torch.ones(50_000_000)
+    resident = psutil.Process().memory_info().rss
+    del block
+    after = read_memory("cpu")
+    assert after.peak > 0.99 * resident
+    assert after.peak - before.peak > 150e6 > abs(after.allocated - before.allocated)
+
+
+def test_a_peak_where_the_system_cannot_forget_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak after a reset is the largest reading, until the process outgrows its old peak."""
+    reset_peak("cpu")
+    torch.ones(40_000_000)  # 160 MB: from here on the lifetime peak
+    without_files(monkeypatch, "/proc/self/clear_refs")
+    reset_peak("cpu")
+    start = read_memory("cpu")
+    assert start.peak - start.allocated < 20e6
+    block = torch.ones(15_000_000)
+    held = read_memory("cpu")
+    assert held.peak - start.peak > 40e6
+    del block
+    assert read_memory("cpu").peak == held.peak
+    torch.ones(80_000_000)  # gone at once, and larger than ever
+    assert read_memory("cpu").peak - start.peak > 250e6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="compares two sources that Linux has")
+def test_the_peak_without_linuxs_status_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset_peak("cpu")
+    expected = read_memory("cpu")
+    without_files(monkeypatch, "/proc/self/status")
+    found = read_memory("cpu")
+    assert expected.peak <= found.peak <= psutil.virtual_memory().total
+    assert found.allocated == pytest.approx(expected.allocated, abs=50e6)
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 * 2**20, "1.5 GiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (1023.94 * 1024, "1023.9 KiB"),
+        (3 * 2**40, "3.0 TiB"),
+        (2**60, "1024.0 PiB"),
+        (-1536, "-1.5 KiB"),
+        (-1, "-1 B"),
+        (141.1 * GIB, "141.1 GiB"),
+    ],
+)
+def test_bytes_for_people(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@settings(deadline=None)
+@given(count=st.integers(-(2**60) + 2**50, 2**60 - 2**50))
+def test_what_is_written_is_the_number(count: int) -> None:
+    """Never more than 1023.9 of a unit, and off by no more than half of the last digit."""
+    number, unit = format_bytes(count).split()
+    power = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
+    assert re.fullmatch(r"-?\d+" if unit == "B" else r"-?\d+\.\d", number)
+    assert abs(float(number)) < 1024
+    assert abs(float(number) * power - count) <= 0.05 * power * (1 + 1e-9) + 0.04 * (abs(count) >= 1024**5)
+
+
+# CUDA, with stand-ins.
+
+
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, free: list[int | None], *, initialised: bool = True) -> None:
+    """Devices named A, B, C, ..., with so much free memory; None for one that refuses."""
+
+    def mem_get_info(index: int) -> tuple[int, int]:
+        if free[index] is None:
+            raise RuntimeError("CUDA error: out of memory")
+        return free[index], 80 * GIB
+
+    def properties(index: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            name="ABC"[index],
+            total_memory=80 * GIB,
+            major=9,
+            minor=index,
+            multi_processor_count=100 + index,
+            uuid=f"0000-{index}",
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("nobody asked for this"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "physical"),
+    [
+        (None, [0, 1, 2]),
+        ("3,1,2", [3, 1, 2]),
+        (" 7 , 0,5", [7, 0, 5]),
+        ("GPU-8932f937,GPU-d1c2,GPU-5", ["GPU-8932f937", "GPU-d1c2", "GPU-5"]),
+        ("MIG-1/2/0,4,GPU-5", ["MIG-1/2/0", 4, "GPU-5"]),
+        ("0,1,2,99", [0, 1, 2]),  # CUDA stops at the first that does not exist
+        ("5", [5, 1, 2]),  # set after CUDA had counted its devices
+        ("", [0, 1, 2]),
+    ],
+)
+def test_visible_and_physical_devices(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, physical: list[int | str]
+) -> None:
+    fake_cuda(monkeypatch, [1, 2, 3])
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    infos = list_devices()[1:]
+    assert [info.device for info in infos] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [info.index for info in infos] == [0, 1, 2]
+    assert [info.physical for info in infos] == physical
+
+
+def test_what_is_told_of_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, [5 * GIB, None])
+    a, b = list_devices()[1:]
+    assert (a.name, a.memory_total, a.memory_free) == ("A", 80 * GIB, 5 * GIB)
+    assert (b.compute_capability, b.cores, b.uuid) == ((9, 1), 101, "GPU-0000-1")
+    assert b.memory_free is None  # it lets nobody in; the others are listed all the same
+
+
+STATS = {
+    "allocated_bytes": {"all": {"current": 10, "peak": 30, "allocated": 99, "freed": 89}, "small_pool": {}},
+    "reserved_bytes": {"all": {"current": 50, "peak": 70}},
+}
+
+
+def test_a_reading_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, [1, 1])
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(device) or STATS)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
+    assert read_memory("cuda:0") == MemoryReading(device="cuda:0", allocated=10, reserved=50, peak=30)
+    assert read_memory("cuda").device == "cuda:1"  # the current one
+    reset_peak("cuda:0")
+    assert asked == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0")]
+
+
+UNTOUCHED = """
+import torch
+from equipoise.memory.devices import MemoryReading, read_memory, reset_peak
+reset_peak("cuda")
+assert read_memory("cuda:3") == MemoryReading(device="cuda:3", allocated=0, reserved=0, peak=0)
+assert read_memory("cuda").device == "cuda:0"
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_a_reading_does_not_initialise_cuda() -> None:
+    run = subprocess.run([sys.executable, "-c", UNTOUCHED], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+# MPS, with stand-ins, and others.
+
+
+def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 100)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 40)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 30)
+    info = list_devices()[1]
+    assert (info.device, info.memory_total, info.memory_free, info.cores) == ("mps", 100, 60, None)
+    assert read_memory("mps") == MemoryReading(device="mps", allocated=30, reserved=40, peak=None)
+    reset_peak("mps")
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 140)
+    assert list_devices()[1].memory_free == 0
+
+
+@pytest.mark.parametrize("use", [read_memory, reset_peak])
+def test_a_kind_of_device_without_readings(use: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"'cpu', 'cuda' and 'mps' devices, but 'meta' was given"):
+        use("meta")
+
+
+# CUDA, where there is one.
+
+
+@gpu
+@pytest.mark.gpu
+def test_real_cuda_devices_are_listed() -> None:
+    infos = [info for info in list_devices() if info.device.startswith("cuda")]
+    assert [info.index for info in infos] == list(range(torch.cuda.device_count()))
+    for info in infos:
+        properties = torch.cuda.get_device_properties(info.index)
+        assert info.name == properties.name
+        assert info.compute_capability == torch.cuda.get_device_capability(info.index)
+        assert info.cores == properties.multi_processor_count
+        assert info.uuid.startswith("GPU-")
+        assert info.memory_free is None or 0 <= info.memory_free <= info.memory_total
+
+
+@gpu
+@pytest.mark.gpu
+def test_real_cuda_readings() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.zeros(1, device=device)
+    reset_peak(device)
+    before = read_memory(device)
+    block = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
+    held = read_memory("cuda")
+    assert held.device == str(device)
+    assert held.allocated - before.allocated == 64 * 2**20
+    assert held.reserved >= held.allocated == torch.cuda.memory_allocated(device)
+    del block
+    after = read_memory(device)
+    assert (after.allocated, after.peak) == (before.allocated, held.allocated)
+    reset_peak(device)
+    assert read_memory(device).peak == before.allocated

@@ -1,0 +1,82 @@
+"""Torch's fused list operations do what one operation per tensor does, and are still there."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from equipoise.parallel import foreach
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+
+
+def test_torch_has_the_names_that_begin_with_an_underscore() -> None:
+    assert callable(torch._foreach_mul_)
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=6),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=6, max_size=6),
+    factor=st.floats(-1e3, 1e3, allow_subnormal=False),
+    kind=st.sampled_from([None, torch.float64, torch.float32]),
+)
+def test_multiplies_every_tensor_in_place(
+    seed: int, shapes: list[list[int]], dtypes: list[torch.dtype], factor: float, kind: torch.dtype | None
+) -> None:
+    torch.manual_seed(seed)
+    tensors = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    value = factor if kind is None else torch.tensor(factor, dtype=kind)
+    expected = [tensor.clone().mul_(value) for tensor in tensors]
+    storage = [tensor.data_ptr() for tensor in tensors]
+    foreach.multiply_(tensors, value)
+    for tensor, other in zip(tensors, expected, strict=True):
+        if tensor.dtype in (torch.float16, torch.bfloat16):  # here the factor itself may be rounded
+            torch.testing.assert_close(tensor, other, rtol=2 * torch.finfo(tensor.dtype).eps, atol=1e-6)
+        else:
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor, other)
+    assert [tensor.data_ptr() for tensor in tensors] == storage
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)])
+def test_nothing_to_multiply(factor: float | Tensor) -> None:
+    foreach.multiply_([], factor)
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)])
+def test_sparse_gradients(factor: float | Tensor) -> None:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    linear = torch.nn.Linear(3, 1)
+    linear(embedding(torch.tensor([1, 3, 3]))).sum().backward()
+    tensors = [embedding.weight.grad, linear.weight.grad]
+    expected = [copy.deepcopy(t).to_dense() * 0.5 for t in tensors]
+    foreach.multiply_(tensors, factor)
+    assert tensors[0].is_sparse
+    assert all(torch.equal(t.to_dense(), e) for t, e in zip(tensors, expected, strict=True))
+
+
+def test_a_factor_that_lies_elsewhere_is_moved() -> None:
+    """The meta device stands for any other: it refuses an operand of a device of its own choice."""
+    here, there = torch.ones(3), torch.ones(3, device="meta")
+    foreach.multiply_([there, here], torch.tensor(0.5))
+    assert torch.equal(here, torch.full((3,), 0.5))
+    with pytest.raises(RuntimeError):
+        foreach.multiply_([here], torch.tensor(0.5, device="meta"))  # no value to move
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_tensors_on_cuda(dtype: torch.dtype, place: str) -> None:
+    tensors = [torch.randn(4, 5, device="cuda").to(dtype), torch.randn(3).to(dtype)]
+    for factor in (4 / 3, torch.tensor(4 / 3, dtype=torch.float64, device=place)):
+        expected = [tensor * (4 / 3) for tensor in tensors]
+        foreach.multiply_(tensors, factor)
+        for tensor, other in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(tensor, other)

@@ -1,0 +1,307 @@
+"""Every generator comes back to where it was, also by way of a file, and nothing is woken up to be looked at."""
+
+import io
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from equipoise.errors import CheckpointError
+from equipoise.parallel.random_state import RandomState, capture, isolated
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# One draw of each kind. A normal number leaves a second one behind, in Python, numpy and torch alike.
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch.rand": lambda: torch.rand(3).tolist(),
+    "torch.randn": lambda: torch.randn(1).tolist(),
+    "torch.randn, vectorised": lambda: torch.randn(17).tolist(),
+    "torch.randperm": lambda: torch.randperm(7).tolist(),
+    "random.random": random.random,
+    "random.gauss": lambda: random.gauss(0, 1),
+    "random.shuffle": lambda: random.sample(range(9), 9),
+    "numpy.rand": lambda: np.random.rand(2).tolist(),
+    "numpy.normal": lambda: np.random.normal(),
+    "numpy.permutation": lambda: np.random.permutation(7).tolist(),
+}
+draws = st.lists(st.sampled_from(list(DRAWS)), max_size=8)
+
+
+def draw(names: list[str]) -> list[Any]:
+    return [DRAWS[name]() for name in names]
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)
+
+
+def through_a_file(state: RandomState) -> RandomState:
+    file = io.BytesIO()
+    torch.save({"random": state.state_dict()}, file)
+    file.seek(0)
+    return RandomState.from_state_dict(torch.load(file, weights_only=True)["random"])
+
+
+@settings(deadline=None)
+@given(value=st.integers(0, 2**63 - 1), before=draws, between=draws, file=st.booleans())
+def test_restore_gives_the_same_streams(value: int, before: list[str], between: list[str], file: bool) -> None:
+    everything = [*DRAWS, *DRAWS]
+    seed(value)
+    draw(before)
+    state = capture()
+    first = draw(everything)
+    draw(between)
+    if file:
+        state = through_a_file(state)
+    for _ in range(2):  # a state is not used up
+        state.restore()
+        assert draw(everything) == first
+    assert draw(everything) != first
+
+
+def test_capture_draws_nothing() -> None:
+    seed(0)
+    first = draw(list(DRAWS))
+    seed(0)
+    capture()
+    assert draw(list(DRAWS)) == first
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_second_normal_number_is_kept(held: bool) -> None:
+    seed(1)
+    if held:
+        draw(["random.gauss", "numpy.normal", "torch.randn"])
+    state = through_a_file(capture())
+    assert (state.python[2] is not None) == held
+    assert bool(state.numpy["has_gauss"]) == held
+    first = draw(["random.gauss", "numpy.normal", "torch.randn"] * 2)
+    seed(2)
+    state.restore()
+    assert draw(["random.gauss", "numpy.normal", "torch.randn"] * 2) == first
+
+
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.SFC64])
+def test_another_global_generator_of_numpy(kind: Any) -> None:
+    standard = np.random.get_bit_generator()
+    np.random.set_bit_generator(kind(5))
+    try:
+        np.random.normal()
+        state = through_a_file(capture())
+        first = draw(["numpy.normal", "numpy.rand", "numpy.permutation"])
+        state.restore()
+        assert draw(["numpy.normal", "numpy.rand", "numpy.permutation"]) == first
+    finally:
+        np.random.set_bit_generator(standard)
+
+
+def test_a_captured_state_does_not_move_with_the_generators() -> None:
+    state = capture()
+    before = through_a_file(state)
+    draw([*DRAWS])
+    np.random.rand(1000)  # the twister's words are made anew
+    for mine, theirs in ((state.cpu, before.cpu), (state.numpy["state"]["key"], before.numpy["state"]["key"])):
+        assert torch.equal(mine, theirs)
+    assert state.python == before.python
+
+
+def plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(plain, value))
+    return isinstance(value, torch.Tensor | int | float | str | None)
+
+
+def test_the_state_is_tensors_and_plain_containers() -> None:
+    assert plain(capture().state_dict())
+
+
+def test_a_state_loaded_by_way_of_lists() -> None:
+    """As some formats return tuples."""
+    state = capture()
+    first = draw(list(DRAWS))
+    loaded = state.state_dict()
+    version, words, spare = loaded["python"]
+    RandomState.from_state_dict({**loaded, "python": [version, list(words), spare]}).restore()
+    assert draw(list(DRAWS)) == first
+
+
+def test_a_state_that_lacks_a_generator_is_refused() -> None:
+    state = capture().state_dict()
+    del state["python"]
+    with pytest.raises(CheckpointError, match=r"lacks python and holds cpu, cuda, mps, numpy"):
+        RandomState.from_state_dict(state)
+    with pytest.raises(CheckpointError, match="holds nothing"):
+        RandomState.from_state_dict({})
+
+
+# Isolation.
+
+
+@settings(deadline=None)
+@given(value=st.integers(0, 2**63 - 1), before=draws, inside=draws)
+def test_isolated_has_the_effect_of_lightnings_isolate_rng(value: int, before: list[str], inside: list[str]) -> None:
+    results = []
+    for isolation in (isolate_rng, isolated):
+        seed(value)
+        draw(before)
+        with isolation():
+            drawn = draw(inside)
+        results.append((drawn, draw([*DRAWS, *DRAWS])))
+    assert results[0] == results[1]
+    seed(value)
+    draw(before)
+    assert draw([*DRAWS, *DRAWS]) == results[1][1]
+
+
+def test_isolated_restores_after_an_error() -> None:
+    seed(0)
+    first = draw(list(DRAWS))
+    seed(0)
+
+    def fail() -> None:
+        with isolated():
+            draw(list(DRAWS))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert draw(list(DRAWS)) == first
+
+
+# What is not in use.
+
+UNTOUCHED = """
+import sys
+import torch
+from equipoise.parallel.random_state import RandomState, capture
+assert "numpy.random" not in sys.modules, "torch imports it: this test shows nothing"
+state = capture()
+assert state.numpy is None and state.cuda == ()
+state.restore()
+assert "numpy.random" not in sys.modules and not torch.cuda.is_initialized()
+RandomState.from_state_dict(torch.load(sys.argv[1], weights_only=True)).restore()
+import numpy
+print(numpy.random.normal())
+"""
+
+
+def test_numpy_is_imported_only_to_restore_it(tmp_path: Path) -> None:
+    np.random.normal()
+    torch.save(capture().state_dict(), tmp_path / "state.pt")
+    expected = np.random.normal()
+    run = subprocess.run(
+        [sys.executable, "-c", UNTOUCHED, str(tmp_path / "state.pt")], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) == expected
+
+
+def test_states_of_missing_cuda_devices_are_passed_over() -> None:
+    state = capture().state_dict()
+    first = draw(list(DRAWS))
+    cuda = [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RandomState.from_state_dict({**state, "cuda": cuda[torch.cuda.device_count() :]}).restore()
+    assert draw(list(DRAWS)) == first
+
+
+class Generators:
+    """Stands in for the generators of devices that this machine lacks."""
+
+    def __init__(self, count: int) -> None:
+        self.states = [torch.tensor([index], dtype=torch.uint8) for index in range(count)]
+
+    def get(self, index: int = 0) -> torch.Tensor:
+        return self.states[index].clone()
+
+    def get_all(self) -> list[torch.Tensor]:
+        return [self.get(index) for index in range(len(self.states))]
+
+    def set(self, state: torch.Tensor, index: int = 0) -> None:
+        assert state.device.type == "cpu"
+        self.states[index] = state.clone()
+
+    def draw(self) -> None:
+        self.states = [state + 10 for state in self.states]
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Generators:
+    generators = Generators(3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(generators.states))
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", generators.get_all)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", generators.set)
+    return generators
+
+
+def test_every_cuda_device_is_restored(fake_cuda: Generators) -> None:
+    state = capture()
+    fake_cuda.draw()
+    through_a_file(state).restore()
+    assert [s.item() for s in fake_cuda.states] == [0, 1, 2]
+
+
+def test_a_state_of_more_cuda_devices_than_there_are(fake_cuda: Generators) -> None:
+    state = capture()
+    fake_cuda.states = fake_cuda.states[:2]
+    fake_cuda.draw()
+    state.restore()
+    assert [s.item() for s in fake_cuda.states] == [0, 1]
+
+
+def test_a_state_of_fewer_cuda_devices_leaves_the_others(fake_cuda: Generators) -> None:
+    state = capture()
+    fake_cuda.states.append(torch.tensor([3], dtype=torch.uint8))
+    fake_cuda.draw()
+    state.restore()
+    assert [s.item() for s in fake_cuda.states] == [0, 1, 2, 13]
+
+
+def test_cuda_is_not_initialised_to_be_looked_at(fake_cuda: Generators, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("this initialises CUDA"))
+    assert capture().cuda == ()
+
+
+def test_mps_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = Generators(1)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", generators.get)
+    monkeypatch.setattr(torch.mps, "set_rng_state", generators.set)
+    state = capture()
+    generators.draw()
+    through_a_file(state).restore()
+    assert generators.states[0].item() == 0
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    generators.draw()
+    state.restore()  # on a machine without
+    assert generators.states[0].item() == 10
+
+
+@gpu
+@pytest.mark.gpu
+def test_streams_of_real_cuda_devices() -> None:
+    devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    torch.cuda.manual_seed_all(3)
+    state = through_a_file(capture())
+    first = [torch.rand(5, device=device).tolist() for device in devices]
+    with isolated():
+        assert [torch.rand(5, device=device).tolist() for device in devices] != first
+    state.restore()
+    assert [torch.rand(5, device=device).tolist() for device in devices] == first

@@ -1,0 +1,232 @@
+"""The weighted loss gives Σ wᵢgᵢ / Σ wᵢ; the bits of `(loss / n).backward()` for equal parts in full windows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from equipoise.parallel import foreach
+from equipoise.parallel.weighting import Weight, Window
+
+KINDS: dict[str, Callable[[float], Weight]] = {
+    "int": int,
+    "float": float,
+    "tensor": torch.tensor,
+    "float32 tensor": lambda w: torch.tensor(w, dtype=torch.float32),
+    "int64 tensor": lambda w: torch.tensor(int(w)),
+    "0-dim of a sum": lambda w: torch.ones(int(w), dtype=torch.bfloat16).float().sum(),
+}
+kinds = st.sampled_from(list(KINDS))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def make_model(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    """One loss per sample."""
+    return model(x).pow(2).sum(dim=1)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def run_window(model: nn.Module, window: Window, parts: list[Tensor], weights: list[Weight]) -> list[Tensor]:
+    """What a step makes of a window."""
+    model.zero_grad()
+    for x, weight in zip(parts, weights, strict=True):
+        if not isinstance(weight, Tensor) and weight == 0:
+            continue  # known on the host: no backward
+        factor = window.add(weight)
+        loss = losses(model, x).sum() / max(len(x), 1)
+        (loss if factor is None else loss * factor).backward()
+    factor = window.correction()
+    if factor is not None:
+        foreach.multiply_([p.grad for p in model.parameters() if p.grad is not None], factor)
+    window.reset()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * max(1.0, b.abs().max().item()))
+
+
+@settings(deadline=None)
+@given(
+    seed=seeds,
+    nominal=st.integers(1, 6),
+    windows=st.lists(st.lists(st.tuples(st.integers(0, 9), kinds), min_size=1, max_size=6), min_size=1, max_size=4),
+)
+@example(seed=0, nominal=4, windows=[[(0, "int")], [(0, "int64 tensor")], [(3, "int"), (0, "tensor")]])
+@example(seed=0, nominal=2, windows=[[(0, "tensor"), (0, "tensor")], [(5, "float"), (2, "tensor")]])
+def test_windows_of_unequal_parts_equal_one_device(
+    seed: int, nominal: int, windows: list[list[tuple[int, str]]]
+) -> None:
+    """Parts of 0 to 9 samples, weights of every kind mixed, short and long windows, one `Window` for all."""
+    model, window = make_model(seed), Window(nominal)
+    for sizes in windows:
+        parts = [torch.randn(size, 3, dtype=torch.float64) for size, _ in sizes]
+        actual = run_window(model, window, parts, [KINDS[kind](size) for size, kind in sizes])
+        model.zero_grad()
+        whole = torch.cat(parts)
+        (losses(model, whole).sum() / max(len(whole), 1)).backward()
+        assert_close(actual, gradients(model))
+
+
+@settings(deadline=None)
+@given(
+    seed=seeds,
+    nominal=st.integers(1, 5),
+    weights=st.lists(st.tuples(st.floats(1e-3, 1e6) | st.integers(0, 10**7), st.booleans()), min_size=1, max_size=5),
+    first=st.floats(1e-3, 1e6) | st.floats(1e-3, 1e6).map(lambda w: torch.tensor(w, dtype=torch.float64)),
+)
+def test_weights_that_the_user_gives(seed: int, nominal: int, weights: list[tuple[float, bool]], first: Weight) -> None:
+    """Σ wᵢgᵢ / Σ wᵢ, whatever the reference is that an earlier window fixed."""
+    total = sum(weight for weight, _ in weights)
+    assume(total > 0)
+    model, window = make_model(seed), Window(nominal)
+    run_window(model, window, [torch.randn(2, 3, dtype=torch.float64)], [first])
+    parts = [torch.randn(3, 3, dtype=torch.float64) for _ in weights]
+    actual = run_window(model, window, parts, [torch.tensor(w, dtype=torch.float64) if t else w for w, t in weights])
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    for x, (weight, _) in zip(parts, weights, strict=True):
+        model.zero_grad()
+        losses(model, x).mean().backward()
+        for sum_, gradient in zip(expected, gradients(model), strict=True):
+            sum_ += weight * gradient
+    assert_close(actual, [sum_ / total for sum_ in expected])
+
+
+@settings(deadline=None)
+@given(
+    seed=seeds,
+    parts=st.integers(1, 16),
+    weight=st.integers(1, 10**6) | st.floats(1e-3, 1e3),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    windows=st.integers(1, 3),
+)
+@example(seed=0, parts=10, weight=0.1, dtype=torch.float64, windows=2)  # 0.1 added ten times is not 1
+def test_equal_parts_in_full_windows_to_the_bit(
+    seed: int, parts: int, weight: float, dtype: torch.dtype, windows: int
+) -> None:
+    model, window = make_model(seed, dtype), Window(parts)
+    for _ in range(windows):
+        batches = [torch.randn(4, 3).to(dtype) for _ in range(parts)]
+        actual = run_window(model, window, batches, [weight] * parts)
+        model.zero_grad()
+        for x in batches:
+            loss = losses(model, x).sum() / len(x)
+            (loss / parts).backward()
+        assert all(map(torch.equal, actual, gradients(model)))
+
+
+@settings(deadline=None)
+@given(
+    seed=seeds,
+    parts=st.integers(1, 16),
+    weight=st.integers(1, 10**6),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_equal_counts_that_are_tensors_to_the_bit(seed: int, parts: int, weight: int, dtype: torch.dtype) -> None:
+    model, window = make_model(seed, dtype), Window(parts)
+    batches = [torch.randn(4, 3).to(dtype) for _ in range(parts)]
+    actual = run_window(model, window, batches, [torch.tensor(weight)] * parts)
+    model.zero_grad()
+    for x in batches:
+        loss = losses(model, x).sum() / len(x)
+        (loss / parts).backward()
+    assert all(map(torch.equal, actual, gradients(model)))
+
+
+def test_nothing_is_multiplied_where_nothing_has_to_be() -> None:
+    window = Window()
+    assert window.add(7) is None
+    assert window.correction() is None
+    window.reset()
+    assert window.correction() is None  # a window in which every part was skipped
+    window = Window(parts=4)
+    assert [window.add(7) for _ in range(4)] == [0.25] * 4
+    assert window.correction() is None
+
+
+def test_the_example_in_words() -> None:
+    window = Window(parts=2)
+    assert (window.add(4), window.add(4), window.correction()) == (0.5, 0.5, None)
+    window.reset()
+    assert (window.add(4), window.add(2), window.correction()) == (0.5, 0.25, 4 / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int64])
+def test_the_total_is_not_rounded(dtype: torch.dtype) -> None:
+    window = Window(parts=3)
+    for _ in range(3):
+        window.add(torch.tensor(120, dtype=dtype))
+    window.add(torch.tensor(1, dtype=dtype))
+    assert window.total == 361  # bfloat16 would say 360, int8 105
+    window.reset()
+    for _ in range(1000):
+        window.add(torch.tensor(127, dtype=dtype))
+    assert window.total == 127_000  # more than float16 can hold
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+def test_a_first_weight_of_zero_is_no_reference(zero: Weight) -> None:
+    window = Window(parts=2)
+    factors = [window.add(zero), window.add(4)]
+    assert float(factors[0]) == 0
+    assert float(factors[1]) * float(window.correction()) == 1
+
+
+def test_large_counts_do_not_overflow_the_loss() -> None:
+    window = Window(parts=2)
+    loss = torch.tensor(3.0, dtype=torch.float16)
+    factors = [window.add(weight) for weight in (10**6, 3 * 10**6)]
+    assert [(loss * factor).item() for factor in factors] == [1.5, 4.5]
+
+
+def test_the_graph_of_a_weight_is_let_go() -> None:
+    window = Window()
+    weight = torch.tensor(2.0, requires_grad=True) * 2
+    factor = window.add(weight)
+    assert not factor.requires_grad
+    assert not window.total.requires_grad
+
+
+def test_a_window_without_weight_keeps_gradients_of_zero() -> None:
+    window = Window(parts=2)
+    factors = [window.add(torch.tensor(0)) for _ in range(2)]
+    assert [factor.item() for factor in factors] == [0, 0]
+    assert window.correction().item() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("later", KINDS)
+@pytest.mark.parametrize("seen", [0, 1, 2])
+def test_steps_after_a_resume_have_the_same_bits(seen: int, later: str, kind: str) -> None:
+    window = Window(parts=3)
+    for weight in (7, 5, 7):
+        window.add(KINDS[kind](weight))
+    window.reset()
+    for weight in (7, 6)[:seen]:  # the window that the checkpoint interrupts
+        window.add(KINDS[kind](weight))
+    resumed = Window(parts=3)
+    state: dict[str, Any] = window.state_dict()
+    assert not any(isinstance(value, Tensor) for value in state.values())
+    resumed.load_state_dict(state)
+    a, b = ([*(w.add(KINDS[later](weight)) for weight in (7, 4, 3)), w.correction()] for w in (window, resumed))
+    assert [1.0 if f is None else float(f) for f in a] == [1.0 if f is None else float(f) for f in b]
+    assert float(resumed.total) == float(window.total)
+
+
+def test_the_state_of_a_window_that_saw_nothing() -> None:
+    window = Window(parts=2)
+    window.load_state_dict(Window().state_dict())
+    assert window.add(3) == 0.5

@@ -1,0 +1,30 @@
+"""One thread, quiet loggers, and generators left as they were: a parity run changes nothing for the tests after it."""
+
+import logging
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+
+QUIET = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")
+
+
+@pytest.fixture(autouse=True)
+def surroundings() -> Iterator[None]:
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    interrupt = signal.getsignal(signal.SIGINT)
+    levels = {name: logging.getLogger(name).level for name in QUIET}
+    torch.set_num_threads(1)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with isolate_rng():
+        yield
+    signal.signal(signal.SIGINT, interrupt)  # Lightning ignores interrupts after the first one
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)

@@ -1,0 +1,292 @@
+"""Lightning's other callbacks, unmodified."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    DeviceStatsMonitor,
+    EMAWeightAveraging,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+from . import data
+from .data import FEATURES
+from .harness import Case, Record, check, columns, parity
+from .modules import Classifier, with_optimizers
+
+
+def normed() -> Classifier:
+    return Classifier(batch_norm=True)
+
+
+def scheduled(module: Any) -> Any:
+    optimizer = SGD(
+        [
+            {"params": module.net[0].parameters(), "name": "first"},
+            {"params": module.net[-1].parameters(), "name": "last"},
+        ],
+        0.1,
+        momentum=0.9,
+    )
+    return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.9), "interval": "step", "name": "rate"}]
+
+
+class WithBackbone(Classifier):
+    """A backbone to be frozen and a head, of which only the head is given to the optimiser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))
+
+    def forward(self, features: Any) -> Any:
+        return self.net(self.backbone(features))
+
+    def configure_optimizers(self) -> Any:
+        return SGD(filter(lambda p: p.requires_grad, self.parameters()), 0.1)
+
+
+class Unfreeze(BaseFinetuning):
+    """Freezes the backbone and sets it free in the second epoch, with a rate of its own."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
+
+
+class EveryOther(WeightAveraging):
+    """Averages after every second step and at the end of epochs."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return (step_idx is not None and step_idx % 2 == 0) or epoch_idx is not None
+
+
+class Spikes(Classifier):
+    """Its loss jumps in the fourth batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1000.0 if batch_idx == 3 else 1.0)
+
+
+class Stateful(Callback):
+    """Keeps a counter in its state, and one in the checkpoint itself."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    @property
+    def state_key(self) -> str:
+        return "counter of batches"
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["from_callback"] = torch.tensor(self.batches)
+
+
+class InsertsAnother(Callback):
+    """Changes the list of callbacks before the run begins."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if not any(isinstance(callback, Stateful) for callback in trainer.callbacks):
+            trainer.callbacks.append(Stateful())
+
+
+class OwnCallbacks(Classifier):
+    """Brings its own callbacks; one replaces the trainer's of the same kind."""
+
+    def configure_callbacks(self) -> Any:
+        return [ModelCheckpoint(monitor="val_loss", filename="of-the-module-{epoch}"), Stateful()]
+
+
+def prints() -> list[Any]:
+    calls = []
+    return [
+        LambdaCallback(
+            on_train_batch_start=lambda trainer, module, batch, batch_idx: calls.append(batch_idx),
+            on_train_epoch_end=lambda trainer, module: module.log("calls", float(len(calls))),
+        )
+    ]
+
+
+def averaging(**options: Any) -> Any:
+    return lambda: [StochasticWeightAveraging(**options)]
+
+
+def bars(trainer: Any) -> Any:
+    bar = trainer.progress_bar_callback
+    return {"train": bar.total_train_batches, "val": bar.total_val_batches, "class": type(bar).__name__}
+
+
+def names_only(record: Record) -> bool:
+    return len(columns(record)) > 4
+
+
+def header(trainer: Any) -> list[str]:
+    """The names in the table, where its values are readings of clocks and counters."""
+    return sorted(Path(trainer.logger.log_dir, "metrics.csv").read_text().splitlines()[0].split(","))
+
+
+SHOWS = {"enable_progress_bar": True}
+CLOCKS = ["metrics.csv", "time'", "per_sec'"]
+
+CASES = [
+    Case(
+        name="rates-by-default",
+        module=with_optimizers(scheduled),
+        callbacks=lambda: [LearningRateMonitor()],
+        proves=lambda r: "rate/first" in columns(r),
+    ),
+    Case(
+        name="rates-by-step",
+        module=with_optimizers(scheduled),
+        callbacks=lambda: [LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)],
+        options={"log_every_n_steps": 2},
+    ),
+    Case(name="rates-by-epoch", module=with_optimizers(scheduled), callbacks=lambda: [LearningRateMonitor("epoch")]),
+    Case(name="rates-without-scheduler", callbacks=lambda: [LearningRateMonitor("epoch", log_momentum=True)]),
+    Case(
+        name="swa", callbacks=averaging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2), options={"max_epochs": 5}
+    ),
+    Case(
+        name="swa-with-batch-norm",
+        module=normed,
+        callbacks=averaging(swa_lrs=0.05, swa_epoch_start=0.5),
+        options={"max_epochs": 4},
+    ),
+    Case(
+        name="swa-linear-with-scheduler-and-accumulation",
+        module=with_optimizers(scheduled, batch_norm=True, dropout=0.2),
+        callbacks=averaging(swa_lrs=[0.02, 0.03], swa_epoch_start=2, annealing_strategy="linear"),
+        options={"max_epochs": 4, "accumulate_grad_batches": 2},
+        data=data.shuffled,
+    ),
+    Case(name="ema", module=normed, callbacks=lambda: [EMAWeightAveraging(decay=0.7)]),
+    Case(
+        name="ema-late-and-seldom",
+        callbacks=lambda: [EMAWeightAveraging(decay=0.5, update_every_n_steps=3, update_starting_at_step=2)],
+    ),
+    Case(
+        name="weight-averaging",
+        module=normed,
+        callbacks=lambda: [EveryOther(use_buffers=False)],
+        options={"val_check_interval": 3},
+    ),
+    Case(
+        name="finetuning",
+        module=WithBackbone,
+        callbacks=lambda: [Unfreeze()],
+        options={"max_epochs": 3},
+        proves=lambda r: len(r["optimizers"][0]["param_groups"]) == 2,
+    ),
+    Case(
+        name="backbone-finetuning",
+        module=WithBackbone,
+        callbacks=lambda: [BackboneFinetuning(1, verbose=False, lambda_func=lambda epoch: 2.0)],
+        options={"max_epochs": 4},
+        proves=lambda r: len(r["optimizers"][0]["param_groups"]) == 2,
+    ),
+    Case(name="pruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.3)]),
+    Case(
+        name="pruning-structured",
+        callbacks=lambda: [
+            ModelPruning(
+                "ln_structured",
+                amount=0.2,
+                pruning_dim=0,
+                pruning_norm=2,
+                use_global_unstructured=False,
+                parameter_names=["weight"],
+            )
+        ],
+    ),
+    Case(name="lambda", callbacks=prints, proves=lambda r: "calls" in columns(r)),
+    Case(name="stateful", callbacks=lambda: [Stateful()]),
+    Case(name="inserted-in-setup", callbacks=lambda: [InsertsAnother()], watch=False),
+    Case(name="of-the-module", module=OwnCallbacks, callbacks=lambda: [ModelCheckpoint(filename="of-the-trainer")]),
+    Case(name="model-summary", callbacks=lambda: [ModelSummary(max_depth=-1)]),
+    Case(
+        name="rich-summary", callbacks=lambda: [RichModelSummary(max_depth=2)], options={"enable_model_summary": True}
+    ),
+    Case(
+        name="tqdm-bar",
+        callbacks=lambda: [TQDMProgressBar(refresh_rate=2)],
+        options=SHOWS,
+        observe=bars,
+        data=data.several_val,
+    ),
+    Case(
+        name="rich-bar",
+        callbacks=lambda: [RichProgressBar(refresh_rate=2)],
+        options=SHOWS,
+        observe=bars,
+        data=data.several_val,
+    ),
+    Case(name="rich-bar-unsized", callbacks=lambda: [RichProgressBar()], options=SHOWS, data=data.unsized),
+    Case(
+        name="tqdm-bar-max-steps",
+        callbacks=lambda: [TQDMProgressBar(leave=True)],
+        options={**SHOWS, "max_epochs": -1, "max_steps": 8},
+    ),
+    Case(
+        name="device-statistics",
+        callbacks=lambda: [DeviceStatsMonitor(cpu_stats=True)],
+        observe=header,
+        proves=names_only,
+        ignore=CLOCKS,
+    ),
+    Case(
+        name="throughput",
+        callbacks=lambda: [ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)],
+        observe=header,
+        proves=names_only,
+        ignore=CLOCKS,
+        watch=False,
+    ),
+    Case(name="spike", module=Spikes, callbacks=lambda: [SpikeDetection(warmup=1)], raises=TrainingSpikeException),
+    Case(name="no-spike", callbacks=lambda: [SpikeDetection(warmup=1, atol=1000.0)]),
+    Case(
+        name="many-together",
+        module=with_optimizers(scheduled, batch_norm=True),
+        callbacks=lambda: [
+            LearningRateMonitor(),
+            EMAWeightAveraging(decay=0.8),
+            ModelCheckpoint(monitor="val_loss", save_last=True),
+            Stateful(),
+        ],
+        options={"max_epochs": 3, "gradient_clip_val": 0.5},
+    ),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

@@ -1,0 +1,132 @@
+"""What else a checkpoint is good for: loaders without position, random draws, evaluation, modules without a trainer."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from . import data
+from .comparison import assert_same
+from .harness import Case, fit
+from .modules import Classifier, with_optimizers
+from .resumption import (
+    FINAL,
+    TRAINERS,
+    WHOLE,
+    StatefulData,
+    by_step,
+    every_epoch,
+    every_two_steps,
+    resumable,
+    resume,
+    run,
+    scenario,
+)
+
+
+@pytest.mark.parametrize("saver", ["lightning", "equipoise"])
+@pytest.mark.parametrize("checkpoint", ["step=2.ckpt", "step=4.ckpt", "step=8.ckpt"])
+def test_plain_loader_goes_on_where_it_was(saver: str, checkpoint: str, tmp_path: Path) -> None:
+    """The loader cannot tell its position; Lightning would begin the epoch's data anew."""
+    plan = scenario("mid-epoch", checkpoint, callbacks=every_two_steps, module=with_optimizers(by_step))
+    expected = run(plan.case, "lightning", tmp_path / "uninterrupted")
+    actual = resume(plan, saver, "equipoise", tmp_path)
+    assert_same(
+        {name: expected[name] for name in FINAL}, {name: actual[name] for name in FINAL}, f"{checkpoint} of {saver}"
+    )
+
+
+@pytest.mark.parametrize("saver", ["lightning", "equipoise"])
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+def test_evaluation_of_the_others_checkpoint(saver: str, entry: str, tmp_path: Path) -> None:
+    case = Case(name="saved", callbacks=every_epoch())
+    run(case, saver, tmp_path / "saved")
+    path = tmp_path / "saved" / "kept" / "epoch=1.ckpt"
+
+    def evaluate(trainer: Any, module: Any, given: Any) -> Any:
+        return getattr(trainer, entry)(module, given["val_dataloaders"], ckpt_path=path)
+
+    records = [run(dataclasses.replace(case, run=evaluate), name, tmp_path / name) for name in TRAINERS]
+    assert_same(records[0], records[1], f"{entry} of a checkpoint of {saver}")
+
+
+class Sized(Classifier):
+    """Takes arguments, which a checkpoint must bring back."""
+
+    def __init__(self, width: int, rates: Any = (0.1, 0.2), **more: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.extra = torch.nn.Linear(width, width)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_lightning_loads_the_checkpoint_without_a_trainer(trainer: str, tmp_path: Path) -> None:
+    case = Case(
+        name="sized",
+        module=lambda: Sized(5, rates=[0.3], colour="red"),
+        data=lambda: {"datamodule": StatefulData(4)},
+        callbacks=every_epoch(),
+    )
+    record = run(case, trainer, tmp_path / "saved")
+    path = tmp_path / "saved" / "kept" / "epoch=1.ckpt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = Sized.load_from_checkpoint(path)
+        dataset = StatefulData.load_from_checkpoint(path)
+    assert_same(
+        record["weights"], {name: value.detach().clone() for name, value in module.state_dict().items()}, "weights"
+    )
+    assert {name: module.hparams[name] for name in ("width", "rates", "colour")} == {
+        "width": 5,
+        "rates": [0.3],
+        "colour": "red",
+    }
+    assert dataset.hparams.batches == 4
+
+
+def test_a_run_can_go_back_and_forth(tmp_path: Path) -> None:
+    """Three trainings in turn, each from the other's last checkpoint."""
+    expected = run(
+        Case(name="whole", callbacks=every_epoch(), options={"max_epochs": 4}), "lightning", tmp_path / "whole"
+    )
+    path: Path | None = None
+    for epochs, name in ((1, "equipoise"), (2, "lightning"), (3, "equipoise"), (4, "lightning")):
+
+        def part(trainer: Any, module: Any, given: Any, path: Path | None = path) -> None:
+            fit(trainer, module, {**given, "ckpt_path": path})
+
+        root = tmp_path / f"{epochs}"
+        record = run(Case(name="part", callbacks=every_epoch(), options={"max_epochs": epochs}, run=part), name, root)
+        path = root / "kept" / f"epoch={epochs - 1}.ckpt"
+    assert_same({name: expected[name] for name in FINAL}, {name: record[name] for name in FINAL}, "back and forth")
+
+
+class Drawing(Classifier):
+    """Draws in every step, by dropout and by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5, batch_norm=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([batch[0] + 0.1 * torch.randn(1), batch[1]], batch_idx)
+
+
+def augmented() -> dict[str, Any]:
+    return {
+        "train_dataloaders": DataLoader(data.Noisy(6, 1), data.BATCH, shuffle=True),
+        "val_dataloaders": data.loader(2),
+    }
+
+
+@pytest.mark.parametrize("loaders", [data.shuffled, augmented, data.unsized, resumable])
+@pytest.mark.parametrize("checkpoint", ["step=2.ckpt", "step=6.ckpt", "step=10.ckpt"])
+def test_random_draws_go_on_where_they_were(checkpoint: str, loaders: Any, tmp_path: Path) -> None:
+    """Shuffling, augmentation, dropout: Lightning's checkpoints keep no generator, ours do."""
+    plan = scenario("drawing", checkpoint, callbacks=every_two_steps, module=Drawing, data=loaders)
+    expected = run(plan.case, "lightning", tmp_path / "uninterrupted")
+    actual = resume(plan, "equipoise", "equipoise", tmp_path)
+    assert_same({name: expected[name] for name in WHOLE}, {name: actual[name] for name in WHOLE}, checkpoint)

@@ -1,0 +1,214 @@
+"""`validate`, `test` and `predict`: what they return, log and call, alone and after `fit`."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+
+from equipoise import ConfigurationError
+
+from . import data
+from .harness import Case, Record, check, parity
+from .modules import Classifier
+
+Run = Callable[[Any, Any, Mapping[str, Any]], Any]
+
+
+def validate(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
+    return trainer.validate(module, given["val_dataloaders"], verbose=False)
+
+
+def run_test(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
+    return trainer.test(module, dataloaders=given["val_dataloaders"], verbose=False)
+
+
+def predict(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
+    return trainer.predict(module, given["val_dataloaders"])
+
+
+def predict_without_returning(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
+    return trainer.predict(module, given["val_dataloaders"], return_predictions=False)
+
+
+def everything(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
+    """All entry points on one trainer, one after another."""
+    before = validate(trainer, module, given)
+    trainer.fit(module, **given)
+    return [before, validate(trainer, module, given), run_test(trainer, module, given), predict(trainer, module, given)]
+
+
+def fit_twice(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
+    trainer.fit(module, **given)
+    first = trainer.global_step
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, **given)
+    return first, trainer.global_step
+
+
+def after_fit(entry: str, **arguments: Any) -> Run:
+    """`fit`, then one entry point with a checkpoint or without a module."""
+
+    def run(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
+        trainer.fit(module, **given)
+        return getattr(trainer, entry)(dataloaders=given["val_dataloaders"], **arguments)
+
+    return run
+
+
+def with_datamodule(entry: str) -> Run:
+    def run(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
+        return getattr(trainer, entry)(module, **given)
+
+    return run
+
+
+class DataModule(L.LightningDataModule):
+    def val_dataloader(self) -> Any:
+        return data.loader(3, 2, odd=1)
+
+    def test_dataloader(self) -> Any:
+        return [data.loader(2, 3), data.loader(1, 4)]
+
+    def predict_dataloader(self) -> Any:
+        return [data.loader(2, 3), data.loader(1, 4)]
+
+
+class Modes(Classifier):
+    """Logs the mode it is evaluated in."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("inference", float(torch.is_inference_mode_enabled()))
+        self.log("gradients", float(torch.is_grad_enabled()))
+        self.log("training", float(self.net.training))
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+class ByStep(Classifier):
+    """Logs test values by step too, so the x-axis of evaluation steps shows."""
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        loss = self.loss(batch)
+        self.log("test_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return {"loss": loss, "logits": self(batch[0])}
+
+    def on_test_epoch_end(self) -> None:
+        self.log("test_end", 1.0)
+
+
+class DefaultPredict(Classifier):
+    """Predicts by its forward, Lightning's default."""
+
+    predict_step = L.LightningModule.predict_step
+
+    def forward(self, batch: Any) -> Any:
+        return self.net(batch[0] if isinstance(batch, list) else batch)
+
+
+class PredictsSome(Classifier):
+    """Returns nothing for some batches."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return None if batch_idx == 1 else {"index": (batch_idx, dataloader_idx), "logits": self(batch[0])}
+
+
+class Writer(BasePredictionWriter):
+    """Writes predictions to files, with the indices of their samples."""
+
+    def __init__(self, interval: Literal["batch", "epoch", "batch_and_epoch"]) -> None:
+        super().__init__(interval)
+
+    def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, *rest: Any) -> None:
+        _, batch_idx, dataloader_idx = rest
+        torch.save((prediction, batch_indices), f"batch-{dataloader_idx}-{batch_idx}.pt")
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        torch.save((predictions, batch_indices), "epoch.pt")
+
+
+def best() -> list[Any]:
+    return [ModelCheckpoint(monitor="val_loss", filename="{epoch}", save_top_k=1, save_last=True)]
+
+
+def shuffled_two() -> dict[str, Any]:
+    return {"val_dataloaders": [data.loader(3, 2, shuffle=True, odd=1), data.loader(2, 3)]}
+
+
+def files(record: Record, part: str) -> int:
+    return sum(part in name for name in record["files"])
+
+
+DATA = {"data": lambda: {"datamodule": DataModule()}}
+
+CASES = [
+    Case(name="validate", run=validate, proves=lambda r: set(r["returned"][0]) == {"val_loss", "val_accuracy"}),
+    Case(
+        name="validate-several-loaders", run=validate, data=data.several_val, proves=lambda r: len(r["returned"]) == 2
+    ),
+    Case(name="validate-with-limit", run=validate, options={"limit_val_batches": 2}),
+    Case(
+        name="validate-in-inference-mode",
+        module=Modes,
+        run=validate,
+        proves=lambda r: r["returned"][0]["inference"] == 1,
+    ),
+    Case(
+        name="validate-without-inference-mode",
+        module=Modes,
+        run=validate,
+        options={"inference_mode": False},
+        proves=lambda r: r["returned"][0]["inference"] == 0,
+    ),
+    Case(name="validate-unsized", run=validate, data=data.unsized),
+    Case(name="validate-fast", run=validate, options={"fast_dev_run": 2}),
+    Case(name="test", run=run_test, proves=lambda r: set(r["returned"][0]) == {"test_loss"}),
+    Case(name="test-by-step", module=ByStep, run=run_test, data=data.several_val),
+    Case(name="test-shuffled", run=run_test, data=shuffled_two, options={"limit_test_batches": 0.7}),
+    Case(name="test-limit-zero", run=run_test, options={"limit_test_batches": 0}, proves=lambda r: r["returned"] == []),
+    Case(name="predict", run=predict, proves=lambda r: len(r["returned"]) == 3),
+    Case(
+        name="predict-several-loaders",
+        run=predict,
+        data=data.several_val,
+        proves=lambda r: [len(p) for p in r["returned"]] == [3, 3],
+    ),
+    Case(name="predict-by-forward", module=DefaultPredict, run=predict),
+    Case(name="predict-nothing-for-some", module=PredictsSome, run=predict),
+    Case(name="predict-without-returning", run=predict_without_returning, proves=lambda r: r["returned"] is None),
+    Case(name="predict-with-limit", run=predict, data=data.several_val, options={"limit_predict_batches": 1}),
+    Case(name="predict-with-dropout", module=lambda: Classifier(dropout=0.5, batch_norm=True), run=predict),
+    *(
+        Case(
+            name=f"predictions-written-by-{interval}",
+            run=predict,
+            data=shuffled_two,
+            callbacks=lambda interval=interval: [Writer(interval)],
+            proves=lambda r: files(r, ".pt") > 0,
+        )
+        for interval in ("batch", "epoch", "batch_and_epoch")
+    ),
+    *(
+        Case(name=f"{entry}-with-datamodule", run=with_datamodule(entry), **DATA)
+        for entry in ("validate", "test", "predict")
+    ),
+    Case(name="everything-on-one-trainer", module=lambda: Classifier(dropout=0.5), run=everything, data=data.shuffled),
+    Case(name="fit-twice", run=fit_twice, ignore=["generators"], proves=lambda r: r["returned"] == (12, 18)),
+    Case(name="test-best-after-fit", run=after_fit("test", ckpt_path="best", verbose=False), callbacks=best),
+    Case(name="test-last-after-fit", run=after_fit("test", ckpt_path="last", verbose=False), callbacks=best),
+    Case(name="validate-best-after-fit", run=after_fit("validate", ckpt_path="best", verbose=False), callbacks=best),
+    Case(name="predict-without-module-takes-best", run=after_fit("predict"), callbacks=best),
+    Case(
+        name="test-best-without-checkpoint",
+        run=after_fit("test", ckpt_path="best"),
+        options={"enable_checkpointing": False},
+        raises=ValueError,
+        refuses=ConfigurationError,
+    ),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

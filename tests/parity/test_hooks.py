@@ -1,0 +1,268 @@
+"""Data modules, data hooks and the order in which everything is set up and torn down."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from . import data
+from .data import CLASSES, FEATURES
+from .harness import Case, check, parity
+from .modules import Classifier
+
+
+class DataModule(L.LightningDataModule):
+    """Everything a data module may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"batches": 4})
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append("setup " + stage)
+        self.train, self.val = data.samples(16, 1), data.samples(9, 2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=4)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=3)
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=2)
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append("teardown " + stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.calls.append(f"on_exception {exception}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": list(self.calls)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["from_data"] = 3
+
+
+class TransferringData(DataModule):
+    """Changes batches on their way to the device."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 2, batch[1]]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device([batch[0] + 1, batch[1]], device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        noise = torch.randn(1) if self.trainer.training else 0.0
+        return [batch[0] + 0.01 * noise, batch[1]]
+
+
+class Transferring(Classifier):
+    """The same hooks, of the module."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"features": batch[0] / 2, "labels": batch[1]}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device({**batch, "loader": dataloader_idx}, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch["features"] - batch["loader"], batch["labels"]]
+
+
+class BuiltLate(Classifier):
+    """Makes its layers in `configure_model`, and loads its own loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(nn.Linear(FEATURES, CLASSES))
+
+    def prepare_data(self) -> None:
+        self.prepared = True
+
+    def setup(self, stage: str) -> None:
+        self.stages = [*getattr(self, "stages", []), stage]
+
+    def train_dataloader(self) -> Any:
+        return data.loader(3, 1)
+
+    def val_dataloader(self) -> Any:
+        return data.loader(2, 2)
+
+
+class Fails(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if not self.trainer.sanity_checking:
+            raise ArithmeticError("as asked")
+        return super().validation_step(batch, batch_idx)
+
+
+class ReadsTrainer(Classifier):
+    """Reads the public state of its trainer in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        trainer = self.trainer
+        self.read = [
+            *getattr(self, "read", []),
+            {
+                "epoch": self.current_epoch,
+                "step": self.global_step,
+                "batches": trainer.num_training_batches,
+                "val": list(trainer.num_val_batches),
+                "sanity": list(trainer.num_sanity_val_batches),
+                "optimizers": len(trainer.optimizers),
+                "last": trainer.is_last_batch,
+                "max": (trainer.max_epochs, trainer.max_steps, trainer.min_epochs, trainer.min_steps),
+                "every": trainer.log_every_n_steps,
+                "accumulate": trainer.accumulate_grad_batches,
+                "state": (trainer.state.fn.value, trainer.state.stage.value, trainer.state.status.value),
+                "batch_idx": trainer.fit_loop.batch_idx,
+                "total": trainer.fit_loop.total_batch_idx,
+                "device": str(self.device),
+                "dtype": str(self.dtype),
+                "ranks": (
+                    self.global_rank,
+                    self.local_rank,
+                    trainer.world_size,
+                    trainer.is_global_zero,
+                    trainer.num_nodes,
+                ),
+                "devices": (trainer.num_devices, trainer.device_ids),
+                "loader": len(trainer.train_dataloader),
+                "estimated": trainer.estimated_stepping_batches,
+                "automatic": self.automatic_optimization,
+                "precision": trainer.precision,
+                "clip": (trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
+                "same": trainer.lightning_module is self,
+                "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
+            },
+        ]
+        return super().training_step(batch, batch_idx)
+
+
+class Regression(L.LightningModule):
+    """Nothing of the base class of these tests: only what must be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: Any) -> Any:
+        return F.mse_loss(self.layer(batch[0]).squeeze(1), batch[1].float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class SharedState(Callback):
+    """Leaves a note at each hook for the next one to find."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.notes = ["callback first"]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        gradient = pl_module.net[0].weight.grad
+        pl_module.notes.append(None if gradient is None else gradient.norm().item())
+
+
+def data_calls(trainer: Any) -> Any:
+    return trainer.datamodule.calls
+
+
+def all_entries(trainer: Any, module: Any, given: Any) -> Any:
+    trainer.fit(module, **given)
+    return [
+        trainer.validate(module, verbose=False, **given),
+        trainer.test(module, verbose=False, **given),
+        trainer.predict(module, **given),
+    ]
+
+
+BARE = {"barebones": True, "log_every_n_steps": None, "enable_progress_bar": None, "enable_model_summary": None}
+
+CASES = [
+    Case(
+        name="data-module",
+        data=lambda: {"datamodule": DataModule()},
+        run=all_entries,
+        observe=data_calls,
+        proves=lambda r: r["observed"].count("prepare_data") == 4 and "teardown predict" in r["observed"],
+    ),
+    Case(name="data-module-transfers", data=lambda: {"datamodule": TransferringData()}, observe=data_calls),
+    Case(
+        name="data-module-sees-the-error",
+        module=Fails,
+        data=lambda: {"datamodule": DataModule()},
+        observe=data_calls,
+        raises=ArithmeticError,
+        proves=lambda r: "on_exception as asked" in r["observed"],
+    ),
+    Case(
+        name="data-module-from-datasets",
+        data=lambda: {
+            "datamodule": L.LightningDataModule.from_datasets(data.samples(16, 1), data.samples(8, 2), batch_size=4)
+        },
+    ),
+    Case(
+        name="module-transfers",
+        module=Transferring,
+        data=data.several_val,
+        run=lambda t, m, g: (t.fit(m, **g), t.predict(m, g["val_dataloaders"]))[1],
+    ),
+    Case(name="module-built-late", module=BuiltLate, data=dict, observe=lambda t: t.lightning_module.stages),
+    Case(
+        name="public-state",
+        module=ReadsTrainer,
+        observe=lambda t: t.lightning_module.read,
+        proves=lambda r: len(r["observed"]) == 12,
+    ),
+    Case(
+        name="public-state-with-options",
+        module=ReadsTrainer,
+        observe=lambda t: t.lightning_module.read,
+        options={
+            "max_steps": 5,
+            "min_epochs": 1,
+            "gradient_clip_val": 0.5,
+            "accumulate_grad_batches": 2,
+            "precision": "bf16-mixed",
+        },
+    ),
+    Case(name="smallest-module", module=Regression, data=lambda: {"train_dataloaders": data.loader(4)}),
+    Case(
+        name="gradients-at-batch-end",
+        callbacks=lambda: [SharedState()],
+        observe=lambda t: t.lightning_module.notes,
+        options={"accumulate_grad_batches": 2},
+        proves=lambda r: all(r["observed"]),
+    ),
+    Case(name="barebones", options=BARE, logger=lambda root: None, watch=False),
+    Case(name="deterministic", options={"deterministic": True}, watch=False),
+    Case(name="detect-anomaly", options={"detect_anomaly": True}, watch=False),
+    *(Case(name=f"profiler-{name}", options={"profiler": name}, watch=False) for name in ("simple", "advanced")),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

@@ -1,0 +1,202 @@
+"""CSV and TensorBoard loggers for real, several at once, one's own, and hyperparameters."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from . import data
+from .data import FEATURES
+from .harness import Case, check, parity
+from .modules import Classifier
+
+
+class WithExample(Classifier):
+    """Has an example input, from which TensorBoard draws the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, FEATURES)
+
+
+class WritesThings(Classifier):
+    """Uses the experiment of its logger."""
+
+    def on_train_epoch_end(self) -> None:
+        self.logger.experiment.add_scalar("direct", self.current_epoch / 2, self.global_step)
+        self.logger.experiment.add_text("text", f"epoch {self.current_epoch}", self.global_step)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({"a": 1.0 * batch_idx, "group/b": 0.5}, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Parameters(Classifier):
+    """Has hyperparameters of many kinds."""
+
+    def __init__(self, width: int = 3, names: Any = ("a", "b"), nested: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(
+            {"width": width, "names": list(names), "nested": {"x": 1.5, "deep": {"y": None}}, "on": True}
+        )
+
+
+class DataParameters(LightningDataModule):
+    """A data module with hyperparameters of its own."""
+
+    def __init__(self, batches: int = 4, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return data.loader(self.hparams.batches)
+
+    def val_dataloader(self) -> Any:
+        return data.loader(2, 2)
+
+
+class Clashing(DataParameters):
+    """Shares a name with the module, with another value."""
+
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Recording(Logger):
+    """Keeps all calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return "recording"
+
+    @property
+    def version(self) -> str:
+        return "7"
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(("hyperparameters", dict(params)))
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.calls.append(("metrics", dict(metrics), step))
+
+    def save(self) -> None:
+        self.calls.append(("save",))
+
+    def finalize(self, status: str) -> None:
+        self.calls.append(("finalize", status))
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        self.calls.append(("graph",))
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.calls.append(
+            ("saved", Path(checkpoint_callback.last_model_path or checkpoint_callback.best_model_path).name)
+        )
+
+
+class Fails(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 3:
+            raise ArithmeticError("as asked")
+        return super().training_step(batch, batch_idx)
+
+
+def calls(trainer: Any) -> Any:
+    return trainer.logger.calls
+
+
+def board(root: Path, **options: Any) -> TensorBoardLogger:
+    return TensorBoardLogger(root, name="board", version=0, **options)
+
+
+def evaluate_after(trainer: Any, module: Any, given: Any) -> Any:
+    trainer.fit(module, **given)
+    trainer.validate(module, given["val_dataloaders"], verbose=False)
+    return trainer.test(module, given["val_dataloaders"], verbose=False)
+
+
+def folders(trainer: Any) -> Any:
+    return {
+        "log_dir": trainer.log_dir,
+        "loggers": [type(logger).__name__ for logger in trainer.loggers],
+        "first": type(trainer.logger).__name__,
+    }
+
+
+CASES = [
+    Case(name="by-default", logger=lambda root: True, observe=folders, watch=False),
+    Case(name="none", logger=lambda root: False, observe=folders, proves=lambda r: r["observed"]["loggers"] == []),
+    Case(
+        name="csv-versions",
+        logger=lambda root: CSVLogger(root),
+        observe=folders,
+        proves=lambda r: "lightning_logs/version_0/metrics.csv" in r["files"],
+    ),
+    Case(name="csv-after-evaluation", run=evaluate_after),
+    Case(
+        name="tensorboard",
+        logger=board,
+        observe=folders,
+        proves=lambda r: any("tfevents" in name for name in r["files"]),
+    ),
+    Case(name="tensorboard-own-writes", module=WritesThings, logger=board),
+    Case(name="tensorboard-graph", module=WithExample, logger=lambda root: board(root, log_graph=True), watch=False),
+    Case(
+        name="tensorboard-hyperparameters", module=Parameters, logger=lambda root: board(root, default_hp_metric=False)
+    ),
+    Case(
+        name="tensorboard-several-loaders",
+        logger=board,
+        data=data.several_val,
+        options={"log_every_n_steps": 2, "val_check_interval": 2},
+    ),
+    Case(name="tensorboard-after-evaluation", logger=board, run=evaluate_after),
+    Case(
+        name="both",
+        logger=lambda root: [board(root, sub_dir="here"), CSVLogger(root, name="csv", version=0)],
+        observe=folders,
+        proves=lambda r: r["observed"]["first"] == "TensorBoardLogger",
+    ),
+    Case(name="own", logger=lambda root: Recording(), observe=calls, proves=lambda r: len(r["observed"]) > 14),
+    Case(
+        name="own-after-an-error", module=Fails, logger=lambda root: Recording(), observe=calls, raises=ArithmeticError
+    ),
+    Case(
+        name="own-with-accumulation",
+        logger=lambda root: Recording(),
+        observe=calls,
+        options={"accumulate_grad_batches": 2, "log_every_n_steps": 2},
+    ),
+    Case(name="own-after-evaluation", logger=lambda root: Recording(), observe=calls, run=evaluate_after),
+    Case(name="hyperparameters", module=Parameters),
+    Case(
+        name="hyperparameters-of-both",
+        data=lambda: {"datamodule": DataParameters()},
+        logger=lambda root: Recording(),
+        observe=calls,
+    ),
+    Case(
+        name="hyperparameters-clashing",
+        data=lambda: {"datamodule": Clashing()},
+        raises=RuntimeError,
+    ),
+    Case(name="hyperparameters-not-logged", module=Parameters, options={"enable_autolog_hparams": False}),
+    Case(
+        name="fast-dev-run-writes-nothing",
+        options={"fast_dev_run": True},
+        observe=folders,
+        proves=lambda r: not r["files"],
+    ),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

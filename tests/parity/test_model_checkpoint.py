@@ -1,0 +1,181 @@
+"""Lightning's ModelCheckpoint in its modes: names, contents and number of the files."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from . import data
+from .harness import Case, Record, check, parity
+from .modules import Classifier
+
+
+class Waves(Classifier):
+    """Logs values that rise and fall, so that the best epoch is not the last one."""
+
+    values = (0.5, 0.2, 0.4, 0.1, 0.3, 0.6)
+
+    def on_validation_epoch_end(self) -> None:
+        index = 0 if self.trainer.sanity_checking else self.current_epoch
+        self.log("wave", self.values[index])
+        self.log("nested/wave", 10 * self.values[index])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_wave", self.values[self.current_epoch])
+
+
+class Breaks(Waves):
+    """Fails in the second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 8:
+            raise ArithmeticError("as asked")
+        return super().training_step(batch, batch_idx)
+
+
+class NotANumber(Waves):
+    values = (0.5, float("nan"), 0.4, float("nan"), 0.3, 0.6)
+
+
+class OwnContents(Waves):
+    """Adds to what a checkpoint holds."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = {"epoch": self.current_epoch, "list": [1, 2]}
+        checkpoint["state_dict"]["added"] = self.net[0].bias.detach().clone()
+
+
+def saving(**options: Any) -> Any:
+    return lambda: [ModelCheckpoint(**options)]
+
+
+def several() -> list[Any]:
+    return [
+        ModelCheckpoint(monitor="wave", filename="wave-{epoch}"),
+        ModelCheckpoint(monitor="train_wave", mode="max", filename="train-{epoch}-{step}"),
+        ModelCheckpoint(every_n_train_steps=5, save_top_k=-1, filename="steps-{step}"),
+    ]
+
+
+def checkpoints(record: Record) -> set[str]:
+    return {Path(name).name for name in record["files"] if name.endswith(".ckpt")}
+
+
+def best(trainer: Any) -> Any:
+    attributes = (
+        "best_model_path",
+        "best_model_score",
+        "current_score",
+        "kth_best_model_path",
+        "best_k_models",
+        "last_model_path",
+    )
+    return [{name: getattr(callback, name) for name in attributes} for callback in trainer.checkpoint_callbacks]
+
+
+def saved_by_hand(trainer: Any, module: Any, given: Any) -> None:
+    trainer.fit(module, **given)
+    trainer.save_checkpoint("whole.ckpt")
+    trainer.save_checkpoint("weights.ckpt", weights_only=True)
+
+
+def case(
+    name: str, callbacks: Any, module: Any = Waves, epochs: int = 4, expected: set[str] | None = None, **options: Any
+) -> Case:
+    options = {"max_epochs": epochs, "limit_train_batches": 3, **options}
+    proves = None if expected is None else lambda r: checkpoints(r) == expected
+    return Case(name=name, module=module, callbacks=callbacks, options=options, observe=best, proves=proves)
+
+
+CASES = [
+    case("default", tuple, expected={"epoch=3-step=12.ckpt"}),
+    case("off", tuple, expected=set(), enable_checkpointing=False),
+    case("monitor-min", saving(monitor="wave"), expected={"epoch=3-step=12.ckpt"}),
+    case("monitor-max", saving(monitor="wave", mode="max"), expected={"epoch=0-step=3.ckpt"}),
+    case(
+        "best-two",
+        saving(monitor="wave", save_top_k=2),
+        epochs=5,
+        expected={"epoch=3-step=12.ckpt", "epoch=1-step=6.ckpt"},
+    ),
+    case("all", saving(monitor="wave", save_top_k=-1)),
+    case("none-kept", saving(monitor="wave", save_top_k=0), expected=set()),
+    case("monitor-training-value", saving(monitor="train_wave", mode="max", save_top_k=2)),
+    case("monitor-with-slash", saving(monitor="nested/wave", filename="{epoch}-{nested/wave:.2f}")),
+    case("monitor-not-a-number", saving(monitor="wave", save_top_k=2), NotANumber),
+    case(
+        "name-with-values",
+        saving(monitor="wave", filename="at-{epoch:02d}-{wave:.3f}-{step}"),
+        expected={"at-epoch=03-wave=0.100-step=12.ckpt"},
+    ),
+    case(
+        "name-without-metric-names",
+        saving(monitor="wave", filename="e{epoch}_w{wave:.1f}", auto_insert_metric_name=False),
+    ),
+    case("one-name-for-all", saving(filename="same", save_top_k=-1)),
+    case("one-name-overwritten", saving(filename="same", save_top_k=-1, enable_version_counter=False)),
+    case("own-folder", saving(dirpath="kept", monitor="wave")),
+    case("last-too", saving(monitor="wave", mode="max", save_last=True), expected={"epoch=0-step=3.ckpt", "last.ckpt"}),
+    case("last-as-link", saving(monitor="wave", save_last="link")),
+    case("last-only", saving(save_top_k=0, save_last=True)),
+    case(
+        "every-second-epoch",
+        saving(every_n_epochs=2, save_top_k=-1),
+        epochs=5,
+        expected={"epoch=1-step=6.ckpt", "epoch=3-step=12.ckpt"},
+    ),
+    case(
+        "every-four-steps",
+        saving(every_n_train_steps=4, save_top_k=-1),
+        expected={f"epoch={e}-step={s}.ckpt" for e, s in ((1, 4), (2, 8), (3, 12))},
+    ),
+    case(
+        "every-two-steps-monitored",
+        saving(every_n_train_steps=2, monitor="train_loss_step", save_top_k=2, filename="{step}"),
+    ),
+    case("every-two-steps-monitoring-validation", saving(every_n_train_steps=2, monitor="wave", save_top_k=-1)),
+    case("every-step-accumulating", saving(every_n_train_steps=1, save_top_k=-1), accumulate_grad_batches=3),
+    case("on-training-epoch-end", saving(monitor="train_wave", save_on_train_epoch_end=True, save_top_k=2)),
+    case(
+        "on-validation-end", saving(monitor="wave", save_on_train_epoch_end=False, save_top_k=-1), val_check_interval=1
+    ),
+    case("with-validation-inside-epochs", saving(monitor="val_loss", save_top_k=3), val_check_interval=2),
+    case(
+        "with-validation-every-second-epoch", saving(monitor="wave", save_top_k=-1), epochs=6, check_val_every_n_epoch=2
+    ),
+    case("weights-only", saving(monitor="wave", save_weights_only=True)),
+    case("by-time-at-every-step", saving(train_time_interval=timedelta(0), save_top_k=-1)),
+    case("several", several),
+    case("own-contents", saving(monitor="wave"), OwnContents),
+    case("fast-dev-run", saving(monitor="wave"), expected=set(), fast_dev_run=True),
+    case("max-steps", saving(save_last=True, every_n_train_steps=3), max_steps=7, max_epochs=-1),
+    Case(
+        name="saved-by-hand",
+        module=Waves,
+        run=saved_by_hand,
+        proves=lambda r: {"whole.ckpt", "weights.ckpt"} <= checkpoints(r),
+    ),
+    Case(
+        name="without-validation", module=Classifier, data=lambda: {"train_dataloaders": data.loader(3)}, observe=best
+    ),
+    Case(
+        name="after-an-error",
+        module=Breaks,
+        callbacks=saving(save_on_exception=True, monitor="wave"),
+        raises=ArithmeticError,
+        proves=lambda r: len(checkpoints(r)) == 2,
+    ),
+    Case(
+        name="after-an-error-by-callback",
+        module=Breaks,
+        callbacks=lambda: [OnExceptionCheckpoint("failed")],
+        raises=ArithmeticError,
+        proves=lambda r: "on_exception.ckpt" in checkpoints(r),
+    ),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

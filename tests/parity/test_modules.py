@@ -1,0 +1,216 @@
+"""Modules of unusual build: nested, compiled, mocked, shared, with hooks on the instance."""
+
+from pathlib import Path
+from types import MethodType
+from typing import Any
+from unittest.mock import Mock
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from . import data
+from .data import CLASSES
+from .harness import Case, check, parity
+from .modules import Classifier, network
+
+
+class Inner(L.LightningModule):
+    """A module inside another: it shares the trainer, but its hooks and its optimisers are nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits = self.net(features)
+        return logits * 2 if self.trainer.training else logits
+
+    def on_train_epoch_end(self) -> None:
+        raise AssertionError("the hooks of an inner module are not the trainer's to call")
+
+
+class Outer(Classifier):
+    """Computes and logs through a module inside."""
+
+    def __init__(self, inner: type[Inner] = Inner) -> None:
+        super().__init__()
+        self.inner = inner()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.inner(features)
+
+
+class LoggingInner(Inner):
+    """Logs by itself, which Lightning refuses of an inner module."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.log("inner", 1.0)
+        return super().forward(features)
+
+
+class Silent(Classifier):
+    """Logs outside of what is compiled."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("train_loss", outputs["loss"], on_step=True, on_epoch=True)
+
+
+class CompiledPart(Classifier):
+    """Compiles a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+class CompiledStep(Classifier):
+    """Compiles its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = torch.compile(self.forward, backend="eager")  # type: ignore[method-assign]
+
+
+def compiled(module: Any) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def mocked() -> Any:
+    """Hooks replaced by mocks, as tests of users do."""
+    module = Classifier()
+    for hook in (
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_optimizer_step",
+        "on_validation_epoch_end",
+        "on_after_backward",
+    ):
+        setattr(module, hook, Mock(return_value=None))
+    return module
+
+
+def mock_calls(trainer: Any) -> Any:
+    module = trainer.lightning_module
+    names = (
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_optimizer_step",
+        "on_validation_epoch_end",
+        "on_after_backward",
+    )
+    return {name: getattr(module, name).call_count for name in names}
+
+
+def on_the_instance() -> Any:
+    """Hooks and steps given to the instance."""
+    module = Classifier()
+    module.seen = []
+
+    def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["loss"].item())
+
+    module.on_train_batch_end = MethodType(on_train_batch_end, module)
+    module.training_step = lambda batch, batch_idx: 0.5 * module.loss(batch)
+    module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), 0.01)
+    return module
+
+
+class Mixin:
+    """Hooks that come from a class that is no module."""
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs = [*getattr(self, "epochs", []), self.current_epoch]  # type: ignore[attr-defined]
+        super().on_train_epoch_start()  # type: ignore[misc]
+
+
+class Mixed(Mixin, Classifier):
+    pass
+
+
+class Tied(Classifier):
+    """Two layers share a weight, and one parameter is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+        self.net[2].weight = self.net[0].weight
+        self.net[4].bias.requires_grad_(False)
+
+
+class Unused(Classifier):
+    """Has parameters that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+class Buffers(Classifier):
+    """Keeps running sums in buffers, one of them not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("hidden", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.total += loss.detach()
+        self.hidden += 1
+        self.log("hidden", self.hidden[0])
+        return loss
+
+
+class Recurrent(Classifier):
+    """Carries its state from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(6, 6)
+        self.state: Tensor | None = None
+
+    def on_train_epoch_start(self) -> None:
+        self.state = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        state = torch.zeros(len(batch[0]), 6) if self.state is None else self.state
+        self.state = self.cell(batch[0], state)
+        loss = self.loss([self.state, batch[1]])
+        self.state = self.state.detach()
+        return loss
+
+
+CASES = [
+    Case(name="nested", module=Outer),
+    Case(name="nested-logging", module=lambda: Outer(LoggingInner), raises=MisconfigurationException),
+    Case(name="compiled", module=lambda: compiled(Silent()), watch=False),
+    Case(name="compiled-with-dropout", module=lambda: compiled(Silent(dropout=0.3)), data=data.shuffled, watch=False),
+    Case(name="compiled-part", module=CompiledPart),
+    Case(name="compiled-forward", module=CompiledStep),
+    Case(
+        name="mocked-hooks",
+        module=mocked,
+        observe=mock_calls,
+        proves=lambda r: all(r["observed"].values()),
+        watch=False,
+    ),
+    Case(name="hooks-on-the-instance", module=on_the_instance, observe=lambda t: t.lightning_module.seen, watch=False),
+    Case(name="mixin", module=Mixed, observe=lambda t: t.lightning_module.epochs),
+    Case(name="tied-and-frozen", module=Tied),
+    Case(name="unused-parameters", module=Unused),
+    Case(name="buffers", module=Buffers, options={"accumulate_grad_batches": 2}),
+    Case(name="recurrent", module=Recurrent, data=lambda: {"train_dataloaders": data.loader(5)}),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

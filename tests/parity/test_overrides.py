@@ -1,0 +1,243 @@
+"""What a module may override in the optimisation step, alone and together."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import SGD
+
+from . import data
+from .harness import Case, check, parity
+from .modules import Classifier, with_optimizers
+
+
+class CallsSuper(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class StepsItself(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class WarmsUp(Classifier):
+    """Steps first, then raises the rate: Lightning's documented warm-up."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = min(1.0, (self.trainer.global_step + 1) / 8) * 0.1
+
+
+class StepsEverySecondBatch(Classifier):
+    """Steps with the closure on every second batch and only computes gradients on the others."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx % 2 == 1:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class ClosureFirst(Classifier):
+    """Runs the closure, looks at the gradients, and steps the optimiser without it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        loss = optimizer_closure()
+        largest = max(p.grad.abs().max() for p in self.parameters())
+        self.log("largest_gradient", largest)
+        if loss > 0.5:
+            optimizer.optimizer.step()
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (3 * loss).backward(*args, **kwargs)
+
+
+class KeepsGraph(Classifier):
+    """Needs the graph once more after the backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.last_loss = super().training_step(batch, batch_idx)
+        return self.last_loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+
+    def on_after_backward(self) -> None:
+        gradients = torch.autograd.grad(self.last_loss, self.net[0].weight)
+        self.log("gradient_norm", gradients[0].norm())
+
+
+class OwnZeroGrad(Classifier):
+    """Zeroes in place, so the gradients stay the same tensors."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class NeverZeroes(Classifier):
+    """Lets gradients add up over the whole run."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        pass
+
+
+class ClipsMore(Classifier):
+    """Clips more tightly in every epoch, through `clip_gradients`; refused where the trainer was given a value too."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, 0.1 / (1 + self.current_epoch), "norm")
+
+
+class ClipsFirstLayer(Classifier):
+    """Uses the trainer's value, for a part of the parameters."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        assert gradient_clip_algorithm == "norm"
+        torch.nn.utils.clip_grad_norm_(self.net[0].parameters(), gradient_clip_val)
+
+
+class ZeroGradHook(Classifier):
+    """Reads gradients before they are cleared."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        gradient = self.net[0].weight.grad
+        self.seen = [*getattr(self, "seen", []), None if gradient is None else gradient.norm().item()]
+
+
+class BackwardHooks(Classifier):
+    """Adds noise-free changes to gradients right after the backward, and counts the losses it saw."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.losses = [*getattr(self, "losses", []), loss.item()]
+
+    def on_after_backward(self) -> None:
+        self.net[0].weight.grad.mul_(2)
+
+
+class StepHook(Classifier):
+    """Normalises gradients before the step, after which they are clipped."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(parameter.grad.norm() + 1e-8)
+
+
+class Everything(WarmsUp, OwnBackward, OwnZeroGrad, ClipsFirstLayer, BackwardHooks, StepHook, ZeroGradHook):
+    """All of them at once."""
+
+
+class SkipsSome(Classifier):
+    """Returns nothing for every third batch: no backward, but the optimiser's turn comes all the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+
+class ReturnsDictionary(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "size": len(batch[0]), "logits": self(batch[0]), "text": "kept"}
+
+
+class SkipsAll(Classifier):
+    """Never returns a loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+class ReadsOptimizer(Classifier):
+    """Reads its optimiser and its schedulers in automatic optimisation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.lr_schedulers() is None
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        return self.loss(batch)
+
+
+class EndsEpochEarly(Classifier):
+    """Leaves every epoch at its fourth batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+class OnlyIndexFree(Classifier):
+    """Steps that do not ask for the batch index."""
+
+    def training_step(self, batch: Any) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        self.log("val_loss", self.loss(batch))
+
+
+def seen(name: str) -> Any:
+    return lambda trainer: getattr(trainer.lightning_module, name)
+
+
+CLIPPED = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
+
+CASES = [
+    Case(name="optimizer-step-super", module=CallsSuper),
+    Case(name="optimizer-step-own", module=StepsItself, options={"accumulate_grad_batches": 2}),
+    Case(name="optimizer-step-warm-up", module=WarmsUp),
+    Case(
+        name="optimizer-step-every-second-batch",
+        module=StepsEverySecondBatch,
+        proves=lambda r: r["counters"]["global_step"] == 12,
+    ),
+    Case(name="optimizer-step-closure-first", module=ClosureFirst),
+    Case(name="backward-own", module=OwnBackward),
+    Case(name="backward-own-accumulated", module=OwnBackward, options={"accumulate_grad_batches": 3}),
+    Case(name="backward-keeps-graph", module=KeepsGraph),
+    Case(name="zero-grad-own", module=OwnZeroGrad),
+    Case(name="zero-grad-never", module=NeverZeroes),
+    Case(name="clipping-own", module=ClipsMore),
+    Case(name="clipping-own-of-some", module=ClipsFirstLayer, options=CLIPPED),
+    Case(name="clipping-given-twice", module=ClipsMore, options=CLIPPED, raises=MisconfigurationException),
+    Case(name="before-zero-grad", module=ZeroGradHook, observe=seen("seen"), proves=lambda r: any(r["observed"])),
+    Case(name="backward-hooks", module=BackwardHooks, observe=seen("losses"), options={"accumulate_grad_batches": 2}),
+    Case(name="before-optimizer-step", module=StepHook, options=CLIPPED),
+    Case(name="everything-overridden", module=Everything, observe=seen("losses"), options=CLIPPED),
+    Case(
+        name="everything-overridden-accumulated",
+        module=Everything,
+        observe=seen("seen"),
+        options={**CLIPPED, "accumulate_grad_batches": 2},
+    ),
+    Case(name="training-step-returns-none", module=SkipsSome, observe=lambda trainer: trainer.global_step),
+    Case(
+        name="training-step-returns-none-with-momentum",
+        module=with_optimizers(lambda m: SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=0.1), SkipsSome),
+    ),
+    Case(name="training-step-returns-none-always", module=SkipsAll),
+    Case(name="training-step-returns-none-always-accumulated", module=SkipsAll, options={"accumulate_grad_batches": 2}),
+    Case(name="training-step-reads-optimizer", module=ReadsOptimizer),
+    Case(name="training-step-returns-dictionary", module=ReturnsDictionary),
+    Case(name="training-step-without-index", module=OnlyIndexFree),
+    Case(
+        name="epoch-ended-by-minus-one",
+        module=EndsEpochEarly,
+        proves=lambda r: r["counters"]["global_step"] == 6,
+    ),
+    Case(
+        name="epoch-ended-by-minus-one-shuffled", module=EndsEpochEarly, data=data.shuffled, options={"max_epochs": 3}
+    ),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

@@ -1,0 +1,185 @@
+"""Learning-rate schedulers: by step, by epoch, by frequency, monitored, one's own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from equipoise import ConfigurationError
+
+from . import data
+from .harness import Case, Record, check, parity
+from .modules import Classifier, with_optimizers
+
+
+def schedule(make: Callable[[SGD], Any], base: type[Any] = Classifier, **config: Any) -> Callable[[], Any]:
+    """A module with one scheduler and the options of its dictionary."""
+
+    def configure(module: Any) -> Any:
+        optimizer = SGD(module.parameters(), 0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **config}}
+
+    return with_optimizers(configure, base)
+
+
+def halve(optimizer: SGD) -> StepLR:
+    return StepLR(optimizer, 1, 0.5)
+
+
+def plateau(optimizer: SGD) -> ReduceLROnPlateau:
+    """Lowers the rate at every call after the first, whatever the value."""
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e6, threshold_mode="abs")
+
+
+def rate(record: Record) -> float:
+    return float(record["optimizers"][0]["param_groups"][0]["lr"])
+
+
+class Decay:
+    """A scheduler that is not torch's: it has an optimiser, a state and a `step` of its own."""
+
+    def __init__(self, optimizer: SGD) -> None:
+        self.optimizer, self.calls = optimizer, 0
+
+    def step(self, epoch: int) -> None:
+        self.calls += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + epoch + self.calls)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+class SteppedByHand(Classifier):
+    """Hands its own scheduler what it wants."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(epoch=self.current_epoch)
+
+
+class SteppedWithMetric(Classifier):
+    """Gives the monitored value, halved, to a plateau scheduler."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(metric / 2)
+
+
+class LogsLate(Classifier):
+    """Logs the monitored value only in the second epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch >= 1:
+            self.log("late", 1.0)
+
+
+def sequence(optimizer: SGD) -> SequentialLR:
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=4), halve(optimizer)], milestones=[4])
+
+
+def two_schedulers(module: Any) -> Any:
+    optimizer = SGD(module.parameters(), 0.1)
+    by_step = {"scheduler": StepLR(optimizer, 2, 0.9), "interval": "step"}
+    return [optimizer], [by_step, {"scheduler": plateau(optimizer), "monitor": "val_loss"}]
+
+
+def odd_data() -> dict[str, Any]:
+    return data.sized(train=5)
+
+
+CASES = [
+    Case(name="by-epoch", module=schedule(halve), proves=lambda r: rate(r) == 0.025),
+    Case(name="by-step", module=schedule(halve, interval="step"), proves=lambda r: rate(r) < 1e-4),
+    Case(name="every-second-step", module=schedule(halve, interval="step", frequency=2), data=odd_data),
+    Case(name="every-second-epoch", module=schedule(halve, frequency=2), options={"max_epochs": 5}),
+    Case(name="frequency-beyond-the-epoch", module=schedule(halve, interval="step", frequency=4)),
+    Case(
+        name="plateau-on-validation-value",
+        module=schedule(plateau, monitor="val_loss"),
+        options={"max_epochs": 4},
+        proves=lambda r: rate(r) < 0.1,
+    ),
+    Case(
+        name="plateau-on-training-value",
+        module=schedule(plateau, monitor="train_loss"),
+        options={"max_epochs": 4},
+        proves=lambda r: rate(r) < 0.1,
+    ),
+    Case(
+        name="plateau-by-step",
+        module=schedule(plateau, monitor="train_loss_step", interval="step"),
+        proves=lambda r: rate(r) < 1e-2,
+    ),
+    Case(
+        name="plateau-by-step-on-validation-value",
+        module=schedule(plateau, monitor="val_loss", interval="step", frequency=3, strict=False),
+        options={"val_check_interval": 2},
+    ),
+    Case(
+        name="plateau-every-second-epoch",
+        module=schedule(plateau, monitor="val_loss", frequency=2),
+        options={"max_epochs": 5, "check_val_every_n_epoch": 2},
+    ),
+    Case(name="plateau-not-strict", module=schedule(plateau, monitor="nowhere", strict=False)),
+    Case(
+        name="plateau-strict",
+        module=schedule(plateau, monitor="nowhere"),
+        raises=MisconfigurationException,
+        refuses=ConfigurationError,
+    ),
+    Case(
+        name="plateau-value-comes-late",
+        module=schedule(plateau, LogsLate, monitor="late", strict=False),
+        options={"max_epochs": 4},
+        proves=lambda r: rate(r) < 0.1,
+    ),
+    Case(
+        name="plateau-with-metric-changed",
+        module=schedule(plateau, SteppedWithMetric, monitor="val_loss"),
+        options={"max_epochs": 3},
+    ),
+    Case(name="one-cycle", module=schedule(lambda o: OneCycleLR(o, 0.5, total_steps=12), interval="step")),
+    Case(name="cyclic", module=schedule(lambda o: CyclicLR(o, 0.01, 0.1, 3), interval="step")),
+    Case(name="warm-restarts", module=schedule(lambda o: CosineAnnealingWarmRestarts(o, 4), interval="step")),
+    Case(name="lambda", module=schedule(lambda o: LambdaLR(o, lambda step: 0.9**step), interval="step")),
+    Case(name="sequence", module=schedule(sequence, interval="step")),
+    Case(
+        name="own-scheduler",
+        module=schedule(Decay, SteppedByHand, interval="epoch"),
+        options={"max_epochs": 3},
+        proves=lambda r: rate(r) == 0.1 / 6,
+    ),
+    Case(name="two-schedulers", module=with_optimizers(two_schedulers), options={"max_epochs": 3}),
+    Case(
+        name="by-step-with-accumulation",
+        module=schedule(halve, interval="step"),
+        options={"accumulate_grad_batches": 2},
+        proves=lambda r: rate(r) == 0.1 * 0.5**6,
+    ),
+    Case(
+        name="by-step-with-max-steps",
+        module=schedule(halve, interval="step"),
+        options={"max_epochs": -1, "max_steps": 8},
+    ),
+    Case(name="by-epoch-with-max-steps", module=schedule(halve), options={"max_epochs": -1, "max_steps": 8}),
+    Case(name="by-epoch-without-length", module=schedule(halve), data=data.unsized, proves=lambda r: rate(r) == 0.025),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

@@ -1,0 +1,180 @@
+"""When validation runs inside `fit`, how much of it, and in which mode."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+
+from equipoise import ConfigurationError
+
+from . import data
+from .harness import Case, Record, check, column, parity
+from .modules import Classifier
+
+
+def validated(record: Record) -> int:
+    """How many times a validation ended."""
+    return len(column(record, "val_loss"))
+
+
+class Frozen(Classifier):
+    """Keeps a part of the network in evaluation mode; validation must leave it so."""
+
+    def on_fit_start(self) -> None:
+        self.net[0].eval()
+
+
+class OwnModes(Classifier):
+    """Overrides how the modes change around validation."""
+
+    def on_validation_model_eval(self) -> None:
+        self.eval()
+        self.net[3].train()
+
+    def on_validation_model_train(self) -> None:
+        self.train()
+        self.net[1].eval()
+
+    def on_validation_model_zero_grad(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+
+class GradientsInValidation(Classifier):
+    """Differentiates within validation, which needs `inference_mode=False`."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        with torch.enable_grad():
+            features = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.loss((features, batch[1])), features)
+        self.log("val_loss", gradient.norm())
+
+
+class SideBySide(Classifier):
+    """Validates on a batch of each loader at once."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for index, part in enumerate(batch):
+            self.log(f"val_loss_{index}", self.loss(part), batch_size=len(part[0]))
+
+
+class StopsOnValidation(Classifier):
+    """Asks for an end after the second validation."""
+
+    def on_validation_end(self) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 3:
+            self.trainer.should_stop = True
+
+
+class ReturnsOutputs(Classifier):
+    """Gathers the outputs of validation steps itself."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.gathered = [*getattr(self, "gathered", []), (batch_idx, dataloader_idx, outputs)]
+
+
+def two_loaders() -> Any:
+    return [data.loader(3, 2), data.loader(2, 3, odd=2)]
+
+
+def no_validation_data() -> dict[str, Any]:
+    return {"train_dataloaders": data.loader(4)}
+
+
+CASES = [
+    Case(name="every-epoch", proves=lambda r: validated(r) == 2),
+    Case(
+        name="every-second-epoch",
+        options={"max_epochs": 5, "check_val_every_n_epoch": 2},
+        proves=lambda r: validated(r) == 2,
+    ),
+    Case(name="every-two-batches", options={"val_check_interval": 2}, proves=lambda r: validated(r) == 6),
+    Case(name="every-four-of-six-batches", options={"val_check_interval": 4}, proves=lambda r: validated(r) == 2),
+    Case(name="half-an-epoch", options={"val_check_interval": 0.5}, proves=lambda r: validated(r) == 4),
+    Case(name="third-of-an-epoch-odd", options={"val_check_interval": 0.3}, data=lambda: data.sized(train=7)),
+    Case(
+        name="across-epochs",
+        options={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
+        proves=lambda r: validated(r) == 4,
+    ),
+    Case(
+        name="across-epochs-longer-than-one",
+        options={"val_check_interval": 8, "check_val_every_n_epoch": None, "max_epochs": 4},
+        proves=lambda r: validated(r) == 3,
+    ),
+    Case(
+        name="interval-longer-than-epoch",
+        options={"val_check_interval": 8},
+        raises=ValueError,
+        refuses=ConfigurationError,
+    ),
+    Case(name="interval-with-accumulation", options={"val_check_interval": 3, "accumulate_grad_batches": 2}),
+    Case(name="unsized-loader-every-epoch", data=data.unsized, proves=lambda r: validated(r) == 2),
+    Case(name="unsized-loader-every-two-batches", data=data.unsized, options={"val_check_interval": 2}),
+    Case(
+        name="unsized-loader-across-epochs",
+        data=data.unsized,
+        options={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
+    ),
+    *(Case(name=f"sanity-check-{steps}", options={"num_sanity_val_steps": steps}) for steps in (0, 1, -1)),
+    Case(name="sanity-check-several-loaders", options={"num_sanity_val_steps": 2}, data=data.several_val),
+    Case(name="sanity-check-shuffled-with-dropout", module=lambda: Classifier(dropout=0.5), data=data.shuffled),
+    Case(
+        name="several-loaders",
+        data=data.several_val,
+        proves=lambda r: "val_loss/dataloader_idx_1" in r["metrics"]["callback_metrics"],
+    ),
+    Case(
+        name="several-loaders-by-name",
+        data=lambda: {**data.several_val(), "val_dataloaders": {"a": data.loader(2, 3), "b": data.loader(3, 4)}},
+    ),
+    Case(
+        name="several-loaders-with-limits",
+        data=data.several_val,
+        options={"limit_val_batches": 1, "val_check_interval": 2},
+    ),
+    Case(
+        name="several-loaders-side-by-side",
+        module=SideBySide,
+        data=lambda: {**data.several_val(), "val_dataloaders": CombinedLoader(two_loaders(), "min_size")},
+    ),
+    Case(
+        name="several-loaders-side-by-side-limited",
+        module=SideBySide,
+        data=lambda: {**data.several_val(), "val_dataloaders": CombinedLoader(two_loaders(), "max_size_cycle")},
+        options={"limit_val_batches": 2, "num_sanity_val_steps": 1},
+    ),
+    Case(
+        name="several-loaders-combined",
+        data=lambda: {**data.several_val(), "val_dataloaders": CombinedLoader(two_loaders(), "sequential")},
+    ),
+    Case(name="one-loader-by-name", data=lambda: {**data.sized(), "val_dataloaders": {"a": data.loader(2, 3)}}),
+    Case(
+        name="by-time-at-every-batch",
+        options={"val_check_interval": "00:00:00:00"},
+        proves=lambda r: validated(r) == 12,
+    ),
+    Case(name="without-loader", data=no_validation_data, proves=lambda r: r["counters"]["num_val_batches"] == []),
+    Case(name="limit-zero", options={"limit_val_batches": 0}),
+    Case(name="limit-zero-fraction", options={"limit_val_batches": 0.0}),
+    Case(
+        name="limit-fraction",
+        options={"limit_val_batches": 0.7},
+        proves=lambda r: r["counters"]["num_val_batches"] == [2],
+    ),
+    Case(name="batch-norm", module=lambda: Classifier(batch_norm=True)),
+    Case(
+        name="frozen-part", module=Frozen, proves=lambda r: r["modes"]["net.0"] is False and r["modes"]["net.4"] is True
+    ),
+    Case(name="own-modes", module=OwnModes, options={"val_check_interval": 2}),
+    Case(name="inference-mode-off", module=GradientsInValidation, options={"inference_mode": False}),
+    Case(name="stopped-by-validation", module=StopsOnValidation, options={"val_check_interval": 2, "max_epochs": 4}),
+    Case(name="outputs", module=ReturnsOutputs, observe=lambda t: [entry[:2] for entry in t.lightning_module.gathered]),
+]
+
+
+@parity(CASES)
+def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)

@@ -1,0 +1,359 @@
+"""The layers, the cost of the first import, other people's private names, and what every module declares."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import equipoise
+
+PACKAGE = Path(equipoise.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.relative_to(PACKAGE).parts)
+FOREIGN = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
+
+# What the modules of a layer may import of ours; `precision` and `errors` are modules, the others folders.
+LAYERS = {
+    "errors": set(),
+    "precision": {"errors"},
+    "parallel": {"parallel", "errors"},
+    "memory": {"memory", "errors"},
+    "strategies": {"strategies", "parallel", "memory", "precision", "errors"},
+    "callbacks": {"callbacks", "parallel", "memory", "precision", "errors"},
+    "trainer": {"trainer", "strategies", "callbacks", "parallel", "memory", "precision", "errors"},
+}
+APP = {"__main__", "app", "app_output", "conf"}
+MAY_NAME_PRIVATE_THINGS = {"trainer/interop.py", "parallel/foreach.py"}
+DEFINES_LIGHTNINGS_NAMES = "trainer/lightning_view.py"
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public; the underscore keeps them apart from fields
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_name(path: Path) -> str:
+    parts = ["equipoise", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_for_typing(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def walk(node: ast.AST, *, typing: bool, in_function: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node, and whether it stands in a function; what is there for typing only is passed over unless wanted."""
+    for child in ast.iter_child_nodes(node):
+        if is_for_typing(child) and not typing:
+            for branch in child.orelse:
+                yield branch, in_function
+                yield from walk(branch, typing=typing, in_function=in_function)
+            continue
+        yield child, in_function
+        inner = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from walk(child, typing=typing, in_function=inner)
+
+
+def imports(path: Path, *, typing: bool) -> Iterator[tuple[str, str | None, bool]]:
+    """Module, name (None: the module itself), and whether the import stands in a function."""
+    for node, in_function in walk(tree_of(path), typing=typing):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None, in_function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}:{node.lineno}: imports are absolute"
+            yield from ((node.module or "", alias.name, in_function) for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("import_module", "importlib.import_module")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield str(node.args[0].value), None, in_function
+
+
+def own_imports(path: Path, *, typing: bool) -> set[str]:
+    """The layers that a file imports; the facade is called "equipoise"."""
+    found = set()
+    for module, name, _ in imports(path, typing=typing):
+        if module == "equipoise":
+            below = name is not None and ((PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file())
+            found.add(name if below else "equipoise")
+        elif module.startswith("equipoise."):
+            found.add(module.split(".")[1])
+    return found
+
+
+def files_of(layer: str) -> list[Path]:
+    return [path for path in FILES if layer_of(path) == layer]
+
+
+# Layers
+
+
+def test_every_file_has_its_layer() -> None:
+    assert {layer_of(path) for path in FILES} == {*LAYERS, *APP, "__init__"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_one_way(layer: str) -> None:
+    assert files_of(layer)
+    for path in files_of(layer):
+        wrong = own_imports(path, typing=False) - LAYERS[layer]
+        assert not wrong, f"{relative(path)} imports {wrong}: {layer} may import {LAYERS[layer] or 'nothing of ours'}."
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_only_a_callback_names_for_typing_what_it_may_not_import(layer: str) -> None:
+    allowed = LAYERS[layer] | ({"trainer"} if layer == "callbacks" else set())
+    for path in files_of(layer):
+        wrong = own_imports(path, typing=True) - allowed
+        assert not wrong, f"{relative(path)} names {wrong} for typing."
+
+
+def test_nobody_imports_the_application() -> None:
+    for path in FILES:
+        if layer_of(path) not in APP:
+            assert not own_imports(path, typing=True) & APP, relative(path)
+
+
+def test_only_the_application_knows_hydra() -> None:
+    for path in FILES:
+        if layer_of(path) in APP:
+            continue
+        for module, _, in_function in imports(path, typing=True):
+            package = module.partition(".")[0]
+            assert package != "hydra", relative(path)
+            if package == "omegaconf":
+                assert relative(path) == "trainer/checkpoint_file.py", relative(path)
+                assert in_function, f"{relative(path)} imports {module} before it is needed."
+
+
+def test_the_walk_sees_every_form_of_import(tmp_path: Path) -> None:
+    """A check that sees nothing would let everything pass."""
+    source = (
+        "from typing import TYPE_CHECKING\nimport equipoise.trainer.run\nfrom equipoise import memory, Trainer\n"
+        "def late():\n    from equipoise.callbacks.callback import Callback\n    import_module('equipoise.app')\n"
+        "if TYPE_CHECKING:\n    from equipoise.parallel import split\nelse:\n    import equipoise.errors\n"
+    )
+    path = tmp_path / "sample.py"
+    path.write_text(source)
+    assert own_imports(path, typing=False) == {"trainer", "memory", "equipoise", "callbacks", "app", "errors"}
+    assert own_imports(path, typing=True) - own_imports(path, typing=False) == {"parallel"}
+
+
+# Private names
+
+
+def is_private(name: str) -> bool:
+    dunder = name.startswith("__") and name.endswith("__")
+    return name.startswith("_") and name != "_" and not dunder and name not in OF_NAMED_TUPLES
+
+
+def bound_by_foreign_imports(path: Path) -> set[str]:
+    """The names that stand for something of torch, Lightning or torchmetrics."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            chosen = [alias for alias in node.names if alias.name.partition(".")[0] in FOREIGN]
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in chosen}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FOREIGN:
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def root_of(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def defined_in(node: ast.AST) -> set[str]:
+    """The names that a piece of code gives to something of its own."""
+    found = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(child.name)
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            found.add(child.id)
+        elif isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store) and root_of(child) == "self":
+            found.add(child.attr)
+        elif isinstance(child, ast.Assign) and any("__slots__" in ast.unparse(target) for target in child.targets):
+            found |= {str(part.value) for part in ast.walk(child.value) if isinstance(part, ast.Constant)}
+    return found
+
+
+def accessed_private_names(path: Path) -> Iterator[tuple[int, str, str | None]]:
+    """Line, name, and what it is taken from, for `x._name` and for `getattr(x, "_name")` and its like."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.lineno, node.attr, root_of(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            if isinstance(name, str) and is_private(name):
+                yield node.lineno, name, root_of(node.args[0])
+
+
+def test_private_names_are_not_imported() -> None:
+    for path in FILES:
+        if relative(path) in MAY_NAME_PRIVATE_THINGS:
+            continue
+        for module, name, _ in imports(path, typing=True):
+            parts = [*module.split("."), name or ""]
+            if parts[0] in FOREIGN:
+                assert not any(map(is_private, parts)), f"{relative(path)} imports {'.'.join(parts)}"
+
+
+def test_private_names_of_others_are_not_used() -> None:
+    ours = set().union(*(defined_in(tree_of(path)) for path in FILES))
+    found = []
+    for path in FILES:
+        if relative(path) in MAY_NAME_PRIVATE_THINGS:
+            continue
+        foreign = bound_by_foreign_imports(path)
+        for line, name, taken_from in accessed_private_names(path):
+            if taken_from in foreign:
+                found.append(f"{relative(path)}:{line} takes {name} of {taken_from}")
+            elif name not in ours and not name.startswith("_LightningNames__"):  # our own, mangled
+                found.append(f"{relative(path)}:{line} uses {name}, which nobody here defines")
+    assert not found, "\n".join(found)
+
+
+def test_what_lightning_looks_for_is_defined_and_not_used() -> None:
+    """`lightning_view.py` may give things Lightning's private names, as long as it takes none from Lightning."""
+    path = PACKAGE / DEFINES_LIGHTNINGS_NAMES
+    own = defined_in(tree_of(path))
+    used = {name for _, name, _ in accessed_private_names(path)}
+    assert {"_results", "_has_run", "_should_check_val_epoch"} <= own
+    assert not {name for name in used - own if not name.startswith("_LightningNames__")}
+
+
+# The first import
+
+
+def run(script: str, folder: Path) -> str:
+    """Runs a script in a fresh interpreter, where warnings are errors."""
+    command = [sys.executable, "-W", "error", "-c", script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_package_imports_torch_and_nothing_else_of_weight(tmp_path: Path) -> None:
+    out = run(
+        "import sys, equipoise; dir(equipoise); print(*{name.partition('.')[0] for name in sys.modules})", tmp_path
+    )
+    loaded = set(out.split())
+    assert "torch" in loaded
+    heavy = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
+    assert not loaded & (heavy | {"hydra", "omegaconf", "matplotlib", "rich", "tensorboard", "pandas", "sklearn"})
+
+
+WITHOUT_HYDRA = """
+import sys, warnings
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("hydra", "omegaconf"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+
+import lightning as L, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+from equipoise import Trainer
+
+class Module(L.LightningModule):
+    def __init__(self, *, folder):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+warnings.filterwarnings("ignore", r".*isinstance\\(treespec, LeafSpec\\)")
+warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+options = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+trainer = Trainer(max_epochs=1, **options)
+trainer.fit(Module(folder=Path("here")), loader)
+path = trainer.checkpoint_callback.best_model_path
+assert Module.load_from_checkpoint(path).hparams == {"folder": "here"}
+again = Trainer(max_epochs=2, **options)
+again.fit(Module(folder=Path("here")), loader, ckpt_path=path)
+print(again.global_step, "hydra" in sys.modules, "omegaconf" in sys.modules)
+"""
+
+
+def test_training_and_checkpoints_need_no_hydra(tmp_path: Path) -> None:
+    assert run(WITHOUT_HYDRA, tmp_path).split()[-3:] == ["4", "False", "False"]
+
+
+# What every module declares
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_module_says_why_it_exists_and_what_it_exports(path: Path) -> None:
+    tree = tree_of(path)
+    assert ast.get_docstring(tree), f"{relative(path)} has no docstring."
+    if path.name == "__init__.py" and len(tree.body) == 1:
+        return  # the docstring alone
+    module = importlib.import_module(module_name(path))
+    assert isinstance(getattr(module, "__all__", None), list), f"{relative(path)} has no __all__."
+    assert len(set(module.__all__)) == len(module.__all__)
+    missing = [name for name in module.__all__ if not hasattr(module, name)]
+    assert not missing, f"{relative(path)} exports {missing}, which it does not have."
+
+
+def names_taken(path: Path) -> Iterator[tuple[str, str]]:
+    """Module of ours and name, for `from module import name` and for `module.name`."""
+    modules, known = {}, {module_name(file) for file in FILES}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "equipoise":
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in known:
+                    modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                else:
+                    yield str(node.module), alias.name
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield modules[node.value.id], node.attr
+
+
+def test_what_others_take_is_exported() -> None:
+    """What a module of ours takes from another stands in that one's `__all__`."""
+    taken = {(relative(path), *what) for path in FILES for what in names_taken(path)}
+    assert ("trainer/resumption.py", "equipoise.parallel.random_state", "capture") in taken
+    wrong = [f"{who} takes {name} of {m}" for who, m, name in taken if name not in importlib.import_module(m).__all__]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+@pytest.mark.parametrize("name", equipoise.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    value = getattr(equipoise, name)
+    assert value.__name__ == name
+    assert value.__doc__
+    assert name in dir(equipoise)
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        _ = equipoise.Trainr

@@ -1,0 +1,753 @@
+"""Precisions against Lightning's own plugins, to the bit; what Lightning does not offer, against the same by hand."""
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from torch import Tensor, nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.precision import Precision, make_precision
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+NAMES = ["32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32", "bf16-true", "64-true"]
+SHARED = ["32-true", "bf16-mixed", "16-true", "bf16-true", "64-true"]  # what Lightning runs on a CPU
+TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
+
+
+class Classifier(L.LightningModule):
+    """Convolution, batch statistics, normalisation, a buffer, and a tensor made in forward in the default dtype."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.head = nn.Sequential(nn.LayerNorm(4 * 6 * 6), nn.Linear(4 * 6 * 6, 5))
+        self.register_buffer("offset", torch.linspace(0, 1, 5))
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        logits = self.head(self.features(images)) + self.offset
+        loss = nn.functional.cross_entropy(logits + torch.full((5,), 0.1), labels)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.Adam(self.parameters(), lr=0.01, eps=1e-4)
+
+
+def make_module(optimizer: str = "sgd") -> Classifier:
+    torch.manual_seed(3)
+    return Classifier(optimizer)
+
+
+def make_batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randn(6, 1, 8, 8, generator=generator), torch.randint(0, 5, (6,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def fit(module: Classifier, precision: Precision, batches: list[Any]) -> Classifier:
+    """The loop a trainer makes of a precision."""
+    precision.convert_module(module)
+    optimizer = module.configure_optimizers()
+    scaler, context = precision.scaler, precision.forward_context or nullcontext
+    for index, batch in enumerate(batches):
+        if precision.convert_input is not None:
+            batch = precision.convert_input(batch)
+        with context():
+            loss = module.training_step(batch, index)
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    return module
+
+
+def fit_lightning(module: Classifier, precision: str, batches: list[Any]) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        precision=precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own: workers, what torch has deprecated
+        trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    return trainer
+
+
+def assert_same_bits(ours: nn.Module, theirs: nn.Module) -> None:
+    a, b = ours.state_dict(), theirs.state_dict()
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(name, name) for name in NAMES]
+    + [(None, "32-true"), (32, "32-true"), ("32", "32-true"), (16, "16-mixed"), ("16", "16-mixed")]
+    + [("bf16", "bf16-mixed"), (64, "64-true"), ("64", "64-true")],
+)
+def test_every_name_and_short_form(value: Any, name: str) -> None:
+    assert make_precision(value, "cpu").name == name
+
+
+@pytest.mark.parametrize(
+    ("value", "nearest"),
+    [
+        ("fp16", "16-mixed"),
+        ("float64", "64-true"),
+        ("BF16-Mixed", "bf16-mixed"),
+        ("32-ture", "32-true"),
+        ("16-true-norm", "16-true-norm32"),
+        (16.0, "16-mixed"),
+        (torch.bfloat16, "bf16-mixed"),
+        ("8", None),
+        (8, None),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(value: Any, nearest: str | None) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        make_precision(value, "cpu")
+    message = str(error.value)
+    assert repr(value) in message
+    assert all(repr(name) in message for name in NAMES)
+    assert f"Did you mean {nearest!r}?" in message if nearest else "Did you mean" not in message
+
+
+def test_float64_is_refused_where_the_device_has_none() -> None:
+    with pytest.raises(ConfigurationError, match=r"MPS devices have no float64.*64-true.*accelerator='cpu'"):
+        make_precision("64-true", "mps")
+
+
+# The same results as Lightning.
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("name", SHARED)
+def test_training_equals_lightning_to_the_bit(name: str, optimizer: str) -> None:
+    batches = make_batches()
+    theirs = make_module(optimizer)
+    trainer = fit_lightning(theirs, name, batches)
+    precision = make_precision(name, "cpu")
+    ours = fit(make_module(optimizer), precision, batches)
+
+    assert [loss.dtype for loss in ours.losses] == [loss.dtype for loss in theirs.losses]
+    assert torch.equal(torch.stack(ours.losses), torch.stack(theirs.losses))
+    assert_same_bits(ours, theirs)
+    assert precision.checkpoint_key == type(trainer.precision_plugin).__qualname__
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_configure_model_equals_lightning_to_the_bit(name: str) -> None:
+    class Late(L.LightningModule):
+        def configure_model(self) -> None:
+            if not hasattr(self, "layer"):
+                self.layer = nn.Linear(3, 1)
+                self.register_buffer("table", torch.rand(4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    ours, theirs = Late(), Late()
+    torch.manual_seed(1)
+    with make_precision(name, "cpu").init_context():
+        ours.configure_model()
+    torch.manual_seed(1)
+    fit_lightning(theirs, name, [torch.ones(2, 3)])
+    assert_same_bits(ours, theirs)
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "16-true-norm32"])
+def test_names_of_checkpoint_entries_that_lightning_does_not_run_on_a_cpu(name: str) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu") if name == "16-mixed" else HalfPrecision("16-true")
+    assert make_precision(name, "cpu").checkpoint_key == type(plugin).__qualname__
+
+
+@dataclass
+class Sample:
+    image: Any
+    note: str = "a"
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+tensors = st.sampled_from(
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64]
+).flatmap(lambda dtype: st.lists(st.integers(0, 1), max_size=3).map(lambda v: torch.tensor(v).to(dtype)))
+batches_of_anything = st.recursive(
+    tensors | st.none() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(UserDict),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(OrderedDict),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(lambda d: defaultdict(int, d)),
+        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
+        inner.map(Sample),
+    ),
+    max_leaves=8,
+)
+
+
+def assert_same_batch(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, Sample):
+        assert_same_batch(vars(a), vars(b))
+    elif isinstance(a, dict | UserDict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same_batch(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for left, right in zip(a, b, strict=True):
+            assert_same_batch(left, right)
+    else:
+        assert a == b
+
+
+@settings(deadline=None)
+@given(batch=batches_of_anything, name=st.sampled_from(list(TRUE)))
+def test_input_is_converted_as_lightning_converts_it(batch: Any, name: str) -> None:
+    plugin = DoublePrecision() if name == "64-true" else HalfPrecision(name)
+    assert_same_batch(make_precision(name, "cpu").convert_input(batch), plugin.convert_input(batch))
+
+
+@pytest.mark.parametrize("name", ["32-true", "16-mixed", "bf16-mixed"])
+def test_input_and_module_stay_as_they_are(name: str) -> None:
+    precision = make_precision(name, "cpu")
+    module = make_module()
+    before = copy.deepcopy(module)
+    precision.convert_module(module)
+    assert_same_bits(module, before)
+    assert precision.convert_input is None
+
+
+def test_single_precision_asks_for_nothing_in_a_step() -> None:
+    precision = make_precision(None, "cpu")
+    assert (precision.convert_input, precision.forward_context, precision.scaler) == (None, None, None)
+
+
+# Mixed precision with a scaler, on a CPU.
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_half_precision_on_a_cpu_equals_a_loop_by_hand(optimizer: str) -> None:
+    batches = make_batches()
+    theirs = make_module(optimizer)
+    stepper = theirs.configure_optimizers()
+    scaler = torch.amp.GradScaler("cpu")
+    for index, batch in enumerate(batches):
+        with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+            loss = theirs.training_step(batch, index)
+        stepper.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(stepper)
+        scaler.step(stepper)
+        scaler.update()
+
+    precision = make_precision("16-mixed", "cpu")
+    ours = fit(make_module(optimizer), precision, batches)
+    assert torch.equal(torch.stack(ours.losses), torch.stack(theirs.losses))
+    assert_same_bits(ours, theirs)
+    assert precision.state_dict() == scaler.state_dict()
+    # Float16 was really computed in: its results differ from those of float32.
+    single = fit(make_module(optimizer), make_precision(32, "cpu"), batches)
+    assert not torch.equal(ours.head[1].weight, single.head[1].weight)
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+    precision = make_precision("16-mixed", "cpu")
+    module = make_module()
+    images, labels = make_batches(1)[0]
+    scale = precision.scaler.get_scale()
+    before = copy.deepcopy(dict(module.named_parameters()))
+    fit(module, precision, [(images * 1e30, labels)])
+    assert precision.scaler.get_scale() == scale / 2
+    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
+    fit(module, precision, [(images, labels)])
+    assert precision.scaler.get_scale() == scale / 2
+    assert not torch.equal(module.head[1].weight, before["head.1.weight"])
+
+
+def test_the_scaler_goes_to_lightning_and_comes_back() -> None:
+    ours, theirs = make_precision("16-mixed", "cpu"), MixedPrecision("16-mixed", "cpu")
+    images, labels = make_batches(1)[0]
+    fit(make_module(), ours, [(images * 1e30, labels), (images, labels)])  # a scale and a count of their own
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.state_dict() == ours.state_dict()
+    back = make_precision("16-mixed", "cpu")
+    assert back.state_dict() != ours.state_dict()
+    back.load_state_dict(theirs.state_dict())
+    assert back.state_dict() == ours.state_dict()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_a_scaler_has_state(name: str) -> None:
+    precision = make_precision(name, "cpu")
+    state = precision.state_dict()
+    assert bool(state) == (precision.scaler is not None) == (name == "16-mixed")
+    precision.load_state_dict({})  # of a run in another precision
+    assert precision.state_dict() == state
+
+
+# Contexts.
+
+
+def autocast_state() -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
+def test_autocast_is_entered_and_left(name: str, dtype: torch.dtype) -> None:
+    context = make_precision(name, "cpu").forward_context
+    outside = autocast_state()
+    with context() as first:
+        pass
+    for _ in range(3):
+        with context() as region:
+            assert region is first  # used again
+            assert autocast_state() == (True, dtype, False)
+            with torch.autocast("cpu", enabled=False):
+                with context():
+                    assert autocast_state() == (True, dtype, False)
+                assert not torch.is_autocast_enabled("cpu")
+            assert autocast_state() == (True, dtype, False)
+        assert autocast_state() == outside
+        with pytest.raises(KeyError), context():
+            raise KeyError
+        assert autocast_state() == outside
+
+
+def test_autocast_in_threads_that_overlap() -> None:
+    context = make_precision("bf16-mixed", "cpu").forward_context
+    with context():
+        pass  # leaves a region to use again
+    barrier = threading.Barrier(4, timeout=60)
+    found: list[Any] = []
+
+    def work(outer: bool) -> None:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=outer):
+            before = autocast_state()
+            barrier.wait()
+            with context():
+                inside = autocast_state()
+                barrier.wait()
+            barrier.wait()
+            found.append((inside, autocast_state() == before))
+
+    threads = [threading.Thread(target=work, args=(index % 2 == 0,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [((True, torch.bfloat16, False), True)] * 4
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*TRUE.items(), ("16-true-norm32", torch.float16)])
+def test_the_default_dtype_is_set_and_restored(name: str, dtype: torch.dtype) -> None:
+    precision = make_precision(name, "cpu")
+    for context in (precision.forward_context, precision.init_context):
+        with context():
+            assert torch.get_default_dtype() == dtype
+            with context():
+                assert torch.zeros(1).dtype == dtype
+            assert torch.get_default_dtype() == dtype
+        assert torch.get_default_dtype() == torch.float32
+        with pytest.raises(KeyError), context():
+            raise KeyError
+        assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_default_dtype_of_the_user_comes_back() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with make_precision("16-true", "cpu").forward_context():
+            assert torch.get_default_dtype() == torch.float16
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_after_threads_that_overlap() -> None:
+    context = make_precision("16-true", "cpu").forward_context
+    entered, left = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with context():
+            entered.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=work)
+    with context():
+        thread.start()
+        entered.wait(60)
+    assert torch.get_default_dtype() == torch.float16  # the thread is still inside
+    left.set()
+    thread.join()
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_precision_travels_to_another_process(name: str) -> None:
+    precision = make_precision(name, "cpu")
+    fit(make_module(), precision, make_batches(1))
+    there = pickle.loads(pickle.dumps(precision))
+    assert there.state_dict() == precision.state_dict()
+    batches = make_batches()
+    assert_same_bits(fit(make_module(), there, batches), fit(make_module(), precision, batches))
+
+
+# Normalisation in float32.
+
+LAYERS = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (3, 4)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), (3, 4, 5, 5)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(4), (3, 4, 2, 3, 3)),
+    "BatchNorm1d without parameters": (lambda: nn.BatchNorm1d(4, affine=False), (3, 4)),
+    "LazyBatchNorm1d": (lambda: nn.LazyBatchNorm1d(), (3, 4)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4), (3, 4, 5, 5)),
+    "InstanceNorm1d with statistics": (lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True), (3, 4, 5)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (3, 4, 5)),
+    "LayerNorm": (lambda: nn.LayerNorm(4), (3, 4)),
+    "LayerNorm without parameters": (lambda: nn.LayerNorm(4, elementwise_affine=False), (3, 4)),
+    "RMSNorm": (lambda: nn.RMSNorm(4), (3, 4)),
+    "LocalResponseNorm": (lambda: nn.LocalResponseNorm(2), (3, 4, 5, 5)),
+}
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """Parameters and statistics that float16 does not hold exactly."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point() and not nn.parameter.is_lazy(tensor):
+            tensor.data.uniform_(0.5, 1.5)
+    return module
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_torchs_normalisation_layers_compute_in_float32(kind: str) -> None:
+    make, shape = LAYERS[kind]
+    torch.manual_seed(0)
+    reference = randomised(make())
+    module = nn.Sequential(nn.Identity(), copy.deepcopy(reference) if "Lazy" not in kind else make())
+    make_precision("16-true-norm32", "cpu").convert_module(module)
+    for mode in (True, False):
+        x = (torch.randn(shape) * 30).half()
+        y = module.train(mode)(x)
+        assert y.dtype == torch.float16
+        assert torch.equal(y, reference.train(mode)(x.float()).half())
+    assert_same_bits(module[1], reference)
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+
+
+class ScaleNorm(nn.Module):
+    """A norm of the user's own, with keywords, a nested input and several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1 / 3))
+
+    def forward(self, x: Tensor, *, extra: Any = None) -> dict[str, Any]:
+        seen = [x.dtype] if extra is None else [x.dtype, extra["shift"].dtype, extra["index"].dtype]
+        shift = 0 if extra is None else extra["shift"]
+        return {"out": x / x.norm(dim=-1, keepdim=True) * self.scale + shift, "seen": seen}
+
+
+class renormaliser(ScaleNorm):
+    """In lower case, and in the middle of the name."""
+
+
+@pytest.mark.parametrize("cls", [ScaleNorm, renormaliser])
+def test_the_users_own_norms_compute_in_float32(cls: type[ScaleNorm]) -> None:
+    module = nn.ModuleDict({"norm": cls(), "linear": nn.Linear(4, 4)})
+    make_precision("16-true-norm32", "cpu").convert_module(module)
+    assert module["norm"].scale.item() == torch.tensor(1 / 3).item()
+    assert module["linear"].weight.dtype == torch.float16
+    x = torch.randn(3, 4).half()
+    extra = {"shift": torch.ones(4).half(), "index": torch.arange(4)}
+    result = module["norm"](x=x, extra=extra)
+    assert result["seen"] == [torch.float32, torch.float32, torch.int64]
+    assert torch.equal(result["out"], cls()(x.float(), extra={**extra, "shift": torch.ones(4)})["out"].half())
+
+
+class NormBlock(nn.Module):
+    """Named a norm, but a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inner = nn.LayerNorm(4)
+        self.empty = nn.Sequential()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.empty(self.inner(self.linear(x)))
+
+
+class NormAct(nn.LayerNorm):
+    """A norm of torch's with more inside."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.after = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(super().forward(x))
+
+
+class Normalise(nn.Module):
+    """Named a norm, but without parameters: as like as not a scaling of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float16
+        return x / 2
+
+
+def test_what_is_a_norm_and_what_is_not() -> None:
+    module = nn.ModuleDict(
+        {
+            "block": NormBlock(),
+            "nested": NormAct(),
+            "scaling": Normalise(),
+            "spectral": nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+            "weight": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        }
+    )
+    make_precision("16-true-norm32", "cpu").convert_module(module)
+    kept = {name.rpartition(".")[0] for name, p in module.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"block.inner", "nested", "nested.after"}
+    for name, child in module.items():
+        assert child(torch.randn(3, 4).half()).dtype == torch.float16, name
+
+
+def test_a_norm_in_two_places_is_held_once() -> None:
+    norm = nn.LayerNorm(4)
+    module = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Sequential(norm))
+    make_precision("16-true-norm32", "cpu").convert_module(module)
+    x = torch.randn(3, 4).half()
+    assert module(x).dtype == torch.float16
+    make_precision("16-true", "cpu").convert_module(module)
+    assert torch.equal(norm(x), nn.LayerNorm(4).half()(x))  # no hook is left
+
+
+class NormHead(L.LightningModule):
+    """The user's whole module, named a norm and without children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+def test_the_module_itself_is_no_norm_by_its_name() -> None:
+    module = NormHead()
+    make_precision("16-true-norm32", "cpu").convert_module(module)
+    assert module.weight.dtype == torch.float16
+    assert module.dtype == torch.float16
+
+
+class ByHand(Classifier):
+    """`Classifier` with the casts around its norms written out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        conv, batch_norm, relu, flatten = self.features
+        layer_norm, linear = self.head
+        hidden = flatten(relu(batch_norm(conv(images).float()).half()))
+        logits = linear(layer_norm(hidden.float()).half()) + self.offset
+        loss = nn.functional.cross_entropy(logits + torch.full((5,), 0.1), labels)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_training_with_norms_in_float32_equals_casts_by_hand(optimizer: str) -> None:
+    batches = make_batches()
+    ours = fit(make_module(optimizer), make_precision("16-true-norm32", "cpu"), batches)
+    torch.manual_seed(3)
+    theirs = ByHand(optimizer).half()
+    theirs.features[1].float()  # ones and zeros: nothing was rounded
+    theirs.head[0].float()
+    stepper = theirs.configure_optimizers()
+    for index, (images, labels) in enumerate(batches):
+        stepper.zero_grad()
+        torch.set_default_dtype(torch.float16)
+        try:
+            loss = theirs.training_step((images.half(), labels), index)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        loss.backward()
+        stepper.step()
+    assert torch.equal(torch.stack(ours.losses), torch.stack(theirs.losses))
+    assert_same_bits(ours, theirs)
+    assert {p.grad.dtype for p in ours.features[1].parameters()} == {torch.float32}
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    module = randomised(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2)))
+    make_precision("16-true-norm32", "cpu").convert_module(module)
+    return module
+
+
+def test_converting_again_changes_nothing() -> None:
+    module, twice = normed(), normed()
+    make_precision("16-true-norm32", "cpu").convert_module(twice)
+    x = torch.randn(3, 4).half()
+    assert_same_bits(module, twice)
+    assert torch.equal(module(x), twice(x))
+    assert module[:3](x).dtype == twice[:3](x).dtype == torch.float16
+    assert len(pickle.dumps(module)) == len(pickle.dumps(twice))
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
+
+
+def saved(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
+def test_a_copy_computes_the_same_and_is_independent(duplicate: Any) -> None:
+    module = normed()
+    x = torch.randn(3, 4).half()
+    y = module(x)
+    twin = duplicate(normed())
+    assert torch.equal(twin(x), y)
+    make_precision("16-true", "cpu").convert_module(twin)  # takes the copy's hooks, not the original's
+    assert twin[2].weight.dtype == torch.float16
+    assert twin(x).dtype == torch.float16
+    assert module[1](x).dtype == torch.float16
+    make_precision("16-true-norm32", "cpu").convert_module(twin)
+    assert twin(x).dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_precision_undoes_the_hooks(name: str) -> None:
+    plain, module = without_hooks(normed().state_dict()), normed().float()
+    precision = make_precision(name, "cpu")
+    precision.convert_module(plain)
+    precision.convert_module(module)
+    x = torch.randn(3, 4)
+    x = x if precision.convert_input is None else precision.convert_input(x)
+    with (precision.forward_context or nullcontext)():
+        for depth in range(1, 5):
+            a, b = copy.deepcopy(plain[:depth])(x), copy.deepcopy(module[:depth])(x)
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+def without_hooks(state: dict[str, Tensor]) -> nn.Sequential:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
+    plain.load_state_dict(state)
+    return plain
+
+
+def test_the_whole_module_in_float32_afterwards() -> None:
+    module = normed().float()
+    x = torch.randn(3, 4)
+    y = module(x)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, without_hooks(normed().state_dict())(x))
+
+
+def test_the_keys_of_the_state_do_not_change() -> None:
+    state = normed().state_dict()
+    assert list(state) == list(without_hooks(state).state_dict())
+
+
+def test_the_users_hooks_see_what_the_next_layer_sees() -> None:
+    module = nn.Sequential(nn.LayerNorm(4))
+    seen: list[torch.dtype] = []
+    module[0].register_forward_pre_hook(lambda norm, args: seen.append(args[0].dtype))
+    module[0].register_forward_hook(lambda norm, args, output: seen.append(output.dtype))
+    make_precision("16-true-norm32", "cpu").convert_module(module)
+    module(torch.randn(3, 4).half())
+    assert seen == [torch.float16, torch.float16]
+
+
+def test_a_transformer_layer_in_evaluation() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    expected = layer(x)
+    module = nn.Sequential(layer)
+    make_precision("16-true-norm32", "cpu").convert_module(module)
+    with torch.inference_mode():
+        y = module(x.half())
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), expected, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.slow
+def test_norms_in_float32_compile_in_one_graph() -> None:
+    module = normed()
+    x = torch.randn(3, 4).half()
+    compiled = torch.compile(copy.deepcopy(module), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), module(x))
+
+
+def test_gradients_of_both_dtypes_are_clipped_together() -> None:
+    module = normed()
+    module(torch.randn(3, 4).half()).float().pow(2).sum().backward()
+    total = torch.stack([p.grad.double().pow(2).sum() for p in module.parameters()]).sum().sqrt()
+    norm = nn.utils.clip_grad_norm_(module.parameters(), total.item() / 4)
+    torch.testing.assert_close(norm.double(), total, rtol=2e-3, atol=0)
+    after = torch.stack([p.grad.double().pow(2).sum() for p in module.parameters()]).sum().sqrt()
+    torch.testing.assert_close(after, total / 4, rtol=2e-3, atol=0)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_every_precision_trains_on_cuda(name: str) -> None:
+    precision = make_precision(name, "cuda")
+    module = make_module().cuda()
+    fit(module, precision, [(images.cuda(), labels.cuda()) for images, labels in make_batches()])
+    losses = torch.stack(module.losses).float()
+    assert losses.isfinite().all()
+    reference = fit(make_module(), make_precision(64, "cpu"), make_batches())
+    torch.testing.assert_close(losses.cpu(), torch.stack(reference.losses).float(), rtol=0.1, atol=0.05)

@@ -1,0 +1,257 @@
+"""Accumulated batches give the gradient of their union, whatever their sizes and weights."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from equipoise import Trainer
+
+FEATURES, CLASSES, IGNORED = 5, 3, -100
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class Net(L.LightningModule):
+    """A small classifier in float64, the mean over samples or, if `tokens`, over labels that count."""
+
+    def __init__(self, tokens: str | None = None, optimizer: str = "adam") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+        self.tokens, self.optimizer = tokens, optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, labels = batch
+        total = nn.functional.cross_entropy(self.net(features), labels, ignore_index=IGNORED, reduction="sum")
+        if self.tokens is None:
+            return total / len(labels)
+        count = (labels != IGNORED).sum()
+        loss = total / count.clamp(min=1)  # finite where nothing counts
+        return {"loss": loss, "loss_weight": count if self.tokens == "tensor" else int(count)}
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "adam":
+            return torch.optim.Adam(self.parameters(), lr=0.02)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_batches(sizes: list[int], masked: float = 0.0, seed: int = 0) -> Batches:
+    """Batches of these sizes; a share of the labels is masked."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for size in sizes:
+        labels = torch.randint(0, CLASSES, (size,), generator=generator)
+        labels[torch.rand(size, generator=generator) < masked] = IGNORED
+        batches.append((torch.randn(size, FEATURES, generator=generator, dtype=torch.float64), labels))
+    return batches
+
+
+class Loader:
+    """Gives batches as they are."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def train(module: Net, batches: Batches, **options: Any) -> Net:
+    """Trains two epochs."""
+    trainer = Trainer(
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, Loader(batches))
+    return module
+
+
+def union(windows: list[Batches]) -> Batches:
+    """One batch for each window."""
+    return [(torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])) for window in windows]
+
+
+def windows_of(batches: Batches, parts: int) -> list[Batches]:
+    """The batches of each window; the last may be short."""
+    return [batches[start : start + parts] for start in range(0, len(batches), parts)]
+
+
+def assert_close(left: nn.Module, right: nn.Module) -> None:
+    """Within 1e-12, relative to the largest weight."""
+    for (name, expected), actual in zip(left.named_parameters(), right.parameters(), strict=True):
+        error = (expected - actual).abs().max() / expected.abs().max()
+        assert error < 1e-12, f"{name}: relative error {error:.1e}"
+
+
+def both(sizes: list[int], parts: int, **options: Any) -> tuple[Net, Net]:
+    """A run that accumulates, and one on the unions of the windows."""
+    masked = options.pop("masked", 0.0)
+    batches = make_batches(sizes, masked, seed=sum(sizes))
+    for window in windows_of(batches, parts):
+        window[-1][1][0] = 0  # a window of which nothing counts would step nothing
+    tokens, optimizer = options.pop("tokens", None), options.pop("optimizer", "adam")
+    torch.manual_seed(0)
+    accumulated = Net(tokens, optimizer)
+    whole = Net(tokens, optimizer)
+    whole.load_state_dict(accumulated.state_dict())
+    train(accumulated, batches, accumulate_grad_batches=parts, **options)
+    train(whole, union(windows_of(batches, parts)), **options)
+    return accumulated, whole
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [([4, 4, 4, 4], 2), ([4, 4, 4, 4, 4], 2), ([8, 8, 8, 3], 4), ([1, 7, 2, 5, 3], 2), ([6, 1], 3), ([5], 4)],
+)
+def test_union_of_the_window(sizes: list[int], parts: int, optimizer: str) -> None:
+    """Equal and unequal batches, full and short windows."""
+    assert_close(*both(sizes, parts, optimizer=optimizer))
+
+
+@settings(max_examples=25)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    parts=st.integers(1, 5),
+    tokens=st.sampled_from([None, "number", "tensor"]),
+    clip=st.sampled_from([None, 0.05]),
+)
+def test_any_sizes_and_weights(sizes: list[int], parts: int, tokens: str | None, clip: float | None) -> None:
+    """Random sizes, windows and weights; some batches have no label that counts."""
+    masked = 0.0 if tokens is None else 0.5
+    assert_close(*both(sizes, parts, tokens=tokens, masked=masked, gradient_clip_val=clip))
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "backward"])
+def test_who_looks_sees_the_share(hook: str) -> None:
+    """Where the loss is seen, it is divided itself; the gradients are the same."""
+    seen: list[float] = []
+
+    class Looking(Net):
+        pass
+
+    if hook == "backward":
+
+        def backward(self: Any, loss: Tensor) -> None:
+            seen.append(float(loss.detach()))
+            loss.backward()
+
+        Looking.backward = backward
+    else:
+        Looking.on_before_backward = lambda self, loss: seen.append(float(loss.detach()))
+    batches = make_batches([4, 4, 2, 4, 1])
+    torch.manual_seed(0)
+    looking, blind = Looking(), Net()
+    blind.load_state_dict(looking.state_dict())
+    first = float(blind.training_step(batches[0], 0).detach())
+    train(looking, batches, accumulate_grad_batches=2)
+    train(blind, batches, accumulate_grad_batches=2)
+    assert_close(looking, blind)
+    assert seen[0] == first / 2
+
+
+def test_weights_of_zero_and_none() -> None:
+    """A batch of which nothing counts, and one that is skipped, leave no trace, not even in the weights."""
+
+    class Skipping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    batches = make_batches([4, 3, 5, 2])
+    batches[2] = (batches[2][0].fill_(float("nan")), torch.full((5,), IGNORED))  # weight 0: no backward, no NaN
+    torch.manual_seed(0)
+    skipping, whole = Skipping("number", "sgd"), Net("number", "sgd")
+    whole.load_state_dict(skipping.state_dict())
+    train(skipping, batches, accumulate_grad_batches=4)
+    train(whole, union([[batches[0], batches[3]]]))
+    assert_close(skipping, whole)
+
+
+class Odd(Net):
+    """Batches whose tensors share no dimension."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+def odd(batches: Batches) -> list[Any]:
+    """The same batches with a tensor of another length."""
+    return [{"x": x, "y": y, "other": torch.zeros(13)} for x, y in batches]
+
+
+def test_batch_size_of_the_module() -> None:
+    """A module that knows the number of samples is asked."""
+
+    class Knows(Odd):
+        def batch_size(self, batch: Any) -> int:
+            return len(batch["x"])
+
+    batches = make_batches([4, 1, 6])
+    torch.manual_seed(0)
+    knows, whole = Knows(), Net()
+    whole.load_state_dict(knows.state_dict())
+    train(knows, odd(batches), accumulate_grad_batches=3)
+    train(whole, union([batches]))
+    assert_close(knows, whole)
+
+
+def test_sizes_that_cannot_be_inferred() -> None:
+    """Equal weights, and one warning."""
+    batches = make_batches([4, 1, 6])
+    torch.manual_seed(0)
+    module, expected = Odd(), Net()
+    expected.load_state_dict(module.state_dict())
+    with pytest.warns(UserWarning, match="cannot be inferred.*batch_size.*loss_weight") as caught:
+        train(module, odd(batches), accumulate_grad_batches=3)
+    assert len(caught) == 1
+    optimizer = expected.configure_optimizers()
+    for _ in range(2):
+        optimizer.zero_grad()
+        for batch in batches:
+            (expected.training_step(batch, 0) / 3).backward()
+        optimizer.step()
+    assert_close(module, expected)
+
+
+def test_a_wrong_batch_size_is_refused() -> None:
+    """A module that answers with something else than a number is told so."""
+
+    class Wrong(Net):
+        def batch_size(self, batch: Any) -> Any:
+            return "four"
+
+    with pytest.raises(RuntimeError, match="number of samples, not 'four'"):
+        train(Wrong(), make_batches([4, 4]), accumulate_grad_batches=2)
+
+
+def test_scaled_in_half_precision() -> None:
+    """16-mixed with its scaler: unscaled and weighed as by hand, with unequal batches in the window."""
+    torch.manual_seed(0)
+    batches = [(x.float(), y) for x, y in make_batches([8, 8, 8, 2])]
+
+    module, expected = Net(optimizer="sgd").float(), Net(optimizer="sgd").float()
+    expected.load_state_dict(module.state_dict())
+    train(module, batches, accumulate_grad_batches=4, precision="16-mixed", gradient_clip_val=0.5)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), expected.configure_optimizers()
+    for _ in range(2):
+        optimizer.zero_grad()
+        for features, labels in batches:
+            with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+                loss = expected.training_step((features, labels), 0)
+            scaler.scale(loss * (len(labels) / 26)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    for left, right in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-4)  # halves: the order of roundings differs

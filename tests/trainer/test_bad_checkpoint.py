@@ -1,0 +1,197 @@
+"""A checkpoint that cannot be read, or is not what it should be, is refused before a step runs."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
+
+from equipoise import CheckpointError
+from equipoise.trainer.checkpoint_file import read_checkpoint
+from tests.parity.comparison import differences
+from tests.trainer.small import Small, loader, refuses, trainer, with_optimizers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint, one with the weights only, and one of the third epoch."""
+    folder = tmp_path_factory.mktemp("saved")
+    run = trainer()
+    run.fit(Small(), loader())
+    run.save_checkpoint(folder / "whole.ckpt")
+    run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    run = trainer(max_epochs=3)
+    run.fit(Small(), loader())
+    run.save_checkpoint(folder / "third.ckpt")
+    return folder
+
+
+def resume(path: Any, module: Small | None = None, **options: Any) -> Callable[[], None]:
+    module = Small() if module is None else module
+
+    def call() -> None:
+        try:
+            trainer(**{"max_epochs": 2, **options}).fit(module, loader(), ckpt_path=path)
+        finally:
+            assert not module.ran
+
+    return call
+
+
+def test_a_checkpoint_that_is_not_there(saved: Path) -> None:
+    refuses(
+        resume(saved / "hole.ckpt"),
+        "hole.ckpt' does not exist",
+        "third.ckpt, weights.ckpt, whole.ckpt",
+        error=CheckpointError,
+    )
+    refuses(resume(saved / "nowhere" / "whole.ckpt"), "does not exist", error=CheckpointError)
+    refuses(resume(saved), "is a folder", "third.ckpt, weights.ckpt, whole.ckpt", error=CheckpointError)
+    refuses(resume("memory://nowhere/x.ckpt"), "no checkpoint at 'memory://nowhere/x.ckpt'", error=CheckpointError)
+    refuses(resume("nonsense://x.ckpt"), "'nonsense://x.ckpt' cannot be read", "nonsense", error=CheckpointError)
+    refuses(resume(3), "ckpt_path must be a path, 'best', 'last' or None", "not 3")
+
+
+def test_no_checkpoint_was_saved_yet() -> None:
+    refuses(resume("best"), "ckpt_path='best'", "needs a ModelCheckpoint", "Give a path")
+    refuses(resume("best", enable_checkpointing=True), "ckpt_path='best'", "no checkpoint was saved yet", "Give a path")
+    with pytest.warns(UserWarning, match=r"there is no last checkpoint yet.*save_last=True"):
+        trainer(enable_checkpointing=True, max_steps=0).fit(Small(), loader(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_checkpoint(saved: Path, tmp_path: Path, share: float) -> None:
+    content = (saved / "whole.ckpt").read_bytes()
+    path = tmp_path / "cut.ckpt"
+    path.write_bytes(content[: int(len(content) * share)])
+    parts = ["cut.ckpt", f"({path.stat().st_size} bytes)", "truncated or no checkpoint", "Take an earlier one"]
+    refuses(resume(path), *parts, error=CheckpointError)
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_found_or_does_no_harm(saved: Path, place: float, bit: int) -> None:
+    content = bytearray((saved / "whole.ckpt").read_bytes())
+    content[int(len(content) * place)] ^= 1 << bit
+    path = saved / "flipped"
+    path.write_bytes(content)
+    try:
+        read = read_checkpoint(path)
+    except CheckpointError:
+        return
+    finally:
+        path.unlink()
+    assert not list(differences(torch.load(saved / "whole.ckpt", weights_only=True), read))
+
+
+def test_a_flipped_bit_is_named(saved: Path, tmp_path: Path) -> None:
+    content = bytearray((saved / "whole.ckpt").read_bytes())
+    content[len(content) // 2] ^= 4
+    (tmp_path / "flipped.ckpt").write_bytes(content)
+    parts = ["flipped.ckpt", "is damaged", "'archive/data/", "Take an earlier one"]
+    refuses(resume(tmp_path / "flipped.ckpt"), *parts, error=CheckpointError)
+
+
+def test_not_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "other.ckpt"
+    torch.save(Small().state_dict(), path)
+    refuses(resume(path), "no checkpoint of a Trainer", "no 'state_dict'", "`load_state_dict`", error=CheckpointError)
+    torch.save([1, 2], path)
+    refuses(resume(path), "no checkpoint of a Trainer", error=CheckpointError)
+    path.write_bytes(pickle.dumps({"state_dict": {}}))
+    refuses(resume(path), "no checkpoint at all", error=CheckpointError)
+    path.write_text("hello")
+    refuses(resume(path), "(5 bytes)", "no checkpoint at all", error=CheckpointError)
+
+
+class Larger(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.extra = nn.Linear(1, 1)
+
+
+class Smaller(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+
+
+def test_a_checkpoint_of_another_model(saved: Path) -> None:
+    path = saved / "whole.ckpt"
+    parts = ["another model than Larger", "missing: extra.weight, extra.bias", "layer.weight [1, 2] for [3, 2]"]
+    refuses(resume(path, Larger()), *parts, "strict_loading = False", error=CheckpointError)
+    refuses(resume(path, Smaller()), "another model than Smaller", "unexpected: layer.bias", error=CheckpointError)
+    refuses(lambda: trainer().test(Larger(), loader(), ckpt_path=path), *parts, error=CheckpointError)
+
+
+def test_many_differing_keys_are_not_all_listed(saved: Path) -> None:
+    module = Small()
+    module.more = nn.ModuleList(nn.Linear(1, 1) for _ in range(9))
+    refuses(resume(saved / "whole.ckpt", module), "more.0.weight", "more.2.bias ...", error=CheckpointError)
+
+
+def test_weights_alone_do_not_go_on(saved: Path) -> None:
+    parts = ["lacks optimizer_states, lr_schedulers", "save_weights_only=True", "`load_from_checkpoint`"]
+    refuses(resume(saved / "weights.ckpt"), *parts, error=CheckpointError)
+    module = Small()
+    trainer().test(module, loader(), ckpt_path=saved / "weights.ckpt", verbose=False)
+    assert module.ran == ["test"] * 3
+
+
+def changed(saved: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    checkpoint = torch.load(saved / "whole.ckpt", weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, folder / "changed.ckpt")
+    return folder / "changed.ckpt"
+
+
+def test_counters_that_are_missing(saved: Path, tmp_path: Path) -> None:
+    path = changed(saved, tmp_path, lambda checkpoint: checkpoint.pop("loops"))
+    refuses(resume(path), "lacks loops", error=CheckpointError)
+    path = changed(saved, tmp_path, lambda checkpoint: checkpoint["loops"]["fit_loop"].pop("epoch_progress"))
+    refuses(resume(path), "the counter 'epoch_progress' is missing", error=CheckpointError)
+
+
+def test_optimisers_of_another_kind(saved: Path, tmp_path: Path) -> None:
+    path = changed(saved, tmp_path, lambda checkpoint: checkpoint["optimizer_states"].clear())
+    refuses(resume(path), "0 optimiser state(s)", "returned 1", error=CheckpointError)
+    module = with_optimizers(lambda m: torch.optim.Adam(m.parameters()))
+    refuses(resume(saved / "whole.ckpt", module), "another kind than Adam", "betas", error=CheckpointError)
+    module = with_optimizers(lambda m: SGD([{"params": [p]} for p in m.parameters()], lr=0.1))
+    refuses(resume(saved / "whole.ckpt", module), "optimiser 0 (SGD)", "parameter groups", error=CheckpointError)
+
+
+class Unsafe:
+    """What it does when it is read, nobody knows."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("was_here",)
+
+
+class Foreign:
+    """A class that a checkpoint of somebody else may hold."""
+
+
+def test_unsafe_objects_are_named_and_not_made(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = changed(saved, tmp_path, lambda checkpoint: checkpoint.update(extra=[Foreign(), Unsafe()]))
+    parts = ["test_bad_checkpoint.Foreign", "posix.mkdir", "could run code", "is refused", "add_safe_globals([...])"]
+    refuses(resume(path), *parts, error=CheckpointError)
+    assert not Path("was_here").exists()
+
+
+def test_a_checkpoint_beyond_the_end(saved: Path) -> None:
+    refuses(resume(saved / "third.ckpt"), "at epoch 3", "beyond max_epochs=2", "Raise max_epochs")
+
+
+def test_saving_before_any_run(tmp_path: Path) -> None:
+    call = lambda: trainer().save_checkpoint(tmp_path / "x.ckpt")  # noqa: E731
+    refuses(call, "no run has brought one", "`fit` or `validate`", error=AttributeError)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,361 @@
+"""What a checkpoint holds, where it goes, and which one is meant."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.optim.lr_scheduler import StepLR
+
+from equipoise import CheckpointError, Trainer
+from equipoise.trainer.checkpoint_file import read_checkpoint
+from tests.conftest import ignoring
+from tests.parity.comparison import differences
+from tests.trainer.small import Data, Small, Validated, loader, refuses, saved, trainer
+
+pytestmark = ignoring(
+    "The checkpoint holds states of callbacks",
+    "Checkpoint directory .* exists and is not empty",
+    "There is a validation loader, but Small",
+)
+
+
+def read(path: Any) -> Any:
+    """What anybody can read, who allows nothing but tensors and plain containers."""
+    return torch.load(path, weights_only=True)
+
+
+# The layout
+
+
+class Scheduled(Validated):
+    """With hyperparameters, momentum and a scheduler, and optimised by hand if asked."""
+
+    def __init__(self, lr: float = 0.1, automatic: bool = True) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr / 1000, momentum=0.9)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "two epochs": {"max_epochs": 2},
+    "in the middle of an epoch": {"max_steps": 5},
+    "accumulated": {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_train_batches": 2},
+    "validated inside": {"max_epochs": 2, "val_check_interval": 2},
+    "limited": {"max_epochs": 3, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0},
+    "by hand": {"max_epochs": 2, "automatic": False},
+}
+
+
+def run_under(cls: Any, folder: Path, *, automatic: bool = True, **options: Any) -> dict[str, Any]:
+    """The checkpoints of a run, by name, with the folder left out of the paths in them."""
+    torch.manual_seed(0)
+    every = {"every_n_train_steps": 1} if automatic else {"every_n_epochs": 1}
+    keeper = ModelCheckpoint(folder, save_last=True, save_top_k=-1, **every)
+    run = trainer(cls, callbacks=[keeper], enable_checkpointing=True, **options)
+    run.fit(Scheduled(automatic=automatic), loader(3), loader(2))
+    run.save_checkpoint(folder / "end.ckpt")
+    found = {path.name: read(path) for path in sorted(folder.iterdir())}
+    for checkpoint in found.values():
+        for state in checkpoint["callbacks"].values():
+            state.update({key: value.replace(str(folder), "") for key, value in state.items() if type(value) is str})
+            state["best_k_models"] = {path.replace(str(folder), ""): v for path, v in state["best_k_models"].items()}
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_layout_is_lightnings(name: str, tmp_path: Path) -> None:
+    """Every entry, every counter, to the bit; what is ours beside that stands under a key of its own."""
+    theirs = run_under(L.Trainer, tmp_path / "lightning", **RUNS[name])
+    ours = run_under(Trainer, tmp_path / "equipoise", **RUNS[name])
+    assert list(theirs) == list(ours)
+    assert len(theirs) > 3
+    for file, checkpoint in ours.items():
+        assert checkpoint.pop("equipoise")["version"] == 1
+        found = list(differences(theirs[file], checkpoint))
+        assert not found, f"{file}: {found}"
+
+
+def test_weights_only_leaves_out_what_lightning_leaves_out(tmp_path: Path) -> None:
+    keys = []
+    for cls in (L.Trainer, Trainer):
+        path = saved(Scheduled(), tmp_path, cls, weights_only=True)
+        keys.append(set(read(path)))
+    assert keys[0] == keys[1]
+    assert "optimizer_states" not in keys[0]
+
+
+def test_a_checkpoint_of_a_validation_says_nothing_of_training(tmp_path: Path) -> None:
+    run = trainer()
+    run.validate(Validated(), loader(), verbose=False)
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    assert "equipoise" not in read(tmp_path / "x.ckpt")
+
+
+class Stateful(Data):
+    """A data module with hyperparameters and a state."""
+
+    def __init__(self, folder: Any = Path("data")) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.epochs = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+def test_the_state_of_a_data_module(tmp_path: Path) -> None:
+    data, run = Stateful(), trainer()
+    run.fit(Small(), datamodule=data)
+    data.epochs = 7
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    checkpoint = read(tmp_path / "x.ckpt")
+    assert checkpoint["Stateful"] == {"epochs": 7}
+    assert checkpoint["datamodule_hyper_parameters"] == {"folder": "data"}
+    again = Stateful()
+    trainer(max_epochs=2).fit(Small(), datamodule=again, ckpt_path=tmp_path / "x.ckpt")
+    assert again.epochs == 7
+    assert Stateful.load_from_checkpoint(tmp_path / "x.ckpt").hparams == {"folder": "data"}
+
+
+# Plugins and far-away places
+
+
+class Recording(TorchCheckpointIO):
+    """Writes elsewhere, in its own way, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.asked.append((f"save {storage_options}", Path(path).name))
+        torch.save({"packed": checkpoint}, Path(path).with_suffix(".packed"))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        self.asked.append((f"load {weights_only}", Path(path).name))
+        return torch.load(Path(path).with_suffix(".packed"), weights_only=weights_only)["packed"]
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.asked.append(("remove", Path(path).name))
+        Path(path).with_suffix(".packed").unlink()
+
+    def teardown(self) -> None:
+        self.asked.append(("teardown", ""))
+
+
+def test_a_plugin_writes_reads_and_removes(tmp_path: Path) -> None:
+    plugin = Recording()
+    keeper = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="loss", mode="max", save_top_k=1)
+    run = trainer(plugins=[plugin], callbacks=[keeper], enable_checkpointing=True, max_epochs=2)
+    run.fit(Small(), loader())
+    assert plugin.asked == [
+        ("save None", "epoch=0.ckpt"),
+        ("save None", "epoch=1.ckpt"),
+        ("remove", "epoch=0.ckpt"),
+        ("teardown", ""),
+    ]
+    assert os.listdir(tmp_path) == ["epoch=1.packed"]
+    plugin.asked.clear()
+    run.save_checkpoint(tmp_path / "mine.ckpt", storage_options={"a": 1})
+    again = trainer(plugins=plugin, max_epochs=3)
+    again.fit(Small(), loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert plugin.asked == [("save {'a': 1}", "mine.ckpt"), ("load True", "epoch=1.ckpt"), ("teardown", "")]
+    assert again.global_step == 9
+
+
+def test_a_plugin_that_writes_in_the_background_has_written_at_the_end(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    run = trainer(plugins=AsyncCheckpointIO(), callbacks=[keeper], enable_checkpointing=True, max_epochs=2)
+    run.fit(Small(), loader())
+    assert {path.name: read(path)["epoch"] for path in tmp_path.iterdir()} == {"epoch=0.ckpt": 0, "epoch=1.ckpt": 1}
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """A file system in memory, empty before and after."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def test_a_place_that_only_fsspec_knows(memory: Any) -> None:
+    keeper = ModelCheckpoint(
+        "memory://run/kept", filename="{epoch}", monitor="loss", mode="max", save_top_k=1, save_last=True
+    )
+    run = trainer(callbacks=[keeper], enable_checkpointing=True, max_epochs=2, default_root_dir="memory://run")
+    assert run.default_root_dir == "memory://run"
+    run.fit(Small(), loader())
+    assert sorted(memory.ls("/run/kept", detail=False)) == ["/run/kept/epoch=1.ckpt", "/run/kept/last.ckpt"]
+    again = trainer(max_epochs=3)
+    again.fit(Small(), loader(), ckpt_path="memory://run/kept/last.ckpt")
+    assert again.global_step == 9
+    with pytest.raises(CheckpointError, match=r"'memory://run/kept/gone\.ckpt'"):
+        read_checkpoint("memory://run/kept/gone.ckpt")
+
+
+def test_a_local_place_given_as_a_url(tmp_path: Path) -> None:
+    run = trainer()
+    run.fit(Small(), loader())
+    run.save_checkpoint(f"file://{tmp_path}/x.ckpt")
+    assert read_checkpoint(f"file://{tmp_path}/x.ckpt")["epoch"] == read(tmp_path / "x.ckpt")["epoch"] == 1
+
+
+# Which one
+
+
+class Weights(Small):
+    """Its loss grows from epoch to epoch, so the first checkpoint is the best and the last one is not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("rising", float(self.current_epoch))
+        return loss
+
+
+@pytest.fixture
+def fitted(tmp_path: Path) -> Trainer:
+    """A trainer that has kept the checkpoints of three epochs, the first of them the best."""
+    keeper = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="rising", save_top_k=-1, save_last=True)
+    run = trainer(callbacks=[keeper], enable_checkpointing=True, max_epochs=3)
+    run.fit(Weights(), loader())
+    return run
+
+
+def weights_in(path: Path) -> Any:
+    return read(path)["state_dict"]["layer.weight"]
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [("best", "epoch=0.ckpt"), ("last", "last.ckpt"), ("path", "epoch=1.ckpt"), ("str", "epoch=1.ckpt")],
+)
+def test_ckpt_path(fitted: Trainer, tmp_path: Path, given: str, file: str) -> None:
+    path: Any = {"path": tmp_path / file, "str": str(tmp_path / file)}.get(given, given)
+    module = Weights()
+    fitted.test(module, loader(), ckpt_path=path, verbose=False)
+    assert torch.equal(module.layer.weight, weights_in(tmp_path / file))
+    assert os.fspath(fitted.ckpt_path) == str(tmp_path / file)
+
+
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+def test_without_a_module_the_best_is_meant(fitted: Trainer, tmp_path: Path, entry: str) -> None:
+    fitted.lightning_module.validation_step = lambda batch, batch_idx: None
+    with pytest.warns(UserWarning, match="the best checkpoint of the last fit is used"):
+        getattr(fitted, entry)(dataloaders=loader())
+    assert torch.equal(fitted.lightning_module.layer.weight, weights_in(tmp_path / "epoch=0.ckpt"))
+
+
+def test_with_a_module_none_is_meant(fitted: Trainer) -> None:
+    module = Weights()
+    before = module.layer.weight.detach().clone()
+    fitted.test(module, loader(), verbose=False)
+    assert torch.equal(module.layer.weight, before)
+    assert fitted.ckpt_path is None
+
+
+def test_the_checkpoint_that_is_set_is_used_from_then_on(fitted: Trainer, tmp_path: Path) -> None:
+    fitted.ckpt_path = str(tmp_path / "epoch=1.ckpt")
+    for _ in range(2):
+        module = Weights()
+        fitted.test(module, loader(), verbose=False)
+        assert torch.equal(module.layer.weight, weights_in(tmp_path / "epoch=1.ckpt"))
+    fitted.ckpt_path = None
+    module = Weights()
+    before = module.layer.weight.detach().clone()
+    fitted.test(module, loader(), verbose=False)
+    assert torch.equal(module.layer.weight, before)
+
+
+def test_the_newest_of_all_last_checkpoints_is_meant(tmp_path: Path) -> None:
+    keepers = [
+        ModelCheckpoint(tmp_path / name, save_last=True, every_n_epochs=every) for name, every in (("a", 1), ("b", 2))
+    ]
+    run = trainer(callbacks=keepers, enable_checkpointing=True, max_epochs=3)
+    run.fit(Small(), loader())
+    for name, age in (("a", 100), ("b", 200)):
+        os.utime(tmp_path / name / "last.ckpt", (age, age))
+    run.test(Small(), loader(), ckpt_path="last", verbose=False)
+    assert run.ckpt_path == str(tmp_path / "b" / "last.ckpt")
+
+
+def test_a_run_that_failed_goes_on_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """OnExceptionCheckpoint asks for that."""
+
+    class Failing(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 4:
+                raise MemoryError("once")
+            return super().training_step(batch, batch_idx)
+
+    def make() -> Trainer:
+        return trainer(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True, max_epochs=2)
+
+    with pytest.raises(MemoryError), pytest.warns(UserWarning, match="there is no last checkpoint yet"):
+        make().fit(Failing(), loader())
+    (path,) = tmp_path.iterdir()
+    assert read(path)["global_step"] == 4
+    again, module = make(), Small()
+    with caplog.at_level(logging.INFO):
+        again.fit(module, loader())
+    assert f"Restored all states from the checkpoint at {path}" in caplog.text
+    assert module.ran == ["training"] * 2
+    assert again.global_step == 6
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_fit_start", "on_train_start"])
+def test_a_run_that_fails_before_it_begins(tmp_path: Path, hook: str) -> None:
+    """Saving then must not hide what went wrong."""
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise MemoryError("first cause")
+
+    module = type("Failing", (Small,), {hook: fail})()
+    run = trainer(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.raises(MemoryError, match="first cause"), pytest.warns(UserWarning, match="no last checkpoint yet"):
+        run.fit(module, loader())
+    assert [read(path)["global_step"] for path in tmp_path.iterdir()] == [0]
+
+
+# Strictness
+
+
+def test_strict_loading_is_the_modules_choice(tmp_path: Path) -> None:
+    path = saved(Small(), tmp_path)
+    module = Small()
+    module.extra = torch.nn.Linear(1, 1)
+    refuses(lambda: trainer().test(module, loader(), ckpt_path=path), "extra.weight", error=CheckpointError)
+    module.strict_loading = False
+    trainer().test(module, loader(), ckpt_path=path, verbose=False)
+    assert torch.equal(module.layer.weight, weights_in(path))
+
+
+def test_callbacks_whose_state_is_left_over(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, filename="x")
+    trainer(callbacks=[keeper], enable_checkpointing=True).fit(Small(), loader())
+    with pytest.warns(UserWarning, match="states of callbacks that are not there now.*ModelCheckpoint.*Add them"):
+        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=tmp_path / "x.ckpt")
