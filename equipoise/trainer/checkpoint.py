@@ -177,12 +177,12 @@ def load_checkpoint(path: Any, checkpoint_io: CheckpointIO | None = None) -> dic
         path: Where it is.
         checkpoint_io: The plugin that wrote it; None: it is a file of ours or of Lightning.
     """
-    rank_zero_info(f"Restoring states from the checkpoint path at {path}")
     checkpoint: dict[str, Any]
     if checkpoint_io is not None:
         checkpoint = checkpoint_io.load_checkpoint(path, weights_only=True)
     else:
         checkpoint = read_checkpoint(path)
+    rank_zero_info(f"Restoring states from the checkpoint path at {path}")
     if "pytorch-lightning_version" in checkpoint:
         checkpoint, _ = migrate_checkpoint(checkpoint)
     return checkpoint

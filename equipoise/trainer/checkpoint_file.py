@@ -118,7 +118,7 @@ def is_plain(value: Any) -> bool:
         return all(map(is_plain, value))
     if type(value) is dict:
         return all(map(is_plain, [*value, *value.values()]))
-    return type(value) in _PLAIN
+    return type(value) in (*_PLAIN, Tensor)
 
 
 # Reading

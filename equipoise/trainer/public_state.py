@@ -25,6 +25,7 @@ from equipoise.trainer.context import Context
 from equipoise.trainer.evaluation_loop import EvaluationLoop
 from equipoise.trainer.fit_loop import FitLoop
 from equipoise.trainer.lightning_view import LightningNames, StrategyView, precision_plugin
+from equipoise.trainer.limits import Limits
 from equipoise.trainer.logs import Logs
 from equipoise.trainer.prediction_loop import PredictionLoop
 from equipoise.trainer.progress import FitProgress
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["PublicState"]
 
 
-class PublicState(Stages, LightningNames):
+class PublicState(Stages, Limits, LightningNames):
     """The state of a trainer.
 
     Attributes:
@@ -52,9 +53,6 @@ class PublicState(Stages, LightningNames):
 
     callbacks: list[Callback]
     loggers: list[Logger]
-    max_steps: int
-    num_sanity_val_steps: int | float
-    limit_val_batches: int | float
     log_every_n_steps: int
 
     def __init__(self, strategy: Strategy, precision: Precision, root_dir: str) -> None:

@@ -1,6 +1,5 @@
 """The Trainer: its arguments and entry points."""
 
-import math
 import os
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -138,11 +137,8 @@ class Trainer(PublicState):
             make_precision(precision, chosen[0].type),
             select.root_directory(default_root_dir),
         )
-        self.num_nodes, self.sync_batchnorm, self.use_distributed_sampler = (
-            num_nodes,
-            sync_batchnorm,
-            use_distributed_sampler,
-        )
+        self.num_nodes, self.sync_batchnorm = num_nodes, sync_batchnorm
+        self.use_distributed_sampler = use_distributed_sampler
         given = check.check_barebones(
             barebones,
             {
@@ -160,26 +156,12 @@ class Trainer(PublicState):
         self.barebones, self.detect_anomaly, self.inference_mode = barebones, detect_anomaly, inference_mode
         self.enable_autolog_hparams = enable_autolog_hparams
 
-        self.max_epochs: int | None = check.check_count(
-            "max_epochs", max_epochs, least=0, optional=True, unlimited=True
+        self.limit_training(max_epochs, min_epochs, max_steps, min_steps)
+        self.limit_batches(
+            limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches
         )
-        self.min_epochs: int | None = check.check_count("min_epochs", min_epochs, least=0, optional=True)
-        self.max_steps = check.check_count("max_steps", max_steps, least=0, unlimited=True)
-        self.min_steps: int | None = check.check_count("min_steps", min_steps, least=0, optional=True)
-        check.check_order(self.min_epochs, self.max_epochs, "epochs")
-        check.check_order(self.min_steps, self.max_steps, "steps")
-
-        self.limit_train_batches = check.check_batch_limit("limit_train_batches", limit_train_batches)
-        self.limit_val_batches = check.check_batch_limit("limit_val_batches", limit_val_batches)
-        self.limit_test_batches = check.check_batch_limit("limit_test_batches", limit_test_batches)
-        self.limit_predict_batches = check.check_batch_limit("limit_predict_batches", limit_predict_batches)
-        self.overfit_batches = check.check_batch_limit("overfit_batches", overfit_batches)
-        self.val_check_interval, self.val_check_seconds = check.check_val_intervals(
-            val_check_interval, check_val_every_n_epoch
-        )
-        self.check_val_every_n_epoch = check_val_every_n_epoch
-        sanity = check.check_count("num_sanity_val_steps", given["num_sanity_val_steps"], least=0, unlimited=True)
-        self.num_sanity_val_steps = math.inf if sanity == -1 else sanity
+        self.limit_validation(val_check_interval, check_val_every_n_epoch, given["num_sanity_val_steps"])
+        self.limit_for_development(given["fast_dev_run"])
         self.reload_dataloaders_every_n_epochs = check.check_count(
             "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, least=0
         )
@@ -188,7 +170,6 @@ class Trainer(PublicState):
         self.gradient_clip_val, self.gradient_clip_algorithm = check.gradient_clipping(
             gradient_clip_val, gradient_clip_algorithm
         )
-        self._limit_runs(given["fast_dev_run"])
 
         select.set_torch_flags(deterministic, benchmark)
         self.checkpoint_io = select.select_checkpoint_io(plugins)
@@ -201,21 +182,6 @@ class Trainer(PublicState):
             enable_model_summary=given["enable_model_summary"],
             max_time=max_time,
         )
-
-    def _limit_runs(self, fast_dev_run: int | bool) -> None:
-        """Applies `fast_dev_run` and `overfit_batches`, which set other limits."""
-        check.check_count(
-            "fast_dev_run", int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run, least=0
-        )
-        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
-        if fast_dev_run:
-            batches = int(fast_dev_run)
-            self.limit_train_batches = self.limit_val_batches = batches
-            self.limit_test_batches = self.limit_predict_batches = batches
-            self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
-            self.val_check_interval, self.val_check_seconds, self.check_val_every_n_epoch = 1.0, None, 1
-        if self.overfit_batches > 0:
-            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
 
     # Entry points.
 

@@ -91,7 +91,9 @@ def read(run: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:`max_epochs` was not set")
+@pytest.mark.filterwarnings(
+    "ignore:`max_epochs` was not set", "ignore:Precision bf16-mixed is not supported by the model summary"
+)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("after", [False, True], ids=["made", "run"])
 def test_what_options_imply_is_lightnings(name: str, after: bool, tmp_path: Path) -> None:

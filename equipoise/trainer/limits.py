@@ -1,0 +1,82 @@
+"""How long training goes on, and how much of the data is read."""
+
+import math
+from typing import Any
+
+from equipoise.trainer import options as check
+from equipoise.trainer.options import Duration
+
+__all__ = ["Limits"]
+
+
+class Limits:
+    """The limits of a trainer's runs, checked, under the names of its arguments.
+
+    Attributes:
+        val_check_seconds: Seconds between validations, where `val_check_interval` is a duration.
+    """
+
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    limit_test_batches: int | float
+    limit_predict_batches: int | float
+    overfit_batches: int | float
+    val_check_interval: int | float
+    val_check_seconds: float | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | float
+    fast_dev_run: int | bool
+
+    def limit_training(
+        self, max_epochs: int | None, min_epochs: int | None, max_steps: int, min_steps: int | None
+    ) -> None:
+        """Sets when training ends."""
+        self.max_epochs = check.check_count("max_epochs", max_epochs, least=0, optional=True, unlimited=True)
+        self.min_epochs = check.check_count("min_epochs", min_epochs, least=0, optional=True)
+        self.max_steps = check.check_count("max_steps", max_steps, least=0, unlimited=True)
+        self.min_steps = check.check_count("min_steps", min_steps, least=0, optional=True)
+        check.check_order(self.min_epochs, self.max_epochs, "epochs")
+        check.check_order(self.min_steps, self.max_steps, "steps")
+
+    def limit_batches(
+        self,
+        train: int | float | None,
+        val: int | float | None,
+        test: int | float | None,
+        predict: int | float | None,
+        overfit: int | float,
+    ) -> None:
+        """Sets how many batches of an epoch, or which fraction of it, each stage reads."""
+        self.limit_train_batches = check.check_batch_limit("limit_train_batches", train)
+        self.limit_val_batches = check.check_batch_limit("limit_val_batches", val)
+        self.limit_test_batches = check.check_batch_limit("limit_test_batches", test)
+        self.limit_predict_batches = check.check_batch_limit("limit_predict_batches", predict)
+        self.overfit_batches = check.check_batch_limit("overfit_batches", overfit)
+        if self.overfit_batches > 0:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+
+    def limit_validation(
+        self, interval: int | float | Duration | None, every_n_epoch: int | None, sanity_steps: Any
+    ) -> None:
+        """Sets when a fit validates."""
+        self.val_check_interval, self.val_check_seconds = check.check_val_intervals(interval, every_n_epoch)
+        self.check_val_every_n_epoch = every_n_epoch
+        steps = check.check_count("num_sanity_val_steps", sanity_steps, least=0, unlimited=True)
+        self.num_sanity_val_steps = math.inf if steps == -1 else steps
+
+    def limit_for_development(self, fast_dev_run: int | bool) -> None:
+        """Applies `fast_dev_run`, which overrides the other limits."""
+        count = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
+        batches: int = check.check_count("fast_dev_run", count, least=0)
+        self.fast_dev_run = True if batches == 1 else fast_dev_run
+        if not batches:
+            return
+        if not self.overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = batches
+        self.limit_test_batches = self.limit_predict_batches = batches
+        self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
+        self.val_check_interval, self.val_check_seconds, self.check_val_every_n_epoch = 1.0, None, 1
