@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from equipoise.callbacks.progress_bar import ProgressBar
     from equipoise.callbacks.run_summary import RunSummary
     from equipoise.errors import CheckpointError, ConfigurationError, StepError
+    from equipoise.parallel.calibration import SimulatedDevice
+    from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
+    from equipoise.strategies.data_parallel import DataParallelStrategy
     from equipoise.strategies.single_device import SingleDeviceStrategy
     from equipoise.strategies.strategy import StepResult, Strategy
     from equipoise.trainer.trainer import Trainer
 
 __all__ = [
+    "BalancedDataParallelStrategy",
     "Callback",
     "CheckpointError",
     "ConfigurationError",
+    "DataParallelStrategy",
     "ProgressBar",
     "RunSummary",
+    "SimulatedDevice",
     "SingleDeviceStrategy",
     "StepError",
     "StepResult",
@@ -34,11 +40,14 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
+    "BalancedDataParallelStrategy": "equipoise.strategies.balanced_data_parallel",
     "Callback": "equipoise.callbacks.callback",
     "CheckpointError": "equipoise.errors",
     "ConfigurationError": "equipoise.errors",
+    "DataParallelStrategy": "equipoise.strategies.data_parallel",
     "ProgressBar": "equipoise.callbacks.progress_bar",
     "RunSummary": "equipoise.callbacks.run_summary",
+    "SimulatedDevice": "equipoise.parallel.calibration",
     "SingleDeviceStrategy": "equipoise.strategies.single_device",
     "StepError": "equipoise.errors",
     "StepResult": "equipoise.strategies.strategy",

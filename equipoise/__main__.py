@@ -9,7 +9,8 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -55,16 +56,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given or os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        _command([argument for argument in given if argument != "--debug"])
+        with _plain_warnings():
+            _command([argument for argument in given if argument != "--debug"])
     except KeyboardInterrupt:
         print("equipoise: interrupted.", file=sys.stderr)
         return 130
     except (ConfigurationError, CheckpointError, StepError) as error:
         if debug:
             raise
-        print(f"equipoise: {error}", file=sys.stderr)
+        print("\n".join([f"equipoise: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Shows warnings without the line of our own code that gave them, which says nothing to a user."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _command(given: Sequence[str]) -> None:
@@ -98,7 +111,9 @@ def _stage(stage: str, rest: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"The command itself is the stage: equipoise {argument[6:]}, not equipoise {stage} {argument}."
             )
+    # Hydra takes overrides on one side of its flags only; what belongs to a flag stays behind it.
     overrides, folders = _folders(["--help" if argument == "-h" else argument for argument in rest])
+    overrides.sort(key=lambda argument: argument[:1] == "-" or ("=" not in argument and argument[:1] not in "~+"))
     if folders[0] == _starter() / "conf":
         _announce_example()
     _app().main(stage, [_quoted(argument) for argument in overrides], folders)
@@ -201,9 +216,9 @@ def _devices(rest: Sequence[str]) -> None:
     shown = " is not set: every device is visible" if visible is None else f"={visible}: no other devices are visible"
     table = Table(box=SIMPLE, caption=f"index: as in trainer.devices=[0]. CUDA_VISIBLE_DEVICES{shown}.")
     for column in ("device", "index", "physical", "name"):
-        table.add_column(column)
-    for column in ("memory", "free", "compute capability", "cores"):
-        table.add_column(column, justify="right")
+        table.add_column(column, overflow="fold", no_wrap=column != "name")
+    for column in ("memory", "free", "compute\ncapability", "cores"):
+        table.add_column(column, justify="right", no_wrap=True)
     for info in list_devices():
         memory = (format_bytes(size) if size is not None else None for size in (info.memory_total, info.memory_free))
         capability = ".".join(map(str, info.compute_capability)) if info.compute_capability else None

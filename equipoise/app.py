@@ -7,11 +7,13 @@ Configurations are looked for in the user's folders, then in `equipoise/conf`, t
 made here from the constructors of the trainer, the strategies and the callbacks.
 """
 
+import inspect
 import os
 import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -322,6 +324,9 @@ def _unknown_key(key: str, names: Sequence[str], folders: Sequence[Path]) -> str
         return f"{key!r} is not a key of the trainer: {name} is a group of its own, given by {name}=NAME."
     if not parent:
         names = [*names, *GROUPS]
+        below = get_close_matches(name, inspect.signature(equipoise.Trainer).parameters, n=1)
+        if below and not get_close_matches(name, names):
+            return f"There is no key {key!r} in the configuration; did you mean 'trainer.{below[0]}'?"
     return f"There is no key {key!r} in the configuration{did_you_mean(name, names, parent and parent + '.')}"
 
 

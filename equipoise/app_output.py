@@ -49,7 +49,7 @@ def _same_module(checkpoint: Path, values: Mapping[str, Any]) -> bool:
 def _best(checkpoint: Path) -> Path | None:
     """The best checkpoint of the run that wrote this one, if it still lies there."""
     callbacks = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True).get("callbacks", {})
-    for key, state in callbacks.items():
+    for key, state in sorted(callbacks.items(), key=lambda item: item[1].get("monitor") is None):
         if key.startswith("ModelCheckpoint") and state.get("best_model_path"):
             best = checkpoint.parent / Path(state["best_model_path"]).name  # the folder may have been moved
             return best if best.is_file() else None

@@ -34,7 +34,7 @@ def did_you_mean(name: str, options: Iterable[str], prefix: str = "") -> str:
         >>> did_you_mean("x", [])
         '.'
     """
-    known = sorted(option for option in options if not option.startswith("_"))
+    known = sorted({option for option in options if not option.startswith("_")})
     near = get_close_matches(name, known, n=1)
     if near:
         return f"; did you mean {prefix + near[0]!r}?"

@@ -7,7 +7,22 @@ and nowhere else. `tests/parallel/test_foreach.py` notices when one of them chan
 import torch
 from torch import Tensor
 
-__all__ = ["multiply_"]
+__all__ = ["add_", "copy_", "multiply_"]
+
+
+def add_(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Adds to every tensor in place the other one at its position, sparse ones too."""
+    if any(tensor.layout != torch.strided for tensor in (*tensors, *others)):
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.add_(other)
+    elif tensors:
+        torch._foreach_add_(tensors, others)
+
+
+def copy_(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Copies into every tensor the other one at its position, from any device."""
+    if tensors:
+        torch._foreach_copy_(tensors, others)
 
 
 def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor) -> None:

@@ -10,12 +10,13 @@ says. The gradient of parts i is Σ wᵢgᵢ / Σ wᵢ. The arithmetic is part o
 So equal parts in full windows are `loss / n` to the bit, and large token counts do not overflow half precision.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Weight", "Window"]
+__all__ = ["Weight", "Window", "weighted_mean"]
 
 Weight = int | float | Tensor
 
@@ -45,6 +46,11 @@ class Window:
     def total(self) -> Weight:
         """Σw of the parts so far, never rounded to the dtype of a weight."""
         return self._equal * (self._reference or 0) + self._others if self._equal else self._others
+
+    @property
+    def is_open(self) -> bool:
+        """Whether parts were added since the last reset."""
+        return bool(self._equal) or isinstance(self._others, Tensor) or bool(self._others)
 
     def add(self, weight: Weight) -> float | Tensor | None:
         """Counts a part of this weight and returns the factor of its loss; None stands for 1.
@@ -91,6 +97,49 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` returned."""
         self._reference, self._equal, self._others = state["reference"], state["equal"], state["others"]
+
+
+def weighted_mean(
+    values: Sequence[Tensor | None], weights: Sequence[Weight], device: torch.device
+) -> tuple[Tensor | None, Weight]:
+    """The mean of parts that were computed apart, Σ wᵢvᵢ / Σ wᵢ, with its graph.
+
+    Parts without value, and those whose weight is known to be 0, are left out.
+
+    Args:
+        values: A 0-dim tensor for each part, on any device; None where there is none.
+        weights: Their weights.
+        device: Where the mean is wanted.
+
+    Returns:
+        The mean, None if no part is left, and the total weight.
+
+    Example:
+        >>> mean, total = weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1], torch.device("cpu"))
+        >>> mean.item(), total
+        (2.0, 3)
+    """
+    parts = [
+        (value, weight.detach().to(device, _wide(weight)) if isinstance(weight, Tensor) else weight)
+        for value, weight in zip(values, weights, strict=True)
+        if value is not None and (isinstance(weight, Tensor) or weight)
+    ]
+    if not parts:
+        return None, 0
+    total: Weight = sum((weight for _, weight in parts[1:]), parts[0][1])
+    if isinstance(total, Tensor):
+        # Without any weight the mean is 0, and so are its gradients.
+        shares: list[Weight] = [torch.where(total > 0, weight / total, 0) for _, weight in parts]
+    else:
+        shares = [weight / total for _, weight in parts]
+    terms = [
+        value.to(device) * (share.to(value.dtype) if isinstance(share, Tensor) else share)
+        for (value, _), share in zip(parts, shares, strict=True)
+    ]
+    mean = terms[0]
+    for term in terms[1:]:
+        mean = mean + term
+    return mean, total
 
 
 def _divide(weight: Weight, other: Weight) -> float | Tensor:

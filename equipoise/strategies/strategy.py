@@ -20,7 +20,7 @@ from equipoise.parallel import foreach
 from equipoise.parallel.weighting import Weight, Window
 from equipoise.precision import Precision
 
-__all__ = ["StepResult", "Strategy", "TrainingStep", "Transfer", "parameters_of"]
+__all__ = ["EvaluationStep", "StepResult", "Strategy", "TrainingStep", "Transfer", "parameters_of"]
 
 T = TypeVar("T")
 Transfer = Callable[[Any, torch.device], Any]
@@ -33,21 +33,56 @@ class StepResult(NamedTuple):
         loss: The mean loss, a scalar with its graph before the backward; None where the step was skipped.
         weight: The denominator of that mean; None where nobody needs it.
         outputs: What the module's `training_step` returned.
+        logged: What it logged, if it ran on one part of a batch.
     """
 
     loss: Tensor | None
     weight: Weight | None
     outputs: Any
+    logged: Sequence[Any] = ()
 
 
-class TrainingStep(Protocol):
+class PartwiseStep(Protocol):
+    """A step of the user's module, as a strategy sees it that computes batches in parts."""
+
+    def on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
+        """Runs the step of a copy of the module on a part of so many samples; what it logs stays with the result."""
+
+    def combine(
+        self,
+        results: Sequence[StepResult],
+        sizes: Sequence[int],
+        device: torch.device,
+        *,
+        dim: int = 0,
+        original: Callable[[Any], Any],
+    ) -> StepResult:
+        """Puts the results of parts together on a device, and logs what they logged.
+
+        Args:
+            results: In the order of the data.
+            sizes: The numbers of samples.
+            device: Where.
+            dim: The dimension of the samples.
+            original: The module's metric of which another is a copy.
+        """
+
+
+class TrainingStep(PartwiseStep, Protocol):
     """The user's training step, as a strategy sees it."""
 
     def __call__(self, part: Any) -> StepResult:
-        """Runs `training_step` on one part of a batch."""
+        """Runs `training_step` on a whole batch."""
 
     def backward(self, result: StepResult) -> None:
         """Runs the backward of a result with its hooks and the scaler; nothing in manual optimisation."""
+
+
+class EvaluationStep(PartwiseStep, Protocol):
+    """The user's step without gradients, as a strategy sees it."""
+
+    def __call__(self, part: Any) -> Any:
+        """Runs the step on a whole batch and returns its output."""
 
 
 class Strategy:
@@ -100,6 +135,17 @@ class Strategy:
                 f"strategy={self.name!r} runs on one machine, but num_nodes={num_nodes} was given. Leave it out."
             )
         self.devices = tuple(devices)
+
+    def check_module(self, module: nn.Module, *, training: bool) -> None:
+        """Checks that a module can be computed this way; called before anything is placed.
+
+        Args:
+            module: The user's module.
+            training: Whether it is to be trained, not only evaluated.
+
+        Raises:
+            ConfigurationError: Naming what is in the way, and the way out.
+        """
 
     def launch(self, function: Callable[[], T]) -> T:
         """Runs `function` in every process and returns the main one's result.
@@ -168,6 +214,9 @@ class Strategy:
         """One backward, for manual optimisation."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    def collect_gradients(self) -> None:
+        """Brings the gradients of a backward to the module's own parameters; called after every backward."""
+
     def finish_gradients(self, window: Window, optimizer: Optimizer) -> None:
         """Turns the summed gradients of a window into their weighted mean, over all processes."""
         factor = window.correction()
@@ -184,14 +233,16 @@ class Strategy:
         """
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters_of(optimizer), value)
-        else:
+        elif algorithm == "norm":
             nn.utils.clip_grad_norm_(parameters_of(optimizer), value)
+        else:
+            raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps an optimiser, handing it the closure if there is one."""
         return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
 
-    def evaluate(self, step: Callable[[Any], Any], parts: Sequence[Any]) -> Any:
+    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Runs an evaluation step without gradients and returns its output."""
         return step(parts[0])
 
@@ -213,6 +264,13 @@ class Strategy:
         """Waits until every process has come here."""
 
     # State: full and portable, whatever the strategy; called in every process.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the strategy itself has learned and a resumed run goes on with."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` returned, also from another strategy or for other devices, if it is of use."""
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's whole state."""

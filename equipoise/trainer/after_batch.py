@@ -55,7 +55,7 @@ class AfterBatch:
         if trainer.should_stop:
             for logger in trainer.loggers:
                 logger.save()
-            done = done or self._may_stop()
+            done = done or self.may_stop()
         if trainer.received_sigterm and not done:
             trainer.raise_if_terminated()
         return done
@@ -77,7 +77,8 @@ class AfterBatch:
         counted = self.progress.batch.total.ready if trainer.check_val_every_n_epoch is None else index + 1
         return counted % int(every) == 0
 
-    def _may_stop(self) -> bool:
+    def may_stop(self) -> bool:
+        """Whether training may end now that somebody asked for it; says once why not."""
         loop, trainer = self.loop, self.trainer
         if loop.can_stop_early():
             return True

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import StepError
+from equipoise.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -25,7 +26,10 @@ class Backward:
         self.scaler, self.strategy = context.precision.scaler, context.strategy
         self.before = hooks.bind("on_before_backward")
         self.user_backward = hooks.bind_module("backward")
+        self.backward = hooks.profiled(self.strategy.backward, hooks.action_of_strategy("backward"))
         self.after = hooks.bind("on_after_backward")
+        collects = type(self.strategy).collect_gradients is not Strategy.collect_gradients
+        self.collect = self.strategy.collect_gradients if collects else None
         self.seen = self.before is not None or self.user_backward is not None
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
@@ -64,10 +68,12 @@ class Backward:
             if self.user_backward is not None:
                 self.user_backward(loss, *args, **kwargs)
             else:
-                self.strategy.backward(loss, *args, **kwargs)
+                self.backward(loss, *args, **kwargs)
         except RuntimeError as error:
             _explain(loss, error)
             raise
+        if self.collect is not None:
+            self.collect()
         if self.after is not None:
             self.after()
 

@@ -65,7 +65,8 @@ def dump_checkpoint(context: "Context", *, weights_only: bool = False) -> dict[s
         if state := context.precision.state_dict():
             checkpoint[context.precision.checkpoint_key] = state
         if trainer.state.fn == TrainerFn.FITTING:
-            checkpoint[OUR_KEY] = {"version": 1, "position": position_of(trainer.fit_loop_state)}
+            position = position_of(trainer.fit_loop_state)
+            checkpoint[OUR_KEY] = {"version": 1, "position": position, "strategy": strategy.state_dict()}
     _dump_hyperparameters(context, checkpoint)
     if context.datamodule is not None and (state := hooks.call_datamodule("state_dict")):
         checkpoint[type(context.datamodule).__qualname__] = state
@@ -270,7 +271,9 @@ def restore_training_state(context: "Context", checkpoint: dict[str, Any]) -> No
             f"The checkpoint is at epoch {trainer.current_epoch}, beyond max_epochs={trainer.max_epochs}. Raise"
             " max_epochs to go on."
         )
-    loop.resumption = Resumption(loop, checkpoint.get(OUR_KEY, {}).get("position"), checkpoint["loops"]["fit_loop"])
+    ours = checkpoint.get(OUR_KEY, {})
+    context.strategy.load_state_dict(ours.get("strategy", {}))
+    loop.resumption = Resumption(loop, ours.get("position"), checkpoint["loops"]["fit_loop"])
     _restore_optimizers(context, checkpoint)
 
 
@@ -283,14 +286,18 @@ def _restore_evaluations(trainer: "Trainer", loops: dict[str, Any]) -> None:
             progress.load_state_dict(loops[name]["batch_progress"])
 
 
-def _check_options(index: int, optimizer: Optimizer) -> None:
-    """Checks that an optimiser has all its options; it lacks those that another kind of optimiser did not save."""
-    options = getattr(optimizer, "defaults", {})
-    if lacking := [name for name in options if any(name not in group for group in optimizer.param_groups)]:
-        raise CheckpointError(
-            f"The state of optimiser {index} in the checkpoint is of another kind than {type(optimizer).__name__}: it"
-            f" lacks {', '.join(lacking)}. Let `configure_optimizers` return what it returned then."
-        )
+def _check_kind(index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Checks that a state is of the same kind of optimiser: one of another kind has other options.
+
+    Switches are left out, since new ones come with every version of torch.
+    """
+    options = [name for name, value in getattr(optimizer, "defaults", {}).items() if not isinstance(value, bool | None)]
+    for group in state.get("param_groups", ()):
+        if lacking := [name for name in options if name not in group]:
+            raise CheckpointError(
+                f"The state of optimiser {index} in the checkpoint is of another kind than {type(optimizer).__name__}:"
+                f" it lacks {', '.join(lacking)}. Let `configure_optimizers` return what it returned then."
+            )
 
 
 def _restore_optimizers(context: "Context", checkpoint: dict[str, Any]) -> None:
@@ -301,6 +308,7 @@ def _restore_optimizers(context: "Context", checkpoint: dict[str, Any]) -> None:
             f" {len(trainer.optimizers)}."
         )
     for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
+        _check_kind(index, optimizer, state)
         try:
             context.strategy.load_optimizer_state(optimizer, state)
         except ValueError as error:
@@ -308,6 +316,17 @@ def _restore_optimizers(context: "Context", checkpoint: dict[str, Any]) -> None:
                 f"The state of optimiser {index} ({type(optimizer).__name__}) in the checkpoint does not fit: {error}."
                 " Let `configure_optimizers` return what it returned then."
             ) from error
-        _check_options(index, optimizer)
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
+        _check_length(config.scheduler, state)
         config.scheduler.load_state_dict(state)
+
+
+def _check_length(scheduler: Any, state: dict[str, Any]) -> None:
+    """Checks that a scheduler made for a number of steps, as OneCycleLR is, can go on to the end of this run."""
+    planned, saved = getattr(scheduler, "total_steps", None), state.get("total_steps")
+    if isinstance(planned, int) and isinstance(saved, int) and saved < planned:
+        raise ConfigurationError(
+            f"The checkpoint's {type(scheduler).__name__} was made for {saved} steps, but this run makes {planned}: its"
+            " schedule ends before. Train as long as was planned then, choose a scheduler that has no end, or begin a"
+            " new run from the weights, with `load_from_checkpoint` and without ckpt_path."
+        )

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,9 @@ from equipoise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
+    from equipoise.trainer.trainer import Trainer
 
-__all__ = ["as_module", "check_run", "data_of"]
+__all__ = ["as_module", "check_monitors", "check_run", "data_of"]
 
 _REMOVED = {
     "training_epoch_end": "on_train_epoch_end",
@@ -68,6 +70,7 @@ def check_run(context: "Context") -> None:
             raise ConfigurationError(
                 f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`."
             )
+    context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
     if fn == TrainerFn.FITTING:
         _check_fit(context)
     elif fn == TrainerFn.PREDICTING:
@@ -162,6 +165,24 @@ def data_of(loaders: Any, datamodule: Any, others: Any = None) -> tuple[Any, Lig
     if datamodule is not None and (loaders is not None or others is not None):
         raise ConfigurationError("Both loaders and a datamodule were passed. Pass one of them.")
     return loaders, datamodule
+
+
+def check_monitors(trainer: "Trainer") -> None:
+    """Checks that what early stopping monitors has been logged; called when the first values of an epoch are there.
+
+    Raises:
+        ConfigurationError: Naming what was logged.
+    """
+    if trainer.enable_validation and not trainer.fit_loop_state.val_loop.has_run:
+        return
+    for callback in trainer.early_stopping_callbacks:
+        known = sorted(map(str, trainer.callback_metrics))
+        if callback.strict and callback.monitor not in known:
+            near = get_close_matches(str(callback.monitor), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known) or 'none'}."
+            raise ConfigurationError(
+                f"{type(callback).__name__} monitors {callback.monitor!r}, but no such value was logged{hint}"
+            )
 
 
 def _warn_of_lost_validation(context: "Context") -> None:

@@ -1,6 +1,6 @@
 """What the loops of one run share; made when the run begins, gone when it ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.trainer.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data import Loaders, Source
 from equipoise.trainer.hooks import Hooks
 from equipoise.trainer.logs import Logs
@@ -68,7 +69,7 @@ class Context:
         move = hooks.bind_data("transfer_batch_to_device")
         after = hooks.bind_data("on_after_batch_transfer")
         if convert is None and before is None and move is None and after is None:
-            return _move
+            return hooks.profiled(_move, hooks.action_of_strategy("batch_to_device"))
 
         def transfer(batch: Any, device: torch.device) -> Any:
             if convert is not None:
@@ -78,7 +79,30 @@ class Context:
             batch = _move(batch, device) if move is None else move(batch, device, dataloader_idx)
             return batch if after is None else after(batch, dataloader_idx)
 
-        return transfer
+        return hooks.profiled(transfer, hooks.action_of_strategy("batch_to_device"))
+
+    def batches(self, stream: BatchStream, action: str, seen: int = 0) -> Iterable[Any]:
+        """The batches of a stream, the reading of each timed if somebody asked for a profile.
+
+        Args:
+            stream: The stream.
+            action: The name that the profile gives to the reading of a batch.
+            seen: The number of batches that were read before.
+        """
+        if not self.hooks.is_profiled:
+            return stream
+        return self._timed_batches(stream, action, seen)
+
+    def _timed_batches(self, stream: BatchStream, action: str, seen: int) -> Iterator[Any]:
+        batches = iter(stream)
+        while stream.length is None or seen < stream.length:
+            with self.profile(action):
+                batch = next(batches, NOTHING)
+            if batch is NOTHING:
+                return
+            seen += 1
+            yield batch
+            del batch
 
     def forward_context(self) -> Callable[[], AbstractContextManager[Any]] | None:
         """The precision's context around a step; None where there is none."""
@@ -86,7 +110,7 @@ class Context:
 
     def profile(self, action: str) -> AbstractContextManager[Any]:
         """Times a block, if somebody asked for a profile."""
-        return self.hooks.profiler.profile(action) if self.hooks.profiled else nullcontext()
+        return self.hooks.profiler.profile(action) if self.hooks.is_profiled else nullcontext()
 
 
 def _move(batch: Any, device: torch.device) -> Any:

@@ -87,10 +87,15 @@ class Loaders:
             raise ConfigurationError(
                 "CombinedLoader(mode='sequential') cannot train: take 'max_size_cycle', 'max_size' or 'min_size'."
             )
-        self.flat = [self._prepare(loader, source, overfit, shard, rank) for loader in combined.flattened]
-        self.single = len(self.flat) == 1 and (given is combined.flattened[0] or self.sequential)
-        self.given = self.flat[0] if self.single and given is combined.flattened[0] else combined
-        combined.flattened = self.flat
+        found = combined.flattened
+        if not training and source.given is None and isinstance(given, (list, tuple)) and not given:
+            found = []  # a method may say so: no loader today
+            rank_zero_warn(f"{source.describe()} holds no loader: nothing is read.")
+        self.flat = [self._prepare(loader, source, overfit, shard, rank) for loader in found]
+        self.single = len(self.flat) == 1 and (given is found[0] or self.sequential)
+        self.given = self.flat[0] if self.single and given is found[0] else combined
+        if self.flat:
+            combined.flattened = self.flat
         self.num_batches = [count_batches(loader, limit, source) for loader in self.flat]
         self._combined = combined
 

@@ -1,12 +1,12 @@
 """What torch's errors do not say: which tensor it was."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from equipoise.errors import StepError
+from equipoise.parallel.split import entries_of
 
 __all__ = ["explain"]
 
@@ -28,7 +28,7 @@ def explain(error: RuntimeError, module: nn.Module, batch: Any) -> None:
         return
     places = {f"parameter {name!r}": p.device for name, p in module.named_parameters()}
     places |= {f"buffer {name!r}": b.device for name, b in module.named_buffers()}
-    places |= {f"batch{path}": tensor.device for path, tensor in _entries(batch)}
+    places |= {f"batch{path}": tensor.device for path, tensor in entries_of(batch)}
     devices = list(places.values())
     if len(set(devices)) == 1:
         raise StepError(
@@ -45,15 +45,3 @@ def explain(error: RuntimeError, module: nn.Module, batch: Any) -> None:
         f"Tensors of one operation lie on different devices: {listed}, while the rest is on {common}. Tensors that"
         " the module makes belong on `self.device`; constant ones are best registered with `register_buffer`."
     ) from error
-
-
-def _entries(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a batch, with the way to it."""
-    if isinstance(batch, Tensor):
-        yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _entries(value, f"{path}[{key!r}]")
-    elif isinstance(batch, (tuple, list)):
-        for index, value in enumerate(batch):
-            yield from _entries(value, f"{path}[{index}]")

@@ -130,7 +130,7 @@ class EvaluationLoop:
         step, progress, counts = EvaluationStep(context, f"{word}_step"), self.progress, self.progress.current
         which, log_idx = ((dataloader_idx,), dataloader_idx) if several else ((), None)
         sanity, index = trainer.sanity_checking, -1
-        for batch in stream:
+        for batch in context.batches(stream, f"[_EvaluationLoop].{self.stage}_next"):
             index += 1
             progress.is_last_batch = final and index + 1 == stream.length
             parts = place(batch, transfer)

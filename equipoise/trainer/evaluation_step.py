@@ -2,47 +2,24 @@
 
 import inspect
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer.diagnosis import explain
-
-if TYPE_CHECKING:
-    from equipoise.trainer.context import Context
+from equipoise.trainer.parts import UserStep
 
 __all__ = ["EvaluationStep", "Modes", "check_dataloader_idx", "without_gradients"]
 
 
-class EvaluationStep:
-    """Runs `validation_step`, `test_step` or `predict_step` on one part of a batch.
-
-    Args:
-        context: The run.
-        name: The method's name.
-
-    Attributes:
-        indices: The batch's index and, where there are several loaders, the loader's.
-    """
-
-    def __init__(self, context: "Context", name: str) -> None:
-        self.module, self.method = context.module, context.hooks.bind_step(name)
-        self.forward_context = context.precision.forward_context
-        self.indices: tuple[int, ...] = (0,)
+class EvaluationStep(UserStep):
+    """Runs `validation_step`, `test_step` or `predict_step` on a batch, or on one part of it."""
 
     def __call__(self, part: Any) -> Any:
         """Runs the step."""
-        try:
-            if self.forward_context is None:
-                return self.method(part, *self.indices)
-            with self.forward_context():
-                return self.method(part, *self.indices)
-        except RuntimeError as error:
-            explain(error, self.module, part)
-            raise
+        return self.run(part)
 
 
 class Modes:

@@ -10,6 +10,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.weighting import Window
 from equipoise.trainer.after_batch import AfterBatch
 from equipoise.trainer.batch_stream import BatchStream, length_of
+from equipoise.trainer.checks import check_monitors
 from equipoise.trainer.data import Loaders, has_state
 from equipoise.trainer.log_entry import Collection
 from equipoise.trainer.optimizers import Schedulers
@@ -146,7 +147,8 @@ class FitLoop:
             return
         if trainer.limit_train_batches == 0:
             return
-        again, self._loaded_at = self.loaders is not None, trainer.current_epoch
+        again = self.loaders is not None or (trainer.current_epoch > 0 and self.resumption is None)
+        self._loaded_at = trainer.current_epoch
         self.loaders = self.context.request_loaders(
             "train", trainer.limit_train_batches, overfit=trainer.overfit_batches > 0
         )
@@ -160,13 +162,14 @@ class FitLoop:
                 " Set a lower value if you want to see logs of the training epoch."
             )
 
-    def estimated_steps(self, context: "Context") -> int | float:
+    def estimated_steps(self, context: "Context | None") -> int | float:
         """The number of optimiser steps of the whole training, as far as it can be known; asks for the loaders."""
         trainer = self.trainer
         if trainer.max_epochs == -1:
             return math.inf if trainer.max_steps == -1 else trainer.max_steps
-        self.context = context
-        self.load_data()
+        if context is not None:
+            self.context = context
+            self.load_data()
         if math.isinf(self.max_batches):
             return trainer.max_steps
         steps: int = math.ceil(self.max_batches / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 0, 1)
@@ -209,6 +212,7 @@ class FitLoop:
         self.loaders.set_epoch(epoch)
         context.strategy.set_epoch(epoch)
         if self.resumption is None:
+            self.window.reset()  # of an epoch that was left in the midst of it
             progress.epoch.current.ready += 1
             context.hooks.call("on_train_epoch_start")
             progress.epoch.current.started += 1
@@ -239,7 +243,11 @@ class FitLoop:
         optimize, schedulers, after_batch = self._bind_optimization(), self.schedulers, AfterBatch(self)
         counts, index = progress.batch.current, progress.batch.current.ready - 1
         assert stream is not None
-        for batch in stream:
+        if self.trainer.should_stop and after_batch.may_stop():  # a hook of the epoch's start asked for it
+            self.stream = None
+            return
+        run_batch = hooks.profiled(optimize, "run_training_batch")
+        for batch in context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
             index += 1
             counts.ready = index + 1
             progress.batch.is_last_batch = index + 1 == stream.length
@@ -252,7 +260,7 @@ class FitLoop:
             counts.started = index + 1
             ends = progress.batch.is_last_batch or index + 1 == self.max_batches
             last = ends or (index + 1) % window == 0
-            result = optimize(parts, index, last)
+            result = run_batch(parts, index, last)
             counts.processed = index + 1
             if last:
                 schedulers.after_batch(index, ends=ends)
@@ -292,6 +300,8 @@ class FitLoop:
         hooks.call_callbacks("on_train_epoch_end", monitoring=False)
         if fire := hooks.bind_module("on_train_epoch_end"):
             fire()
+        if progress.epoch.current.processed == 1:
+            check_monitors(trainer)
         hooks.call_callbacks("on_train_epoch_end", monitoring=True)
         if self.batches_done():
             self.schedulers.after_epoch()

@@ -51,7 +51,7 @@ class Hooks:
         self.datamodule = datamodule
         self.profiler = profiler
         self._name = type(module).__name__
-        self.profiled = not isinstance(profiler, PassThroughProfiler)
+        self.is_profiled = not isinstance(profiler, PassThroughProfiler)
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -84,24 +84,35 @@ class Hooks:
     def bind_data(self, name: str) -> Hook | None:
         """A transfer hook: the data module's if it overrides it, else the module's."""
         if self.datamodule is not None and overrides(self.datamodule, name, LightningDataModule):
-            own = self._profiled(
+            own = self.profiled(
                 getattr(self.datamodule, name), f"[LightningDataModule]{type(self.datamodule).__name__}.{name}"
             )
             return self._fire(name, [], own)
         return self.bind_module(name)
 
-    def bind_step(self, name: str) -> Hook:
-        """The user's `training_step` or one of its siblings, which may take a batch alone."""
-        own = getattr(self.module, name)
+    def bind_step(self, name: str, module: LightningModule | None = None) -> Hook:
+        """The user's `training_step` or one of its siblings, which may take a batch alone.
+
+        Args:
+            name: The method's name.
+            module: A copy of the module, whose method is meant. Default: the module itself.
+        """
+        own = getattr(module or self.module, name)
         if not is_param_in_hook_signature(own, "batch_idx", min_args=2):
             step = own
 
             def own(batch: Any, batch_idx: int, *rest: int) -> Any:
                 return step(batch, *rest)
 
-        fire = self._fire(name, [], self._profiled(own, f"[Strategy]{self.trainer.strategy.__class__.__name__}.{name}"))
+        if module is None or module is self.module:  # copies run in other threads, and a profiler knows one
+            own = self.profiled(own, self.action_of_strategy(name))
+        fire = self._fire(name, [], own, module)
         assert fire is not None
         return fire
+
+    def action_of_strategy(self, name: str) -> str:
+        """The name that a profile gives to something the strategy does."""
+        return f"[Strategy]{self.trainer.strategy.__class__.__name__}.{name}"
 
     # Called at once: for hooks that fire once or a few times in a run.
 
@@ -120,7 +131,7 @@ class Hooks:
         method = getattr(self.module, name)
         if not callable(method):
             return None
-        fire = self._fire(name, [], self._profiled(method, f"[LightningModule]{self._name}.{name}"))
+        fire = self._fire(name, [], self.profiled(method, f"[LightningModule]{self._name}.{name}"))
         return fire(*args, **kwargs) if fire else None
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +139,7 @@ class Hooks:
         method = getattr(self.datamodule, name, None)
         if not callable(method):
             return None
-        return self._profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")(*args, **kwargs)
+        return self.profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")(*args, **kwargs)
 
     # How they are made.
 
@@ -138,7 +149,7 @@ class Hooks:
 
     def _with_trainer(self, method: Hook, action: str) -> Hook:
         trainer, module = self.trainer, self.module
-        method = self._profiled(method, action)
+        method = self.profiled(method, action)
 
         def with_trainer(*args: Any, **kwargs: Any) -> None:
             method(trainer, module, *args, **kwargs)
@@ -148,10 +159,16 @@ class Hooks:
     def _of_module(self, name: str) -> Hook | None:
         if not overrides(self.module, name, LightningModule):
             return None
-        return self._profiled(getattr(self.module, name), f"[LightningModule]{self._name}.{name}")
+        return self.profiled(getattr(self.module, name), f"[LightningModule]{self._name}.{name}")
 
-    def _profiled(self, method: Hook, action: str) -> Hook:
-        if not self.profiled:
+    def profiled(self, method: Hook, action: str) -> Hook:
+        """The same function, timed if somebody asked for a profile.
+
+        Args:
+            method: The function.
+            action: The name that the profile gives it.
+        """
+        if not self.is_profiled:
             return method
         profile = self.profiler.profile
 
@@ -161,8 +178,10 @@ class Hooks:
 
         return profiled
 
-    def _fire(self, name: str, callbacks: list[Hook], module: Hook | None) -> Hook | None:
-        state, current = vars(self.module), interop.CURRENT_HOOK
+    def _fire(
+        self, name: str, callbacks: list[Hook], module: Hook | None, owner: LightningModule | None = None
+    ) -> Hook | None:
+        state, current = vars(owner or self.module), interop.CURRENT_HOOK
         if not callbacks:
             if module is None:
                 return None

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from equipoise.errors import ConfigurationError
 from equipoise.trainer import options as check
 from equipoise.trainer.options import Duration
 
@@ -70,8 +71,11 @@ class Limits:
 
     def limit_for_development(self, fast_dev_run: int | bool) -> None:
         """Applies `fast_dev_run`, which overrides the other limits."""
-        count = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
-        batches: int = check.check_count("fast_dev_run", count, least=0)
+        if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
+            raise ConfigurationError(
+                f"fast_dev_run must be True, False, or an integer of at least 0, not {fast_dev_run!r}."
+            )
+        batches = int(fast_dev_run)
         self.fast_dev_run = True if batches == 1 else fast_dev_run
         if not batches:
             return

@@ -12,7 +12,8 @@ show step values.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -26,10 +27,20 @@ from equipoise.trainer import interop
 from equipoise.trainer.interop import LogOptions
 from equipoise.trainer.log_entry import Collection, Entry, default_dtype, on_cpu, reduction_name
 
-__all__ = ["Logs"]
+__all__ = ["Logged", "Logs"]
 
 _DICTIONARIES = ("callback", "logged", "progress_bar")
 _ALL, _NONE = frozenset(_DICTIONARIES), frozenset[str]()
+
+
+class Logged(NamedTuple):
+    """One call of `self.log` in a part of a batch; see `Logs.add`."""
+
+    hook: str | None
+    name: str
+    value: Any
+    given: tuple[Any, ...]
+    batch_size: int | None
 
 
 class Logs:
@@ -50,6 +61,7 @@ class Logs:
         self._size: int | None = None
         self._stale: frozenset[str] = _NONE  # the dictionaries that lack something
         self._shown: dict[str, dict[str, Any]] = {name: {} for name in _DICTIONARIES}
+        self._parts: dict[int, list[Logged]] = {}  # by thread, while it computes a part of a batch
 
     # Collect.
 
@@ -63,6 +75,10 @@ class Logs:
             given: The values of `LogOptions` as they were given.
             batch_size: The weight in a mean; None: the size of the batch.
         """
+        if self._parts and (part := self._parts.get(get_ident())) is not None:
+            kept = value.detach().clone() if isinstance(value, Tensor) else value
+            part.append(Logged(hook, name, kept, given, batch_size))
+            return
         entry = self._entries.get((hook, name, self.dataloader_idx))
         if entry is None or entry.given != given:
             entry = self._register(hook, name, value, LogOptions(*given))
@@ -154,6 +170,14 @@ class Logs:
         self._size = infer_batch_size(self._batch) or extract_batch_size(self._batch)
         return self._size
 
+    def begin_part(self) -> None:
+        """What this thread logs from now on belongs to one part of a batch."""
+        self._parts[get_ident()] = []
+
+    def end_part(self) -> list[Logged]:
+        """The part is done; returns what it logged."""
+        return self._parts.pop(get_ident())
+
     # What the loops say.
 
     def enter(self, collection: Collection | None) -> tuple[Any, ...]:
@@ -240,7 +264,7 @@ class Logs:
             self.pending.clear()
         if not failed or self.in_batches:
             self.refresh()
-        self.collection = None
+        self.collection = self._batch = None  # after an error the batch that failed would be kept
         for values in self._shown.values():
             values.update(on_cpu(values))
 

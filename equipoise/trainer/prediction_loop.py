@@ -119,7 +119,7 @@ class PredictionLoop:
         batch_start, batch_end = hooks.bind("on_predict_batch_start"), hooks.bind("on_predict_batch_end")
         step, counts, stream = EvaluationStep(context, "predict_step"), self.progress.current, recorded.stream
         which, index, cpu = (dataloader_idx,) if several else (), -1, torch.device("cpu")
-        for batch in stream:
+        for batch in context.batches(stream, "[_PredictionLoop].predict_next"):
             index += 1
             self.progress.is_last_batch = final and index + 1 == stream.length
             parts = strategy.place(batch, transfer)

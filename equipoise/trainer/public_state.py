@@ -12,6 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -22,6 +23,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.context import Context
+from equipoise.trainer.device_selection import accelerator_of
 from equipoise.trainer.evaluation_loop import EvaluationLoop
 from equipoise.trainer.fit_loop import FitLoop
 from equipoise.trainer.lightning_view import LightningNames, StrategyView, precision_plugin
@@ -30,7 +32,6 @@ from equipoise.trainer.logs import Logs
 from equipoise.trainer.prediction_loop import PredictionLoop
 from equipoise.trainer.progress import FitProgress
 from equipoise.trainer.results import to_scalars
-from equipoise.trainer.selection import accelerator_of
 from equipoise.trainer.stages import Stages
 
 if TYPE_CHECKING:
@@ -185,6 +186,11 @@ class PublicState(Stages, Limits, LightningNames):
     def num_training_batches(self) -> float:
         """Training batches per epoch; infinite if unknown."""
         return self.fit_loop_state.max_batches
+
+    @property
+    def val_check_batch(self) -> float | None:
+        """Validation follows every so many training batches; infinite: at the epoch's end; None: by the clock."""
+        return self.fit_loop_state.val_check_batch
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -372,4 +378,5 @@ class PublicState(Stages, Limits, LightningNames):
     def _clip(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """`LightningModule.clip_gradients` comes here."""
         if clip_val > 0:
-            self.connected_strategy.clip_gradients(optimizer, clip_val, str(gradient_clip_algorithm))
+            algorithm = GradClipAlgorithmType(gradient_clip_algorithm).value
+            self.connected_strategy.clip_gradients(optimizer, clip_val, algorithm)

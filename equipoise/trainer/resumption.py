@@ -15,6 +15,8 @@ order in which the loader gives them now.
 
 from typing import TYPE_CHECKING, Any
 
+from torchmetrics import Metric
+
 from equipoise.parallel import random_state
 from equipoise.strategies.strategy import parameters_of
 from equipoise.trainer import interop
@@ -35,14 +37,10 @@ def position_of(loop: "FitLoop") -> dict[str, Any]:
     Args:
         loop: The training loop, at any moment.
     """
-    counts, window = loop.progress.batch.current, loop.window
-    in_window = (
-        0 < counts.processed < loop.max_batches
-        and counts.processed % window.parts != 0
-        and not loop.progress.batch.is_last_batch
-    )
-    parameters = [p for optimizer in loop.trainer.optimizers for p in parameters_of(optimizer)] if in_window else []
-    names = loop.context.module.named_modules()
+    window, optimizers = loop.window, loop.trainer.optimizers
+    parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)] if window.is_open else []
+    names = {id(child): name for name, child in loop.context.module.named_modules()}
+    validated = (entry.metric for entry in loop.val_loop.collection.entries.values())
     return {
         "random_state": random_state_of(loop),
         "epoch_random_state": loop.epoch_random_state,
@@ -50,8 +48,9 @@ def position_of(loop: "FitLoop") -> dict[str, Any]:
         "ahead": _kept(loop.stream),
         "window": window.state_dict(),
         "gradients": [p.grad for p in parameters],
-        "logs": loop.context.logs.state_dict(loop.collection, {id(child): name for name, child in names}),
+        "logs": loop.context.logs.state_dict(loop.collection, names),
         "metrics": interop.metric_states(loop.context.module),
+        "metrics_of_validation": [names[id(metric)] for metric in validated if id(metric) in names],
         "before_validation": loop.before_validation,
     }
 
@@ -170,7 +169,16 @@ class Resumption:
         validated = val.is_last_batch and val.current.completed == val.current.ready
         if not validated and self.position is not None and self.position["before_validation"]:
             restore_before_validation(loop, self.position["before_validation"])
+        elif validated and self.position is not None:
+            self._end_validation(self.position)
         return AfterBatch(loop)(index, last, ends, write=False, validate=not validated)
+
+    def _end_validation(self, position: dict[str, Any]) -> None:
+        """Resets the metrics of a validation that was at its end, as it would have done next."""
+        for name in position["metrics_of_validation"]:
+            metric = dict(self.loop.context.module.named_modules()).get(name)
+            if isinstance(metric, Metric):
+                metric.reset()
 
     def _load_logs(self, position: dict[str, Any]) -> None:
         """Takes back what the epoch had logged so far."""

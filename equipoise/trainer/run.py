@@ -281,7 +281,10 @@ def _release_after(trainer: "Trainer", request: Request, error: BaseException) -
     finally:
         interop.unbind_log(module, trainer.callbacks)
         interop.forget_run(module)
-        _release(trainer, module, error)
+        try:
+            _release(trainer, module, error)
+        except Exception as another:  # the first cause is what a user must see
+            error.add_note(f"Releasing failed as well: {type(another).__name__}: {another}")
         trainer.state.stage = None
 
 

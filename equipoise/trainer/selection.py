@@ -1,14 +1,13 @@
-"""From names to objects: devices, strategy, loggers, default callbacks."""
+"""From names to objects: strategy, loggers, default callbacks."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Checkpoint,
@@ -26,160 +25,37 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.callbacks.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
 from equipoise.precision import Precision
+from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
+from equipoise.strategies.data_parallel import DataParallelStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.options import Duration, check_choice, check_flags, seconds_of
 
 __all__ = [
-    "Devices",
-    "accelerator_of",
     "merge_callbacks",
     "module_init_context",
     "root_directory",
     "select_callbacks",
     "select_checkpoint_io",
-    "select_devices",
     "select_loggers",
     "select_strategy",
     "set_torch_flags",
 ]
 
-_STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (SingleDeviceStrategy,)}
-_ACCELERATORS = ["auto", "cpu", "gpu", "cuda", "mps"]
-
-Devices = int | str | Sequence[int | str | torch.device]
-
-
-# Devices
+_STRATEGIES: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (SingleDeviceStrategy, DataParallelStrategy, BalancedDataParallelStrategy)
+}
 
 
-def select_devices(accelerator: Any, devices: Devices) -> list[torch.device]:
-    """The devices that the user asked for.
-
-    Args:
-        accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
-        devices: A count, "auto", -1 for all, indices as a list or as "0,2", or torch devices, repeats allowed.
-
-    Raises:
-        ConfigurationError: If a device does not exist, or there are fewer than asked for.
-    """
-    named = _named_devices(devices)
-    kind = _device_type(accelerator, named)
-    if named is not None:
-        if wrong := [device for device in named if device.type != kind]:
-            raise ConfigurationError(
-                f"accelerator={accelerator!r} does not fit devices={devices!r}: {wrong[0]} is no {kind} device. Give"
-                " devices of one kind, and leave accelerator out or name that kind."
-            )
-        return [_existing(device) for device in named]
-    available = _count(kind)
-    if devices == "auto":
-        return [torch.device(kind, 0) if kind != "cpu" else torch.device("cpu")]
-    indices = _indices(devices, kind, available)
-    return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in indices]
-
-
-def _named_devices(devices: Devices) -> list[torch.device] | None:
-    """Torch devices, if they were given as such."""
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-        return None
-    if all(isinstance(device, int) for device in devices):
-        return None
-    try:
-        return [torch.device(device) for device in devices]
-    except (RuntimeError, TypeError):
-        raise ConfigurationError(
-            f"devices={devices!r}: a device is given as an index, a name such as 'cuda:0' or 'cpu', or a torch.device."
-        ) from None
-
-
-def _device_type(accelerator: Any, named: list[torch.device] | None) -> str:
-    if isinstance(accelerator, Accelerator):
-        accelerator = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda", "MPSAccelerator": "mps"}.get(
-            type(accelerator).__name__, accelerator
-        )
-    name = check_choice("accelerator", accelerator, _ACCELERATORS)
-    if name == "auto" and named:
-        return named[0].type
-    if name in ("auto", "gpu"):
-        found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        if name == "gpu" and found == "cpu":
-            raise ConfigurationError(
-                "accelerator='gpu' was asked for, but torch finds no GPU. Take accelerator='auto' to use what there"
-                " is, or 'cpu'."
-            )
-        return found
-    if name != "cpu" and not _count(name):
-        raise ConfigurationError(
-            f"accelerator={name!r} was asked for, but torch finds no such device. Take accelerator='auto' to use"
-            " what there is, or 'cpu'."
-        )
-    return name
-
-
-def _count(kind: str) -> int:
-    """How many devices of a kind there are; as many of the CPU as one likes."""
-    if kind == "cuda":
-        return torch.cuda.device_count()
-    return int(torch.backends.mps.is_available()) if kind == "mps" else 1 << 16
-
-
-def _existing(device: torch.device) -> torch.device:
-    if device.type == "cpu":
-        return torch.device("cpu")
-    index, available = device.index or 0, _count(device.type)
-    if device.type not in ("cuda", "mps") or index >= available:
-        raise ConfigurationError(f"The device {device} does not exist: torch finds {_inventory()}.")
-    return torch.device(device.type, index)
-
-
-def _inventory() -> str:
-    cuda = torch.cuda.device_count()
-    return f"{cuda} CUDA device{'s' * (cuda != 1)} and the CPU"
-
-
-def _indices(devices: Devices, kind: str, available: int) -> list[int]:
-    problem = (
-        f"devices={devices!r} is neither a count, nor 'auto', nor -1 for all, nor indices such as [0, 2], nor devices"
-        " such as ['cuda:0', 'cpu']."
-    )
-    if isinstance(devices, str):
-        try:
-            devices = [int(part) for part in devices.split(",") if part.strip()] if "," in devices else int(devices)
-        except ValueError:
-            raise ConfigurationError(problem) from None
-    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
-        raise ConfigurationError(problem)
-    if isinstance(devices, int):
-        count = (1 if kind == "cpu" else available) if devices == -1 else devices
-        if count < 1:
-            raise ConfigurationError(f"devices={devices!r} asks for no device. Give a count of at least 1.")
-        if count > available:
-            raise ConfigurationError(
-                f"devices={devices!r} asks for more devices than there are: torch finds {_inventory()}."
-            )
-        return list(range(count))
-    chosen = list(devices)
-    if not chosen or not all(isinstance(index, int) and not isinstance(index, bool) for index in chosen):
-        raise ConfigurationError(problem)
-    if missing := [index for index in chosen if not 0 <= index < available]:  # type: ignore[operator]
-        raise ConfigurationError(
-            f"devices={devices!r}: there is no {kind} device {missing[0]}; torch finds {_inventory()}."
-        )
-    return [int(index) for index in chosen]  # type: ignore[arg-type]
-
-
-def accelerator_of(device: torch.device) -> Accelerator:
-    """Lightning's accelerator of a device, which callbacks ask for statistics."""
-    return {"cuda": CUDAAccelerator, "mps": MPSAccelerator}.get(device.type, CPUAccelerator)()
+# Strategy
 
 
 def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_nodes: int) -> Strategy:
     """The strategy of a name, or the one that was given, connected to its devices.
 
     Args:
-        strategy: A name, "auto", or an object.
+        strategy: A name, an object, or "auto": `single_device` for one device, `dp` for several.
         devices: The devices.
         num_nodes: The number of machines.
     """
@@ -189,7 +65,9 @@ def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_n
                 f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {strategy!r}."
             )
         name = check_choice("strategy", strategy, ["auto", *_STRATEGIES])
-        strategy = SingleDeviceStrategy() if name == "auto" else _STRATEGIES[name]()
+        if name == "auto":
+            name = "single_device" if len(devices) == 1 else "dp"
+        strategy = _STRATEGIES[name]()
     strategy.connect(devices, num_nodes)
     return strategy
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, Window
 from equipoise.strategies.strategy import StepResult
 from equipoise.trainer import interop
 from equipoise.trainer.backward import Backward
-from equipoise.trainer.diagnosis import explain
+from equipoise.trainer.parts import UserStep
 from equipoise.trainer.weights import Weigher, check_weight
 
 if TYPE_CHECKING:
@@ -48,24 +49,16 @@ def make_optimization(
     return ManualOptimization(context)
 
 
-class _Step:
+class _Step(UserStep):
     """The user's training step, as strategies see it."""
 
     def __init__(self, context: "Context") -> None:
-        self.module = context.module
-        self.training_step = context.hooks.bind_step("training_step")
-        self.forward_context = context.precision.forward_context
+        super().__init__(context, "training_step")
         self.batch_idx = 0
 
-    def _run(self, part: Any) -> Any:
-        try:
-            if self.forward_context is None:
-                return self.training_step(part, self.batch_idx)
-            with self.forward_context():
-                return self.training_step(part, self.batch_idx)
-        except RuntimeError as error:
-            explain(error, self.module, part)
-            raise
+    def begin(self, batch_idx: int) -> None:
+        """The next batch."""
+        self.batch_idx, self.indices = batch_idx, (batch_idx,)
 
 
 class _AutomaticStep(_Step):
@@ -87,34 +80,23 @@ class _AutomaticStep(_Step):
         self.first = True  # whether the gradients of an earlier window are still there
 
     def __call__(self, part: Any) -> StepResult:
-        """Runs the training step on a part and takes its answer apart."""
-        out = self._run(part)
-        loss: Tensor | None
-        weight: Weight | None
-        if isinstance(out, Tensor):
-            loss, weight = out, None
-        elif isinstance(out, Mapping):
-            loss, weight = out.get("loss"), out.get("loss_weight")
-            if loss is None:
-                raise StepError(
-                    f"`training_step` returned a dictionary without 'loss'; its keys are {list(out)}. Return the loss"
-                    " under that key, or None to skip the batch."
-                )
-            if not isinstance(loss, Tensor):
-                raise StepError(
-                    "`training_step` must return the loss as a tensor with its graph, but under 'loss' is"
-                    f" {loss!r} of type {type(loss).__name__}."
-                )
-        elif out is None:
-            return StepResult(None, 0, None)
-        else:
-            raise StepError(
-                "`training_step` must return a tensor, a dictionary with the key 'loss', or None to skip the"
-                f" batch, not {type(out).__name__}."
-            )
+        """Runs the training step on a batch and takes its answer apart."""
+        out = self.run(part)
+        loss, weight = out if isinstance(out, Tensor) else None, None
+        if loss is None:
+            if out is None:
+                return StepResult(None, 0, None)
+            loss, weight = _loss_and_weight(out)
         if self.weigh is not None:
             weight = self.weigh(part) if weight is None else check_weight(weight)
         return StepResult(loss, weight, out)
+
+    def result(self, out: Any, size: int, logged: Sequence[Any]) -> StepResult:
+        """What a step on a part came to; it weighs as many samples as it has unless the user says otherwise."""
+        if out is None:
+            return StepResult(None, 0, None, logged)
+        loss, weight = (out, None) if isinstance(out, Tensor) else _loss_and_weight(out)
+        return StepResult(loss, size if weight is None else check_weight(weight), out, logged)
 
     def backward(self, result: StepResult) -> None:
         """Zeroes the gradients at the beginning of a window, then runs the backward with the part's share."""
@@ -173,7 +155,8 @@ class AutomaticOptimization:
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Computes the gradients of a batch and, if it is the last of its window, steps."""
         step = self.step
-        step.batch_idx, step.first = batch_idx, batch_idx % self.window.parts == 0
+        step.begin(batch_idx)
+        step.first = batch_idx % self.window.parts == 0
         if not last:
             return self.strategy.forward_backward(step, parts, False)
         counts = self.progress.optimizer_step.current
@@ -277,7 +260,8 @@ class AutomaticOptimization:
         loss = self._seen_loss(result)
         if loss is None:
             return {}
-        extra = result.outputs if isinstance(result.outputs, Mapping) else {}
+        out = result.outputs.gathered() if isinstance(result.outputs, PartialOutputs) else result.outputs
+        extra = out if isinstance(out, Mapping) else {}
         return {"loss": loss, **{key: value for key, value in extra.items() if key != "loss"}}
 
 
@@ -294,7 +278,7 @@ class ManualOptimization:
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Runs the training step on a batch."""
-        self.step.batch_idx = batch_idx
+        self.step.begin(batch_idx)
         return self.strategy.forward_backward(self.step, parts, last)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -335,7 +319,7 @@ class _ManualStep(_Step):
 
     def __call__(self, part: Any) -> StepResult:
         """Runs the training step on a part."""
-        out = self._run(part)
+        out = self.run(part)
         if out is not None and not isinstance(out, (Tensor, Mapping)):
             raise StepError(
                 "In manual optimisation `training_step` returns a tensor, a dictionary or nothing, not"
@@ -345,6 +329,27 @@ class _ManualStep(_Step):
 
     def backward(self, result: StepResult) -> None:
         """Nothing: the user did it."""
+
+
+def _loss_and_weight(out: Any) -> tuple[Tensor, Weight | None]:
+    """The loss and its weight in what `training_step` returned, which is no tensor."""
+    if not isinstance(out, Mapping):
+        raise StepError(
+            "`training_step` must return a tensor, a dictionary with the key 'loss', or None to skip the batch, not"
+            f" {type(out).__name__}."
+        )
+    loss = out.get("loss")
+    if loss is None:
+        raise StepError(
+            f"`training_step` returned a dictionary without 'loss'; its keys are {list(out)}. Return the loss under"
+            " that key, or None to skip the batch."
+        )
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"`training_step` must return the loss as a tensor with its graph, but under 'loss' is {loss!r} of type"
+            f" {type(loss).__name__}."
+        )
+    return loss, out.get("loss_weight")
 
 
 def _takes_no_closure(optimizer: Optimizer) -> bool:

@@ -18,11 +18,11 @@ from equipoise.trainer import selection as select
 from equipoise.trainer.checkpoint import dump_checkpoint
 from equipoise.trainer.checkpoint_file import write_checkpoint
 from equipoise.trainer.checks import as_module, data_of
+from equipoise.trainer.device_selection import Devices, select_devices
 from equipoise.trainer.options import Duration
 from equipoise.trainer.public_state import PublicState
 from equipoise.trainer.results import to_scalars
 from equipoise.trainer.run import Request, run
-from equipoise.trainer.selection import Devices
 
 __all__ = ["Trainer"]
 
@@ -129,8 +129,13 @@ class Trainer(PublicState):
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
     ) -> None:
-        check.check_flags(inference_mode=inference_mode, enable_autolog_hparams=enable_autolog_hparams)
-        chosen = select.select_devices(accelerator, devices)
+        check.check_flags(
+            inference_mode=inference_mode,
+            enable_autolog_hparams=enable_autolog_hparams,
+            use_distributed_sampler=use_distributed_sampler,
+            sync_batchnorm=sync_batchnorm,
+        )
+        chosen = select_devices(accelerator, devices)
         check.check_count("num_nodes", num_nodes, least=1)
         super().__init__(
             select.select_strategy(strategy, chosen, num_nodes),
@@ -348,9 +353,9 @@ class Trainer(PublicState):
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimiser steps of the whole training, as far as it can be known.
 
-        Asks for the training loader if nobody has yet, so `configure_optimizers` may use it.
+        Asks for the training loader if nobody has yet, so `configure_optimizers` may use it. Before any run there is
+        none: `max_steps`.
         """
-        assert self._context is not None
         return self.fit_loop_state.estimated_steps(self._context)
 
     def init_module(self, empty_init: bool | None = None) -> Any:

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from equipoise.errors import StepError
-from equipoise.parallel.split import infer_batch_size
+from equipoise.parallel.split import Splitter
 from equipoise.parallel.weighting import Weight
 
 __all__ = ["Weigher", "check_weight"]
@@ -25,20 +25,14 @@ class Weigher:
     """
 
     def __init__(self, module: LightningModule) -> None:
-        own = getattr(module, "batch_size", None)
-        self._ask = own if callable(own) else None
+        self._splitter = Splitter(module)
         self._warned = False
 
     def __call__(self, part: Any) -> int:
         """The weight of a part."""
-        if self._ask is not None:
-            size = self._ask(part)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise StepError(f"`batch_size(batch)` of the module must return the number of samples, not {size!r}.")
+        size = self._splitter.size(part)
+        if size is not None:
             return size
-        inferred = infer_batch_size(part)
-        if inferred is not None:
-            return inferred
         if not self._warned:
             self._warned = True
             rank_zero_warn(

@@ -31,7 +31,7 @@ def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise, capfd, fl
         equipoise("fit", flag)
     assert ended.value.code == 0
     shown = capfd.readouterr().out
-    assert "strategy: auto, single_device" in shown
+    assert "strategy: auto, balanced, dp, single_device" in shown
     assert "experiment: short" in shown
     assert "early_stopping" in shown
     assert "  lr: 0.1" in shown  # the present values
@@ -52,7 +52,7 @@ def test_devices_are_listed_with_their_memory(equipoise, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     code, out, _ = equipoise("devices")
     assert code == 0
-    for heading in ("device", "index", "physical", "name", "memory", "free", "compute capability"):
+    for heading in ("device", "index", "physical", "name", "memory", "free", "capability"):
         assert heading in out
     for info in list_devices():
         assert info.device in out

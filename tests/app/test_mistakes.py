@@ -17,7 +17,7 @@ MISTAKES = [
     ("fit hydra.run.dirr=3", "no key 'hydra.run.dirr'", "did you mean 'hydra.run.dir'?"),
     ("fit ~modul", "no key 'modul'", "did you mean 'module'?"),
     ("fit trainer.strategy=ddp", "'trainer.strategy' is not a key of the trainer", "strategy=NAME"),
-    ("fit strategy.foo=1", "no key 'strategy.foo'", "there are: auto, single_device"),
+    ("fit strategy.foo=1", "no key 'strategy.foo'", "there are: auto, balanced, dp, single_device"),
     ("fit experiment=typo", "In experiment/typo.yaml", "did you mean 'trainer.max_epochs'?"),
     # groups and options
     ("fit strategy=single_devise", "no 'single_devise' in the group 'strategy'", "did you mean 'single_device'?"),
@@ -60,6 +60,9 @@ MISTAKES = [
     ("test ckpt_path=best", "no earlier run of this module left a checkpoint", "Give a path"),
     ("fit ckpt_path=nowhere.ckpt", "nowhere.ckpt", ""),
     # the command line itself
+    ("fit max_epochs=3", "no key 'max_epochs'", "did you mean 'trainer.max_epochs'?"),
+    ("fit epochs=3", "no key 'epochs'", "did you mean 'trainer."),
+    ("fit callbacks=[early_stopping] callbacks.early_stopping.monitor=val_los", "monitors 'val_los'", "'val_loss'?"),
     ("fti", "no command 'fti'", "did you mean 'fit'?"),
     ("fit --multi", "no flag '--multi'", "did you mean '--multirun'?"),
     ("fit --trainer.max_epochs=3", "no flag '--trainer.max_epochs'", "as trainer.max_epochs=3"),

@@ -183,7 +183,7 @@ def test_an_experiment_changes_groups_and_values(project, equipoise):
 
 
 def test_a_sweep_has_a_folder_for_each_job(project, equipoise):
-    code, _, _ = equipoise("fit", "--multirun", "module.lr=0.1,0.2", "seed=0")
+    code, _, _ = equipoise("fit", "module.lr=0.1,0.2", "--multirun", "seed=0")
     assert code == 0
     jobs = sorted(path.parent for path in project.glob("multirun/*/*/*/config.yaml"))
     assert [job.name for job in jobs] == ["0", "1"]

@@ -5,6 +5,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
+from equipoise import ConfigurationError
+
 from . import data
 from .harness import Case, check, parity
 from .modules import Classifier
@@ -75,6 +77,7 @@ CASES = [
         name="missing-value-strict",
         callbacks=stopping("nowhere"),
         raises=RuntimeError,
+        refuses=ConfigurationError,
     ),
     Case(
         name="without-validation",

@@ -65,6 +65,17 @@ class Accumulates(Manual):
             optimizer.zero_grad()
 
 
+class ClipsByValue(Manual):
+    """Clips every element."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        optimizer.step()
+
+
 class Unwrapped(Manual):
     """Steps the optimiser itself, past Lightning's wrapper: such steps are not counted."""
 
@@ -189,6 +200,7 @@ CASES = [
     Case(name="returns-nothing", module=Silent),
     Case(name="returns-dictionary", module=ReturnsDictionary),
     Case(name="closure", module=ByClosure),
+    Case(name="clips-by-value", module=ClipsByValue),
     Case(name="accumulates-and-clips", module=Accumulates, proves=lambda r: r["counters"]["global_step"] == 6),
     Case(name="unwrapped", module=Unwrapped, proves=lambda r: r["counters"]["global_step"] == 0),
     Case(name="schedulers-by-hand", module=Scheduled),

@@ -96,6 +96,13 @@ class ClipsMore(Classifier):
         self.clip_gradients(optimizer, 0.1 / (1 + self.current_epoch), "norm")
 
 
+class ClipsByValue(Classifier):
+    """Clips every element by its own means."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
 class ClipsFirstLayer(Classifier):
     """Uses the trainer's value, for a part of the parameters."""
 
@@ -205,6 +212,7 @@ CASES = [
     Case(name="zero-grad-own", module=OwnZeroGrad),
     Case(name="zero-grad-never", module=NeverZeroes),
     Case(name="clipping-own", module=ClipsMore),
+    Case(name="clipping-own-by-value", module=ClipsByValue),
     Case(name="clipping-own-of-some", module=ClipsFirstLayer, options=CLIPPED),
     Case(name="clipping-given-twice", module=ClipsMore, options=CLIPPED, raises=MisconfigurationException),
     Case(name="before-zero-grad", module=ZeroGradHook, observe=seen("seen"), proves=lambda r: any(r["observed"])),
@@ -231,6 +239,11 @@ CASES = [
         name="epoch-ended-by-minus-one",
         module=EndsEpochEarly,
         proves=lambda r: r["counters"]["global_step"] == 6,
+    ),
+    Case(
+        name="epoch-ended-by-minus-one-in-a-window",
+        module=EndsEpochEarly,
+        options={"max_epochs": 3, "accumulate_grad_batches": 2},
     ),
     Case(
         name="epoch-ended-by-minus-one-shuffled", module=EndsEpochEarly, data=data.shuffled, options={"max_epochs": 3}

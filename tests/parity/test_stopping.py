@@ -24,9 +24,31 @@ class Stops(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class StopsOnce(Stops):
+    """Asks for an end in the midst of an accumulation window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.should_stop:
+            self.last_step = -1
+        return loss
+
+
 class StopsAtEpochEnd(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.should_stop = trainer.current_epoch == 1
+
+
+class StopsAtEpochStart(Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 1
+
+
+def fit_twice(trainer: Any, module: Any, given: Any) -> None:
+    """Goes on with the same trainer."""
+    trainer.fit(module, **given)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, **given)
 
 
 class StopsAtBatchEnd(Callback):
@@ -99,6 +121,20 @@ CASES = [
     Case(name="max-steps-with-interval", options={"max_epochs": -1, "max_steps": 9, "val_check_interval": 2}),
     Case(name="max-steps-unsized", data=data.unsized, options={"max_epochs": -1, "max_steps": 9}),
     Case(name="should-stop-in-step", module=Stops, proves=lambda r: steps(r) == 3),
+    Case(
+        name="should-stop-at-epoch-start",
+        callbacks=lambda: [StopsAtEpochStart()],
+        options={"max_epochs": 4},
+        proves=lambda r: steps(r) == 6,
+    ),
+    Case(name="fitted-twice", data=data.shuffled, run=fit_twice, proves=lambda r: steps(r) == 24),
+    Case(
+        name="stopped-in-a-window-and-fitted-again",
+        module=StopsOnce,
+        run=fit_twice,
+        options={"accumulate_grad_batches": 3},
+        proves=lambda r: steps(r) > 4,
+    ),
     Case(name="should-stop-at-batch-end", callbacks=lambda: [StopsAtBatchEnd()], proves=lambda r: steps(r) == 8),
     Case(
         name="should-stop-at-epoch-end",

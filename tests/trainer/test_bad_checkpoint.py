@@ -168,6 +168,30 @@ def test_optimisers_of_another_kind(saved: Path, tmp_path: Path) -> None:
     refuses(resume(saved / "whole.ckpt", module), "optimiser 0 (SGD)", "parameter groups", error=CheckpointError)
 
 
+def test_momentum_is_no_state_of_adam(tmp_path: Path) -> None:
+    """Other options, and other states, which Adam would only miss in its first step."""
+    run = trainer(max_epochs=1)
+    run.fit(with_optimizers(lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)), loader())
+    run.save_checkpoint(tmp_path / "momentum.ckpt")
+    module = with_optimizers(lambda m: torch.optim.Adam(m.parameters()))
+    refuses(resume(tmp_path / "momentum.ckpt", module), "another kind than Adam", "betas", error=CheckpointError)
+
+
+def test_a_schedule_that_ends_before_the_run(tmp_path: Path) -> None:
+    def scheduled(module: Any) -> Any:
+        optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
+        steps = int(module.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    run = trainer(max_epochs=1)
+    run.fit(with_optimizers(scheduled), loader())
+    run.save_checkpoint(tmp_path / "short.ckpt")
+    again = trainer(max_epochs=2)
+    call = lambda: again.fit(with_optimizers(scheduled), loader(), ckpt_path=tmp_path / "short.ckpt")  # noqa: E731
+    refuses(call, "OneCycleLR was made for 3 steps, but this run makes 6", "load_from_checkpoint")
+
+
 class Unsafe:
     """What it does when it is read, nobody knows."""
 

@@ -353,8 +353,10 @@ def test_reduce_on_plateau_may_pass_it_over() -> None:
 
 
 def test_early_stopping_watches_what_was_never_logged() -> None:
-    with pytest.raises(RuntimeError, match=r"`val_los` which is not available.*`loss`, `val_loss`"):
-        trainer(callbacks=[EarlyStopping("val_los")]).fit(Validated(), loader(), loader())
+    run = trainer(callbacks=[EarlyStopping("val_los")])
+    refuses(lambda: run.fit(Validated(), loader(), loader()), "monitors 'val_los'", "did you mean 'val_loss'?")
+    run = trainer(callbacks=[EarlyStopping("accuracy")])
+    refuses(lambda: run.fit(Validated(), loader(), loader()), "monitors 'accuracy'", "there are: loss, val_loss.")
 
 
 def test_model_checkpoint_watches_what_was_never_logged(tmp_path: Path) -> None:

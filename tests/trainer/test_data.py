@@ -413,3 +413,15 @@ def test_what_keeps_its_own_position() -> None:
 
     assert data.has_state(Stateful([1]))
     assert not data.has_state(loader())
+
+
+@pytest.mark.parametrize("none", [[], ()])
+def test_a_method_may_return_no_loader_for_validation(none: Any) -> None:
+    class NoneToday(Validated):
+        def val_dataloader(self) -> Any:
+            return none
+
+    module, run = NoneToday(), trainer(max_epochs=2)
+    with pytest.warns(UserWarning, match=r"`NoneToday.val_dataloader\(\)` holds no loader"):
+        run.fit(module, loader())
+    assert module.ran == ["training"] * 6

@@ -55,7 +55,8 @@ class Module(L.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, CLASSES)
         )
-        self.accuracy = MulticlassAccuracy(CLASSES)
+        self.accuracy, self.val_accuracy = MulticlassAccuracy(CLASSES), MulticlassAccuracy(CLASSES)
+        self.validated: list[int] = []
         self.watched, self.interval, self.automatic_optimization = watched, interval, automatic
         self.seen: list[list[int]] = []
 
@@ -75,7 +76,13 @@ class Module(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        logits = self.net(batch[0])
+        self.val_accuracy.update(logits, batch[1])
+        self.log("val_accuracy", self.val_accuracy)
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(int((self.val_accuracy.tp + self.val_accuracy.fn).sum()))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -206,6 +213,7 @@ def test_killed_anywhere(name: str, tmp_path: Path) -> None:
         trainer = train(kind, resumed, [], path, **options)
         assert_equal(reference, outcome(trainer, resumed), path.name)
         assert seen_before + resumed.seen == module.seen, path.name
+        assert set(resumed.validated) <= set(module.validated), path.name  # each sample is counted once
 
 
 def test_killed_while_a_batch_is_computed(tmp_path: Path) -> None:
@@ -224,6 +232,38 @@ def test_killed_while_a_batch_is_computed(tmp_path: Path) -> None:
         assert seen[:ended] == module.seen[:ended], path.name  # the epoch in which it was killed goes on in its order
         for epoch in range(3):
             assert sorted(index for batch in seen[7 * epoch : 7 * epoch + 7] for index in batch) == list(range(SAMPLES))
+
+
+def test_killed_before_a_batch_of_an_accumulation_window(tmp_path: Path) -> None:
+    """The gradients of the batches before it are kept, also those before the epoch's last batch."""
+
+    class Plain(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, 1)
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def fit(callbacks: list[Any], path: Path | None = None) -> Tensor:
+        torch.manual_seed(1)
+        module = Plain()
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(
+            max_epochs=2, accumulate_grad_batches=3, enable_model_summary=False, callbacks=callbacks, **options
+        )
+        trainer.fit(module, DataLoader(Samples().features, batch_size=4), ckpt_path=path)
+        return module.layer.weight.detach()
+
+    saver = SaveEverywhere(tmp_path, ("on_train_batch_start",))
+    expected = fit([saver])
+    assert len(saver.saved) == 14
+    for path, _ in saver.saved:
+        assert torch.equal(fit([], path), expected), path.name
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")

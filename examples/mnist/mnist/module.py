@@ -1,5 +1,7 @@
 """The model and how it is trained."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -15,7 +17,7 @@ class ConvNet(LightningModule):
         channels: Channels of the first convolution; the second has twice as many. Default: 8.
         features: Features between the linear layers. Default: 128.
         dropout: The share of features left out in training, between 0 and 1. Default: 0.2.
-        lr: The highest learning rate of the one-cycle schedule. Default: 0.005.
+        lr: The highest learning rate of the schedule. Default: 0.005.
         weight_decay: AdamW's weight decay. Default: 0.01.
     """
 
@@ -69,11 +71,14 @@ class ConvNet(LightningModule):
         return self(batch[0]).argmax(dim=1)
 
     def configure_optimizers(self) -> dict[str, object]:
-        """AdamW with a one-cycle schedule, stepped with every batch."""
+        """AdamW; the learning rate rises, then falls along a cosine, with every batch until the end of the training."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share_of_lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _share_of_lr(self, step: int) -> float:
+        done = min(step / self.trainer.estimated_stepping_batches, 1.0)
+        return done / 0.3 + 0.01 if done < 0.3 else 0.5 * (1 + math.cos(math.pi * (done - 0.3) / 0.7))
 
     def _evaluate(self, name: str, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch

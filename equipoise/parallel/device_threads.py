@@ -1,0 +1,135 @@
+"""One thread for each distinct device; what is to run on one device runs there in order.
+
+Work for the first device runs in the calling thread. Where all devices are the same one there are no threads at all, so
+runs on `["cpu", "cpu"]` draw their random numbers in the same order every time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+__all__ = ["DeviceThreads", "ThreadState"]
+
+T = TypeVar("T")
+
+
+class ThreadState(NamedTuple):
+    """What torch keeps for each thread and a new thread lacks.
+
+    Attributes:
+        grad, inference: The modes for gradients.
+        autocast: For each type of device whether it casts, and to which dtype.
+        cache: Whether autocast keeps the weights it has cast.
+        default_device: Where tensors are made.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+    default_device: torch.device
+
+    @classmethod
+    def capture(cls, device_types: Sequence[str]) -> "ThreadState":
+        """The state of the calling thread.
+
+        Args:
+            device_types: "cpu", "cuda", ...: whose autocast matters.
+        """
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_device(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The same state in another thread."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            yield
+
+
+class DeviceThreads:
+    """Runs functions on devices.
+
+    Args:
+        devices: All devices, repeats allowed.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        kinds = {device.type for device in devices} | {"cpu"}
+        self._kinds = tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+        others = len(set(devices)) - 1
+        self._pool = ThreadPoolExecutor(others, thread_name_prefix="equipoise-device") if others else None
+
+    def run(self, functions: Sequence[tuple[int, Callable[[], T]]]) -> list[T]:
+        """Runs functions and returns their answers in order.
+
+        Args:
+            functions: Each with the index of its device.
+
+        Raises:
+            BaseException: What the first of them raised that failed, with a note on which device; the others have
+                ended by then.
+        """
+        answers: list[Any] = [None] * len(functions)
+        by_device: dict[torch.device, list[int]] = {}
+        for position, (index, _) in enumerate(functions):
+            by_device.setdefault(self.devices[index], []).append(position)
+
+        def work(device: torch.device, positions: list[int]) -> None:
+            for position in positions:
+                try:
+                    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                        answers[position] = functions[position][1]()
+                except BaseException as error:
+                    error.add_note(f"This was part {position + 1} of {len(functions)} of the batch, on {device}.")
+                    raise
+
+        (first, own), *others = by_device.items()
+        state = ThreadState.capture(self._kinds) if others else None
+        futures = [self._submit(state, work, device, positions) for device, positions in others]
+        errors: list[BaseException] = []
+        try:
+            work(first, own)
+        except BaseException as error:
+            errors.append(error)
+        errors += [failure for future in futures if (failure := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return answers
+
+    def _submit(
+        self,
+        state: ThreadState | None,
+        work: Callable[[torch.device, list[int]], None],
+        device: torch.device,
+        positions: list[int],
+    ) -> Future[None]:
+        assert self._pool is not None
+        assert state is not None
+        entered = state.entered
+
+        def in_thread() -> None:
+            with entered():
+                work(device, positions)
+
+        return self._pool.submit(in_thread)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None

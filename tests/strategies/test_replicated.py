@@ -1,0 +1,541 @@
+"""Replicas in one process: what users see of it is what one device shows them."""
+
+import math
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.regression import PearsonCorrCoef
+
+from equipoise import (
+    BalancedDataParallelStrategy,
+    ConfigurationError,
+    DataParallelStrategy,
+    StepError,
+    Strategy,
+    Trainer,
+)
+from tests.conftest import ignoring
+
+pytestmark = ignoring()
+CLASSES = 3
+Answer = namedtuple("Answer", ["logits", "names"])
+
+
+class Batches(list[Any]):
+    """(features, labels), double."""
+
+    def __init__(self, *sizes: int) -> None:
+        draw = torch.Generator().manual_seed(1)
+        super().__init__(
+            (
+                torch.randn(size, 4, dtype=torch.float64, generator=draw),
+                torch.randint(CLASSES, (size,), generator=draw),
+            )
+            for size in sizes or (7, 7, 5, 2)
+        )
+
+
+def loader(*sizes: int) -> DataLoader[Any]:
+    return DataLoader(Batches(*sizes), batch_size=None)
+
+
+class Module(L.LightningModule):
+    """Logs in every way, and returns more than the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+        self.accuracy = MulticlassAccuracy(CLASSES)
+        scores = {"f1": MulticlassF1Score(CLASSES), "accuracy": MulticlassAccuracy(CLASSES, average="micro")}
+        self.scores = MetricCollection(scores, prefix="val_")
+        self.mean = MeanMetric()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.net(features)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, labels = batch
+        logits = self(features)
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.accuracy(logits, labels)
+        self.mean.update(features[:, 0])
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("largest", features.max(), reduce_fx="max", on_epoch=True)
+        self.log("seen", float(len(features)), reduce_fx="sum", on_epoch=True)
+        self.log("sized", labels.double().mean(), batch_size=len(labels), on_epoch=True)
+        return {"loss": loss, "logits": logits, "correct": (logits.argmax(1) == labels).sum(), "note": "same"}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        self.scores.update(logits, batch[1])
+        self.log_dict(self.scores)
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]))
+        return logits
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return {"answer": Answer(logits, [f"{label}" for label in batch[1].tolist()]), "pair": [logits, batch[1]]}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Seen(L.Callback):
+    """Keeps what callbacks are shown of every training batch."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.metrics: list[dict[str, float]] = []
+        self.validated: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
+        self.validated.append(outputs)
+
+
+def trainer(strategy: Strategy | str = "single_device", devices: int = 1, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    run = {"precision": "64-true", "max_epochs": 2, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return Trainer(strategy=strategy, devices=["cpu"] * devices, **{**quiet, **run, **options})
+
+
+def seeded(make: type[Any] = Module) -> Any:
+    torch.manual_seed(3)
+    return make()
+
+
+STRATEGIES: dict[str, tuple[Any, int]] = {
+    "dp": (DataParallelStrategy, 3),
+    "more devices than samples": (DataParallelStrategy, 9),
+    "forward": (lambda: DataParallelStrategy(parallelize="forward"), 3),
+    "balanced": (lambda: BalancedDataParallelStrategy(shares=[1, 3]), 2),
+    "first device left out": (lambda: BalancedDataParallelStrategy(shares=[0, 1, 2]), 3),
+    "first device": (lambda: BalancedDataParallelStrategy(first_device_batch_size=1), 3),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> tuple[Strategy, int]:
+    make, devices = STRATEGIES[request.param]
+    return make(), devices
+
+
+def close(one: Any, other: Any, tolerance: float = 1e-12) -> bool:
+    left, right = (torch.as_tensor(value, dtype=torch.float64) for value in (one, other))
+    return bool(torch.allclose(left, right, rtol=tolerance, atol=tolerance / 10))
+
+
+def tolerance_of(name: str) -> float:
+    """MeanMetric computes in float32, whatever its dtype."""
+    return 1e-6 if name == "mean" else 1e-12
+
+
+# What is seen
+
+
+@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
+def test_values_and_outputs_are_those_of_one_device(strategy: tuple[Strategy, int]) -> None:
+    runs = []
+    for run in (trainer(callbacks=[Seen()]), trainer(*strategy, callbacks=[Seen()])):
+        module = seeded()
+        run.fit(module, loader(), loader())
+        runs.append((run, run.callbacks[0], module))
+    (one, expected, module), (other, actual, parallel) = runs
+    assert one.callback_metrics.keys() == other.callback_metrics.keys()
+    for name, value in one.callback_metrics.items():
+        assert close(value, other.callback_metrics[name], tolerance_of(name)), name
+    for step, (theirs, ours) in enumerate(zip(expected.metrics, actual.metrics, strict=True)):
+        assert theirs.keys() == ours.keys()
+        assert all(close(theirs[name], ours[name], tolerance_of(name)) for name in theirs), f"step {step}: {theirs} became {ours}"
+    for theirs, ours in zip(expected.outputs, actual.outputs, strict=True):
+        assert theirs.keys() == ours.keys()
+        assert ours["note"] == "same"
+        assert int(theirs["correct"]) == int(ours["correct"])
+        assert close(theirs["logits"], ours["logits"])
+        assert close(theirs["loss"], ours["loss"])
+    assert all(close(theirs, ours) for theirs, ours in zip(expected.validated, actual.validated, strict=True))
+    assert module.state_dict().keys() == parallel.state_dict().keys()
+    assert module.accuracy.metric_state.keys() == parallel.accuracy.metric_state.keys()
+
+
+@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
+def test_predictions_are_in_the_order_of_the_data(strategy: tuple[Strategy, int]) -> None:
+    expected = trainer().predict(seeded(), loader())
+    actual = trainer(*strategy).predict(seeded(), loader())
+    assert expected is not None
+    assert actual is not None
+    for one, other in zip(expected, actual, strict=True):
+        assert type(other["answer"]) is Answer
+        assert close(one["answer"].logits, other["answer"].logits)
+        assert one["answer"].names == other["answer"].names
+        assert type(other["pair"]) is list
+        assert torch.equal(one["pair"][1], other["pair"][1])
+
+
+def test_csv_of_a_run(tmp_path: Path) -> None:
+    """Step and epoch values, in files."""
+    for name, of in (("one", ("single_device", 1)), ("three", ("dp", 3))):
+        logger = CSVLogger(tmp_path, name=name, version=0)
+        trainer(*of, logger=logger, log_every_n_steps=1).fit(seeded(), loader(), loader())
+    one, three = ((tmp_path / name / "version_0" / "metrics.csv").read_text().splitlines() for name in ("one", "three"))
+    assert one[0] == three[0]
+    for left, right in zip(one[1:], three[1:], strict=True):
+        for theirs, ours in zip(left.split(","), right.split(","), strict=True):
+            assert theirs == ours or close(float(theirs), float(ours), 1e-6)
+
+
+def test_metrics_hold_the_whole_batch() -> None:
+    class Check(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            counted.append(int(sum(getattr(module.accuracy, name).sum() for name in ("tp", "fn"))))
+            updates.append(module.accuracy.update_count)
+
+    counted: list[int] = []
+    updates: list[int] = []
+    trainer("dp", 3, callbacks=[Check()], max_epochs=1, limit_val_batches=0).fit(seeded(), loader(), loader())
+    assert counted == [7, 14, 19, 21]
+    assert updates == [1, 2, 3, 4]
+
+
+def test_a_metric_that_cannot_be_put_together() -> None:
+    class Correlated(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.correlation = PearsonCorrCoef()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.correlation.update(batch[0][:, 0], batch[0][:, 1])
+            return self(batch[0]).square().mean()
+
+    with pytest.raises(StepError, match=r"PearsonCorrCoef cannot be put together.*parallelize='forward'"):
+        trainer("dp", 2, limit_val_batches=0).fit(Correlated(), loader(), loader())
+    module = Correlated()
+    trainer(DataParallelStrategy(parallelize="forward"), 2, limit_val_batches=0).fit(module, loader(), loader())
+    assert module.correlation.update_count == 8
+
+
+# State
+
+
+def test_the_first_replica_keeps_buffers_and_attributes() -> None:
+    class Counting(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("total", torch.zeros(()))
+            self.steps = 0
+            self.sizes: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.steps += 1
+            self.sizes.append(len(batch[0]))  # shared by all parts
+            self.total += len(batch[0])
+            return self.net(self.norm(batch[0])).square().mean()
+
+    for shares, kept in (([1, 2], 2 + 2 + 2 + 2), ([0, 2, 1], 5 + 5 + 3 + 4)):
+        module = Counting()
+        run = trainer(BalancedDataParallelStrategy(shares=shares), len(shares), max_epochs=1, limit_val_batches=0)
+        run.fit(module, loader(7, 7, 5, 6))
+        assert module.total == kept
+        assert module.steps == 4
+        assert module.norm.num_batches_tracked == 4
+        assert sum(module.sizes) == 25
+
+
+def test_nothing_is_left_in_the_module() -> None:
+    module = seeded()
+    before = set(vars(module))
+    for parallelize in ("step", "forward"):
+        run = trainer(DataParallelStrategy(parallelize=parallelize), 3)
+        run.fit(module, loader(), loader())
+        assert set(vars(module)) - before <= {"_trainer"}
+        assert module.forward.__func__ is Module.forward
+        assert run.connected_strategy._replicas is None
+
+
+def test_gradients_are_whole_in_every_hook() -> None:
+    class Watching(Module):
+        def on_after_backward(self) -> None:
+            seen.append(self.net[0].weight.grad.clone())
+
+        def backward(self, loss: Tensor) -> None:
+            loss.backward()
+
+    seen: list[Tensor] = []
+    for of in (("single_device", 1), ("dp", 3)):
+        trainer(*of, max_epochs=1, limit_val_batches=0).fit(seeded(Watching), loader(), loader())
+    one, three = seen[:4], seen[4:]
+    assert all(close(expected, actual) for expected, actual in zip(one, three, strict=True))
+
+
+def test_weights_exchanged_for_an_evaluation_reach_the_replicas() -> None:
+    """Moving averages are often written through `.data`, which leaves no trace."""
+
+    class Exchange(L.Callback):
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.kept = [p.detach().clone() for p in module.parameters()]
+            for parameter in module.parameters():
+                parameter.data.zero_()
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            for parameter, kept in zip(module.parameters(), self.kept, strict=True):
+                parameter.data.copy_(kept)
+
+    results = []
+    for of in (("single_device", 1), ("dp", 3)):
+        run, module = trainer(*of, callbacks=[Exchange()]), seeded()
+        run.fit(module, loader(), loader())
+        results.append((float(run.callback_metrics["val_loss"]), module.net[0].weight.detach().clone()))
+    assert close(results[1][0], math.log(CLASSES))
+    assert close(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_resumed_with_another_number_of_devices(devices: int, tmp_path: Path) -> None:
+    whole = seeded()
+    trainer("dp", 3, max_epochs=4).fit(whole, loader(), loader())
+    first = trainer("dp", 3, max_epochs=2)
+    first.fit(seeded(), loader(), loader())
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = seeded()
+    name = "single_device" if devices == 1 else "dp"
+    trainer(name, devices, max_epochs=4).fit(resumed, loader(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    for expected, actual in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert close(expected.detach(), actual.detach())
+
+
+# Only some devices
+
+
+def test_only_devices_with_a_part_take_part() -> None:
+    class Counting(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            sizes.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    sizes: list[int] = []
+    trainer("dp", 4, max_epochs=1, limit_val_batches=0).fit(seeded(Counting), loader(6, 2, 1), loader())
+    assert sizes == [2, 2, 1, 1, 1, 1, 1]
+
+
+def test_skipped_parts() -> None:
+    """A part that returns None weighs nothing; a batch of which all do is left out."""
+
+    class Skipping(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            keep = batch[0][:, 0] > 0
+            return self.net(batch[0][keep]).square().sum(1).mean() if keep.any() else None
+
+    class SkippingWeighted(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            keep = batch[0][:, 0] > 0
+            if not keep.any():
+                return None
+            return {"loss": self.net(batch[0][keep]).square().sum(1).mean(), "loss_weight": int(keep.sum())}
+
+    one, many = seeded(Skipping), seeded(SkippingWeighted)
+    trainer(max_epochs=1, limit_val_batches=0).fit(one, loader(), loader())
+    trainer("dp", 7, max_epochs=1, limit_val_batches=0).fit(many, loader(), loader())
+    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
+        assert close(expected.detach(), actual.detach())
+
+
+def test_dim() -> None:
+    class Sequences(L.LightningModule):
+        """(time, batch, features)."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(4, 5)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            shapes.append(tuple(batch.shape))
+            return self.rnn(batch)[0].square().mean()
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.rnn(batch)[0]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    shapes: list[tuple[int, ...]] = []
+    data = DataLoader([torch.randn(6, 5, 4, dtype=torch.float64) for _ in range(3)], batch_size=None)
+    modules = [seeded(Sequences), seeded(Sequences)]
+    trainer(max_epochs=1).fit(modules[0], data)
+    run = trainer(BalancedDataParallelStrategy(shares=[1, 4], dim=1), 2, max_epochs=1)
+    run.fit(modules[1], data)
+    assert shapes[3:5] == [(6, 1, 4), (6, 4, 4)]
+    for expected, actual in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        assert close(expected.detach(), actual.detach())
+    (one, *_), (two, *_) = trainer().predict(modules[0], data), run.predict(modules[1], data)
+    assert close(one, two)
+
+
+# The forward alone
+
+
+def test_the_step_runs_once_and_forward_in_parts() -> None:
+    class Counting(Module):
+        def forward(self, features: Tensor) -> Any:
+            sizes.append(len(features))
+            return {"deep": [(super().forward(features), torch.tensor(1.0))], "name": "net"}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = self(batch[0])
+            assert out["name"] == "net"
+            assert out["deep"][0][1].shape == (2,)  # as nn.DataParallel gathers
+            return nn.functional.cross_entropy(out["deep"][0][0], batch[1])
+
+    sizes: list[int] = []
+    run = trainer(DataParallelStrategy(parallelize="forward", output_device=1), 2, max_epochs=1, limit_val_batches=0)
+    run.fit(seeded(Counting), loader(), loader())
+    assert sizes == [4, 3, 4, 3, 3, 2, 1, 1]
+
+
+def test_arguments_of_forward_that_cannot_be_cut() -> None:
+    class Two(Module):
+        def forward(self, features: Tensor, state: Any = None) -> Tensor:
+            return super().forward(features)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0], state=torch.zeros(3, len(batch[0]))).square().mean()
+
+    with pytest.raises(StepError, match=r"argument\[1\]\['state'\] is of length 3.*parallelize='step'"):
+        trainer(DataParallelStrategy(parallelize="forward"), 2, limit_val_batches=0).fit(Two(), loader(), loader())
+
+
+# Errors
+
+
+@pytest.mark.parametrize("parallelize", ["step", "forward"])
+def test_an_error_in_one_replica(parallelize: Any) -> None:
+    class Failing(Module):
+        def forward(self, features: Tensor) -> Tensor:
+            if fails and len(features) == 4:
+                raise KeyError("in the user's code")
+            return super().forward(features)
+
+    fails = True
+    module = seeded(Failing)
+    run = trainer(BalancedDataParallelStrategy(shares=[3, 4], parallelize=parallelize), 2, max_epochs=1)
+    with pytest.raises(KeyError, match="in the user's code") as caught:
+        run.fit(module, loader(), loader())
+    assert caught.value.__notes__ == ["This was part 2 of 2 of the batch, on cpu."]
+    assert any(entry.name == "forward" and entry.path == Path(__file__) for entry in caught.traceback)
+    fails = False
+    run.fit(module, loader(), loader())
+    assert run.global_step == 4
+
+
+def test_different_structures() -> None:
+    class Different(Module):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"a": batch[0]} if len(batch[0]) == 4 else {"b": batch[0]}
+
+    message = r"different structures: part 1: a dict with keys \['a'\]; part 2: a dict with keys \['b'\]"
+    with pytest.raises(StepError, match=message):
+        trainer("dp", 2).predict(Different(), loader())
+
+
+class Detection(Module):
+    """Images of unequal size, and boxes of unequal number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pairs = zip(*batch, strict=True)
+        losses = [image.mean() * self.net[0].weight.sum() + target["boxes"].sum() for image, target in pairs]
+        return torch.stack(losses).mean()
+
+
+IMAGES = [torch.randn(3, 4 + index, 5, dtype=torch.float64) for index in range(5)]
+TARGETS = [{"boxes": torch.randn(1 + index, 4, dtype=torch.float64)} for index in range(5)]
+UNCUTTABLE: dict[str, tuple[Any, str]] = {
+    "a detection batch": ((IMAGES, TARGETS), r"batch\[0\]\[0\] is of length 3.*batch_size\(self, batch\).*split_batch"),
+    "images alone": (IMAGES, r"whole samples, as a list of images"),
+    "no tensors": ({"text": ["a", "b"]}, r"there is no tensor in this dict"),
+    "unequal lengths": (
+        (torch.zeros(4, 2), {"mask": torch.zeros(5)}),
+        r"batch\[0\] is of length 4, batch\[1\]\['mask'\] is of length 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCUTTABLE)
+def test_batches_that_cannot_be_cut(name: str) -> None:
+    batch, message = UNCUTTABLE[name]
+    with pytest.raises(StepError, match=message):
+        trainer("dp", 2, limit_val_batches=0).fit(Detection(), DataLoader([batch], batch_size=None), loader())
+
+
+def test_the_way_out_is_one() -> None:
+    class Told(Detection):
+        def batch_size(self, batch: Any) -> int:
+            return len(batch[0])
+
+        def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
+            ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+            return [(batch[0][end - n : end], batch[1][end - n : end]) for n, end in zip(sizes, ends, strict=True)]
+
+    data, modules = DataLoader([(IMAGES, TARGETS)], batch_size=None), [seeded(Told), seeded(Told)]
+    trainer(limit_val_batches=0).fit(modules[0], data, loader())
+    trainer("dp", 2, limit_val_batches=0).fit(modules[1], data, loader())
+    assert close(modules[0].net[0].weight.detach(), modules[1].net[0].weight.detach())
+
+
+class ByHand(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Keeping(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(3, 3)
+
+
+def test_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"optimises by hand.*parallelize='forward'"):
+        trainer("dp", 2).fit(ByHand(), loader(), loader())
+    module = Module()
+    module.net[0].to("meta")
+    with pytest.raises(
+        ConfigurationError, match=r"lie on several devices: net\.0\.weight on meta, net\.2\.weight on cpu"
+    ):
+        trainer("dp", 2).fit(module, loader(), loader())
+    run = trainer("dp", 2)
+    run.connected_strategy.devices = (torch.device("cpu"), torch.device("meta"))
+    with pytest.raises(ConfigurationError, match=r"Keeping\.table is a tensor.*register_buffer\('table'"):
+        run.fit(Keeping(), loader(), loader())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parallelize": "loss"}, "must be 'step' or 'forward', not 'loss'"),
+        ({"dim": -1}, "dim must be the index of a dimension"),
+        ({"output_device": 1}, "no effect with parallelize='step'"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DataParallelStrategy(**arguments)
+
+
+@pytest.mark.parametrize("output_device", [2, "cuda:7", "nowhere"])
+def test_output_device_must_be_one_of_the_devices(output_device: Any) -> None:
+    with pytest.raises(ConfigurationError, match="none of the devices cpu, cpu"):
+        trainer(DataParallelStrategy(parallelize="forward", output_device=output_device), 2)
