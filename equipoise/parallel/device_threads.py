@@ -106,9 +106,12 @@ class DeviceThreads:
             work(first, own)
         except BaseException as error:
             errors.append(error)
-        errors += [failure for future in futures if (failure := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+        errors += [failure for failure in [future.exception() for future in futures] if failure is not None]
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            del errors, futures  # else the error, in whose traceback this frame is, would keep itself alive
         return answers
 
     def _submit(

@@ -7,16 +7,39 @@ refer to the module, to parts of it or to its device refer to the copy's instead
 import copy
 import weakref
 from collections.abc import Sequence
+from operator import is_
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from equipoise.parallel import foreach, internals
+from equipoise.parallel.split import rebuild
 
 __all__ = ["Replica"]
+
+
+class _Attributes(NamedTuple):
+    """The attributes of a module and of its copy.
+
+    Attributes:
+        source, target: The module's and the copy's.
+        kept: What the copy has instead of the module's.
+        replaced: What of the module that stands for.
+        seen: The module's, when the last two were made.
+    """
+
+    source: dict[str, Any]
+    target: dict[str, Any]
+    kept: dict[str, Any]
+    replaced: dict[str, Any]
+    seen: list[Any]
+
+    def are_others(self) -> bool:
+        """Whether the module has other attributes now."""
+        return len(self.source) != len(self.seen) or not all(map(is_, self.source.values(), self.seen))
 
 
 class Replica:
@@ -43,7 +66,11 @@ class Replica:
         self._buffers: list[tuple[dict[str, Any], dict[str, Any], str]] = []
         with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy(original)
-        self._attributes = [self._private_attributes(*pair) for pair in self._shells]
+        self._attributes = [self._private_attributes(vars(source), vars(shell)) for source, shell in self._shells]
+        self.refresh_attributes()
+        for _, shell in self._shells:
+            if isinstance(shell, nn.RNNBase):
+                shell.flatten_parameters()  # for cuDNN; values copied into them later leave them so
         self._structure = self._present_structure()
         self._seen_buffers: list[Tensor] = []
         self._versions: tuple[int | None, int | None] = (None, None)
@@ -87,24 +114,21 @@ class Replica:
 
     def _copy_metric(self, module: nn.Module) -> nn.Module:
         """Metrics gather what they see in attributes, so copies share nothing."""
-        made: nn.Module = copy.deepcopy(module).to(self.device)
-        self._copies[id(module)] = made
+        made: nn.Module = copy.deepcopy(module, dict(self._copies)).to(self.device)
         for source, other in zip(module.modules(), made.modules(), strict=True):
-            if isinstance(source, Metric) and isinstance(other, Metric):
+            if isinstance(source, Metric) and isinstance(other, Metric) and id(source) not in self._copies:
                 self.metrics.append((source, other))
                 internals.take_metric_state(other)
+            self._copies[id(source)] = other
         return made
 
-    def _private_attributes(
-        self, source: nn.Module, target: nn.Module
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """A module's attributes, its copy's, what the copy keeps, and what of the module that stands for."""
-        kept = {name: vars(target)[name] for name in internals.STRUCTURE}
+    def _private_attributes(self, source: dict[str, Any], target: dict[str, Any]) -> _Attributes:
+        kept = {name: target[name] for name in internals.STRUCTURE}
         replaced = {}
-        for name, value in vars(source).items():
+        for name, value in source.items():
             if name not in kept and (own := self._own(value)) is not value:
                 kept[name], replaced[name] = own, value
-        return vars(source), vars(target), kept, replaced
+        return _Attributes(source, target, kept, replaced, list(source.values()))
 
     def _own(self, value: Any) -> Any:
         """What stands in the copy for an attribute that refers to the module, to parts of it, or to its device."""
@@ -120,29 +144,35 @@ class Replica:
             items = [self._own(item) for item in value]
             return type(value)(items) if any(map(_differ, items, value)) else value
         if isinstance(value, dict):
-            held = {key: self._own(item) for key, item in value.items()}
-            return held if any(map(_differ, held.values(), value.values())) else value
+            items = [self._own(item) for item in value.values()]
+            return rebuild(value, items) if any(map(_differ, items, value.values())) else value
         return value
 
     # Before every step.
 
-    def _present_structure(self) -> list[list[int]]:
+    def _present_structure(self) -> list[list[Any]]:
         return [
-            [id(part) for name in ("_parameters", "_modules") for part in vars(source)[name].values()]
+            [
+                *map(id, internals.parameters_of(source).values()),
+                *map(id, internals.children_of(source).values()),
+                *[name for name, buffer in internals.buffers_of(source).items() if buffer is not None],
+            ]
             for source, _ in self._shells
         ]
 
     def is_outdated(self) -> bool:
-        """Whether parameters or modules have come or gone since the copy was made."""
+        """Whether parameters, buffers or modules have come or gone since the copy was made."""
         return self._structure != self._present_structure()
 
     def refresh_attributes(self) -> None:
         """Sets the copy's attributes to the module's."""
-        for source, target, kept, replaced in self._attributes:
+        for index, attributes in enumerate(self._attributes):
+            if attributes.are_others():
+                self._attributes[index] = attributes = self._private_attributes(*attributes[:2])
+            source, target, kept, replaced, _ = attributes
             for name, value in replaced.items():
-                present = source.get(name)
-                if present is not value or type(value) in (list, dict):
-                    kept[name], replaced[name] = self._own(present), present
+                if isinstance(value, (list, dict)):  # whose items may have changed
+                    kept[name] = self._own(value)
             target.clear()
             target.update(source)
             target.update(kept)
@@ -159,6 +189,8 @@ class Replica:
 
     def has_stale_buffers(self) -> bool:
         """Whether buffers have changed, here or in the module, since this was asked last."""
+        if any(own.get(name) is None for _, own, name in self._buffers):
+            return True  # the copy's step has taken one away
         buffers = [tensor for sources, own, name in self._buffers for tensor in (sources[name], own[name])]
         version = internals.versions(buffers)
         same = len(buffers) == len(self._seen_buffers) and not any(map(_differ, buffers, self._seen_buffers))
@@ -177,16 +209,24 @@ class Replica:
     def load_buffers(self, tensors: Sequence[Tensor]) -> None:
         """Copies values into the buffers, without a trace in the graphs that use them."""
         for (_, own, name), tensor in zip(self._buffers, tensors, strict=True):
-            if own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
+            if not _alike(own.get(name), tensor):
                 own[name] = torch.empty_like(tensor, device=self.device)
         foreach.copy_([own[name].data for _, own, name in self._buffers], [tensor.data for tensor in tensors])
 
     def give_back(self) -> None:
         """Makes the module's buffers and attributes those of the copy, which computed in the module's place."""
-        sources, own = self.buffers(), [own[name] for _, own, name in self._buffers]
-        foreach.copy_([source.data for source in sources], [buffer.data for buffer in own])
-        for source, target, kept, _ in self._attributes:
+        for sources, own, name in self._buffers:
+            buffer = own.get(name)
+            if buffer is not None and not _alike(sources[name], buffer):
+                sources[name] = torch.empty_like(buffer, device=sources[name].device)
+        pairs = [(sources[name], own[name]) for sources, own, name in self._buffers if own.get(name) is not None]
+        foreach.copy_([source.data for source, _ in pairs], [buffer.data for _, buffer in pairs])
+        for source, target, kept, _, _ in self._attributes:
             source.update({name: value for name, value in target.items() if name not in kept})
+
+
+def _alike(buffer: Tensor | None, other: Tensor) -> bool:
+    return buffer is not None and buffer.shape == other.shape and buffer.dtype == other.dtype
 
 
 def _differ(one: object, other: object) -> bool:

@@ -76,6 +76,8 @@ class Replicas:
     def _made(self, index: int) -> Replica:
         replica = self._replicas.get(index)
         if replica is None or replica.is_outdated():
+            if replica is not None:
+                self._replicas.clear()  # the others are outdated as well
             _check_hooks(self.module)
             replica = self._replicas[index] = Replica(self.module, self.devices[index])
         return replica

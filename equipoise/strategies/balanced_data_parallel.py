@@ -145,14 +145,14 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
                     f" the others would get no more than the first. It is cut evenly, into {sizes}."
                 )
             return sizes
-        if self._calibration is not None and self._training and batch_size >= 4 * devices:
+        if self._calibration is not None and self._training and self._is_measurable(batch_size):
             return self._calibration.sizes(batch_size)
         return even_sizes(batch_size, devices) if self._shares is None else sizes_by_shares(batch_size, self._shares)
 
     def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
         work = [(index, self._simulate(index, run, size)) for (index, run), size in zip(functions, sizes, strict=True)]
         calibration = self._calibration
-        if calibration is None or not self._training or len(functions) < len(self.devices):
+        if calibration is None or not self._training or not self._is_measurable(sum(sizes)):
             return super()._compute(work, sizes)
         work = [(index, calibration.measured(index, run, n)) for (index, run), n in zip(work, sizes, strict=True)]
         answers = super()._compute(work, sizes)
@@ -161,6 +161,10 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
             self.shares = calibration.result()
             rank_zero_info(f"Measured shares of {', '.join(map(str, self.devices))}: shares={self._shares} pins them.")
         return answers
+
+    def _is_measurable(self, batch_size: int) -> bool:
+        """Whether a batch is large enough for every device to get a part, and a larger and a smaller one."""
+        return batch_size >= 4 * len(self.devices)
 
     def _simulate(self, index: int, function: Callable[[], Any], size: int) -> Callable[[], Any]:
         device = self.simulated.get(index)

@@ -222,7 +222,8 @@ class ReplicatedStrategy(Strategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps the optimiser; see `Strategy.optimizer_step`."""
-        self.collect_gradients()  # of a backward that a user ran by hand
+        if self.parallelize == "forward":
+            self.collect_gradients()  # of a backward that a user ran by hand
         answer = super().optimizer_step(optimizer, closure, **kwargs)
         if self._replicas is not None:
             self._replicas.distrust()

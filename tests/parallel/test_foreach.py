@@ -15,6 +15,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.com
 
 def test_torch_has_the_names_that_begin_with_an_underscore() -> None:
     assert callable(torch._foreach_mul_)
+    assert callable(torch._foreach_add_)
+    assert callable(torch._foreach_copy_)
 
 
 @settings(deadline=None)
@@ -58,6 +60,53 @@ def test_sparse_gradients(factor: float | Tensor) -> None:
     foreach.multiply_(tensors, factor)
     assert tensors[0].is_sparse
     assert all(torch.equal(t.to_dense(), e) for t, e in zip(tensors, expected, strict=True))
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=6),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=6, max_size=6),
+)
+def test_adds_to_and_copies_into_every_tensor_in_place(
+    seed: int, shapes: list[list[int]], dtypes: list[torch.dtype]
+) -> None:
+    torch.manual_seed(seed)
+    tensors, others = (
+        [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)] for _ in range(2)
+    )
+    sums = [tensor + other for tensor, other in zip(tensors, others, strict=True)]
+    storage = [tensor.data_ptr() for tensor in tensors]
+    foreach.add_(tensors, others)
+    assert all(map(torch.equal, tensors, sums))
+    foreach.copy_(tensors, others)
+    assert all(map(torch.equal, tensors, others))
+    assert [tensor.data_ptr() for tensor in tensors] == storage
+
+
+def test_copies_come_from_other_dtypes_and_layouts() -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(2)]
+    others = [torch.arange(6.0).reshape(2, 3).double(), torch.arange(6.0).reshape(2, 3), torch.tensor(4.0).expand(2)]
+    foreach.copy_(tensors, others)
+    assert all(torch.equal(tensor, other.float()) for tensor, other in zip(tensors, others, strict=True))
+
+
+@pytest.mark.parametrize("sparse", [(True, True), (False, True), (False, False)])
+def test_sparse_gradients_are_added(sparse: tuple[bool, bool]) -> None:
+    tensors = []
+    for each in sparse:
+        embedding = torch.nn.Embedding(5, 3, sparse=each)
+        embedding(torch.tensor([1, 3, 3])).sum().backward()
+        tensors.append(embedding.weight.grad)
+    first, other = tensors
+    expected = first.to_dense() + other.to_dense()
+    dense = torch.ones(2)
+    foreach.add_([first, dense], [other, torch.ones(2)])
+    assert first.is_sparse is sparse[0]
+    assert torch.equal(first.to_dense(), expected)
+    assert dense.tolist() == [2, 2]
+    foreach.add_([], [])
+    foreach.copy_([], [])
 
 
 def test_a_factor_that_lies_elsewhere_is_moved() -> None:

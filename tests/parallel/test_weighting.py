@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from equipoise.parallel import foreach
-from equipoise.parallel.weighting import Weight, Window
+from equipoise.parallel.weighting import Weight, Window, weighted_mean
 
 KINDS: dict[str, Callable[[float], Weight]] = {
     "int": int,
@@ -20,6 +20,7 @@ KINDS: dict[str, Callable[[float], Weight]] = {
     "int64 tensor": lambda w: torch.tensor(int(w)),
     "0-dim of a sum": lambda w: torch.ones(int(w), dtype=torch.bfloat16).float().sum(),
 }
+CPU = torch.device("cpu")
 kinds = st.sampled_from(list(KINDS))
 seeds = st.integers(0, 2**32 - 1)
 
@@ -230,3 +231,116 @@ def test_the_state_of_a_window_that_saw_nothing() -> None:
     window = Window(parts=2)
     window.load_state_dict(Window().state_dict())
     assert window.add(3) == 0.5
+
+
+def test_a_window_is_open_once_a_part_was_added() -> None:
+    for weight in (2, torch.tensor(2), torch.tensor(0)):
+        window = Window(parts=2)
+        assert not window.is_open
+        window.add(3)
+        assert window.is_open
+        window.reset()
+        assert not window.is_open
+        window.add(weight)
+        assert window.is_open
+
+
+# The mean of parts that were computed apart
+
+
+@settings(deadline=None)
+@given(
+    seed=seeds,
+    parts=st.lists(st.tuples(st.integers(0, 5), kinds, st.booleans()), min_size=1, max_size=5),
+)
+def test_the_mean_of_parts_is_that_of_the_whole(seed: int, parts: list[tuple[int, str, bool]]) -> None:
+    """With its gradients; parts of weight 0, and those that were skipped, are as if they were not there."""
+    model = make_model(seed)
+    inputs = [torch.randn(size, 3, dtype=torch.float64) for size, _, _ in parts]
+    means = [losses(model, x).sum() / max(len(x), 1) for x in inputs]
+    values = [None if skipped else mean for mean, (_, _, skipped) in zip(means, parts, strict=True)]
+    weights = [KINDS[kind](size) for size, kind, _ in parts]
+    mean, total = weighted_mean(values, weights, CPU)
+    kept = [x for x, (_, _, skipped) in zip(inputs, parts, strict=True) if not skipped]
+    whole = torch.cat([torch.zeros(0, 3, dtype=torch.float64), *kept])
+    assert float(total) == len(whole)
+    if mean is None:
+        assert len(whole) == 0
+        return
+    assert mean.dtype is torch.float64
+    expected = losses(model, whole).sum() / max(len(whole), 1)
+    torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
+    mean.backward()
+    actual = gradients(model)
+    model.zero_grad()
+    expected.backward()
+    assert_close(actual, gradients(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_mean_has_the_dtype_of_its_values(dtype: torch.dtype, kind: str) -> None:
+    values = [torch.tensor(1.0, dtype=dtype), torch.tensor(5.0, dtype=dtype)]
+    mean, total = weighted_mean(values, [KINDS[kind](1), KINDS[kind](3)], CPU)
+    assert mean is not None
+    assert mean.dtype is dtype
+    assert mean.item() == 4
+    assert float(total) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int64])
+def test_the_total_weight_is_not_rounded(dtype: torch.dtype) -> None:
+    weights = [torch.tensor(120, dtype=dtype)] * 3 + [torch.tensor(1, dtype=dtype)]
+    mean, total = weighted_mean([torch.tensor(1.0)] * 4, weights, CPU)
+    assert float(total) == 361
+    assert mean is not None
+    assert mean.item() == pytest.approx(1, rel=1e-6)
+
+
+def test_nothing_to_average() -> None:
+    value = torch.tensor(1.0)
+    for values, weights in ([], []), ([None], [3]), ([value, None], [0, 2]), ([value], [0.0]):
+        assert weighted_mean(values, weights, CPU) == (None, 0)
+
+
+def test_parts_known_to_weigh_nothing_are_not_looked_at() -> None:
+    """A masked mean over nothing is no number."""
+    mean, total = weighted_mean([torch.tensor(torch.nan), torch.tensor(2.0), None], [0, 3, 5], CPU)
+    assert mean is not None
+    assert (mean.item(), total) == (2, 3)
+
+
+def test_a_mean_without_weight_is_zero_and_so_are_its_gradients() -> None:
+    values = [torch.tensor(3.0, requires_grad=True), torch.tensor(4.0, requires_grad=True)]
+    mean, total = weighted_mean(values, [torch.tensor(0), torch.tensor(0)], CPU)
+    assert mean is not None
+    assert (mean.item(), float(total)) == (0, 0)
+    mean.backward()
+    assert [value.grad.item() for value in values if value.grad is not None] == [0, 0]
+
+
+def test_the_graph_of_weights_is_no_part_of_a_mean() -> None:
+    weight = torch.tensor(2.0, requires_grad=True) * 2
+    mean, total = weighted_mean([torch.tensor(3.0), torch.tensor(1.0)], [weight, 4], CPU)
+    assert mean is not None
+    assert not mean.requires_grad
+    assert isinstance(total, Tensor)
+    assert not total.requires_grad
+    assert mean.item() == 2
+
+
+def test_large_weights_do_not_overflow() -> None:
+    values = [torch.tensor(3.0, dtype=torch.float16), torch.tensor(5.0, dtype=torch.float16)]
+    for weights in ([10**6, 3 * 10**6], [torch.tensor(10**6), torch.tensor(3 * 10**6)]):
+        mean, _ = weighted_mean(values, weights, CPU)
+        assert mean is not None
+        assert mean.item() == 4.5
+
+
+def test_a_mean_is_where_it_is_wanted() -> None:
+    """The meta device stands for any other."""
+    meta = torch.device("meta")
+    for weight in (2, torch.tensor(2), torch.tensor(2, device="meta")):
+        mean, _ = weighted_mean([torch.tensor(1.0), torch.tensor(2.0, device="meta")], [1, weight], meta)
+        assert mean is not None
+        assert mean.device == meta

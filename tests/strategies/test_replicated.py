@@ -160,7 +160,9 @@ def test_values_and_outputs_are_those_of_one_device(strategy: tuple[Strategy, in
         assert close(value, other.callback_metrics[name], tolerance_of(name)), name
     for step, (theirs, ours) in enumerate(zip(expected.metrics, actual.metrics, strict=True)):
         assert theirs.keys() == ours.keys()
-        assert all(close(theirs[name], ours[name], tolerance_of(name)) for name in theirs), f"step {step}: {theirs} became {ours}"
+        assert all(close(theirs[name], ours[name], tolerance_of(name)) for name in theirs), (
+            f"step {step}: {theirs} became {ours}"
+        )
     for theirs, ours in zip(expected.outputs, actual.outputs, strict=True):
         assert theirs.keys() == ours.keys()
         assert ours["note"] == "same"

@@ -1,0 +1,187 @@
+"""Devices are measured in a few steps, at several sizes each, and end up with the shares that finish together.
+
+The clock stands still here but for simulated devices: they set it forward instead of sleeping.
+"""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from equipoise.parallel import calibration
+from equipoise.parallel.calibration import Calibration, SimulatedDevice
+from equipoise.parallel.shares import DeviceTimes
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands for the module `time`; every thread has a time of its own, so that devices do not disturb each other."""
+
+    def __init__(self) -> None:
+        self._passed = threading.local()
+
+    def perf_counter(self) -> float:
+        return getattr(self._passed, "seconds", 0.0)
+
+    def sleep(self, seconds: float) -> None:
+        self._passed.seconds = self.perf_counter() + seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(calibration, "time", made)
+    return made
+
+
+def device(seconds: float = 0.0, per_sample: float = 0.0, most: int | None = None) -> SimulatedDevice:
+    return SimulatedDevice(seconds=seconds, seconds_per_sample=per_sample, most_samples=most)
+
+
+def step(measuring: Calibration, simulated: dict[int, SimulatedDevice], batch_size: int) -> list[int]:
+    """What a strategy does in a step."""
+    sizes = measuring.sizes(batch_size)
+
+    def work(index: int) -> Callable[[], int]:
+        size = sizes[index]
+        return measuring.measured(index, lambda: simulated[index].compute(lambda: index, size), size)
+
+    assert [work(index)() for index in range(len(sizes))] == list(range(len(sizes)))
+    measuring.end_step(batch_size)
+    return sizes
+
+
+# A simulated device
+
+
+def test_a_simulated_device_takes_its_time(clock: Clock) -> None:
+    assert device(0.5, 0.25).compute(lambda: "answer", 6) == "answer"
+    assert clock.perf_counter() == 2.0
+    assert device().compute(lambda: "answer", 6) == "answer"
+    assert clock.perf_counter() == 2.0
+
+
+def test_a_simulated_device_runs_out_of_memory() -> None:
+    ran = []
+    assert device(most=6).compute(lambda: ran.append(1), 6) is None
+    with pytest.raises(torch.OutOfMemoryError, match="This simulated device holds 6 samples, not 7"):
+        device(most=6).compute(lambda: ran.append(2), 7)
+    assert ran == [1]
+
+
+# Measuring
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5])
+@pytest.mark.parametrize("batch_size", [4, 6, 25, 64])
+def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> None:
+    batch_size *= devices
+    simulated = {index: device(1.0, 1.0) for index in range(devices)}
+    measuring = Calibration([CPU] * devices, simulated)
+    taken = []
+    while not measuring.is_done:
+        taken.append(step(measuring, simulated, batch_size))
+        assert len(taken) < 50
+    assert len(taken) == 7  # one to warm up
+    assert all(sum(sizes) == batch_size and min(sizes) > 0 for sizes in taken)
+    for index, times in enumerate(measuring.times):
+        assert [size for size, _ in times.measured] == [sizes[index] for sizes in taken[1:]]
+        assert len({size for size, _ in times.measured}) >= (3 if batch_size > 6 * devices else 2)
+        assert times.measured == [(size, 1.0 + size) for size, _ in times.measured]
+
+
+def test_the_warm_up_is_not_measured() -> None:
+    slow, quick = {0: device(100.0), 1: device(100.0)}, {0: device(0.0, 1.0), 1: device(0.0, 1.0)}
+    measuring = Calibration([CPU, CPU], quick)
+    step(measuring, slow, 16)
+    assert [times.measured for times in measuring.times] == [[], []]
+    while not measuring.is_done:
+        step(measuring, quick, 16)
+    assert measuring.result() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("simulated", "batch_size", "sizes"),
+    [
+        ([device(0, 1), device(0, 3)], 64, [48, 16]),
+        ([device(0, 1), device(0, 1), device(0, 2)], 50, [20, 20, 10]),
+        ([device(6, 1), device(0, 1)], 40, [17, 23]),
+        ([device(100, 1), device(0, 1)], 32, [0, 32]),
+        ([device(0, 1, most=20), device(0, 3)], 64, [20, 44]),
+        ([device(0, 1, most=4), device(0, 1)], 24, [4, 20]),
+    ],
+)
+def test_shares_with_which_all_finish_together(
+    simulated: list[SimulatedDevice], batch_size: int, sizes: list[int]
+) -> None:
+    by_index = dict(enumerate(simulated))
+    measuring = Calibration([CPU] * len(simulated), by_index)
+    while not measuring.is_done:
+        taken = step(measuring, by_index, batch_size)  # no device runs out of memory
+        assert sum(taken) == batch_size
+    assert measuring.result() == sizes
+
+
+def test_the_result_is_for_a_full_batch() -> None:
+    simulated = {0: device(0, 1), 1: device(0, 3)}
+    measuring = Calibration([CPU, CPU], simulated)
+    for batch_size in (16, 64, 64, 10, 64, 64, 8):
+        step(measuring, simulated, batch_size)
+    assert measuring.is_done
+    assert measuring.result() == [48, 16]
+
+
+def test_a_device_that_fails_is_not_measured() -> None:
+    measuring = Calibration([CPU, CPU], {})
+    measuring.end_step(8)
+
+    def fail() -> None:
+        raise ValueError("too bad")
+
+    with pytest.raises(ValueError, match="too bad"):
+        measuring.measured(0, fail, 4)()
+    assert measuring.times[0].measured == []
+
+
+def test_devices_that_are_not_simulated_have_no_limit() -> None:
+    measuring = Calibration([CPU, CPU], {1: device(most=3)})
+    assert [times.most for times in measuring.times] == [None, 3]
+    assert measuring.times[0] == DeviceTimes()
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        ([None, None, None], [4, 4, 4]),
+        ([2, None, None], [2, 6, 4]),
+        ([2, 5, None], [2, 4, 6]),
+        ([2, 7, 5], [2, 6, 4]),
+        ([2, 5, 5], [2, 5, 5]),
+        ([0, 8, 4], [0, 8, 4]),
+        ([2, 4, 5], [4, 4, 4]),  # all together have no room: nothing helps
+    ],
+)
+def test_sizes_to_measure_stay_within_limits(limits: list[int | None], sizes: list[int]) -> None:
+    simulated = {index: device(most=most) for index, most in enumerate(limits)}
+    assert Calibration([CPU] * 3, simulated).sizes(12) == sizes
+
+
+# CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_cuda_devices_is_read() -> None:
+    cuda = torch.device("cuda", 0)
+    measuring = Calibration([cuda, CPU], {})
+    for _ in range(3):
+        kept = measuring.measured(0, lambda: torch.empty(8, 2**20, device=cuda).sum(), 8)()
+        measuring.measured(1, lambda: None, 8)()
+        measuring.end_step(16)
+    most = measuring.times[0].most
+    assert kept.device == cuda
+    assert most is not None
+    assert most * 2**22 <= torch.cuda.get_device_properties(cuda).total_memory
+    assert measuring.times[1].most is None

@@ -1,0 +1,270 @@
+"""What runs on devices runs in one thread for each, as the caller would have run it, and ends before anybody is told.
+
+The meta device is the second one here: threads are real, and nothing needs an accelerator.
+"""
+
+import gc
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.parallel.device_threads import DeviceThreads, ThreadState
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+PATIENCE = 20.0  # seconds until a test that waits for what never comes fails
+
+
+@pytest.fixture
+def threads() -> Iterator[DeviceThreads]:
+    made = DeviceThreads([CPU, META, CPU, META])
+    yield made
+    made.close()
+
+
+def name() -> str:
+    return threading.current_thread().name
+
+
+# Where and in which order
+
+
+def test_one_thread_for_each_distinct_device(threads: DeviceThreads) -> None:
+    ran: list[tuple[int, str]] = []
+    lock = threading.Lock()
+
+    def record(position: int) -> Callable[[], str]:
+        def run() -> str:
+            with lock:
+                ran.append((position, name()))
+            return f"answer {position}"
+
+        return run
+
+    answers = threads.run([(index, record(position)) for position, index in enumerate((0, 1, 2, 3, 0, 1))])
+    assert answers == [f"answer {position}" for position in range(6)]
+    (other,) = {thread for position, thread in ran if position % 2}
+    assert other.startswith("equipoise-device")
+    assert {thread for position, thread in ran if position % 2 == 0} == {name()}
+    for parity in (0, 1):  # repeats one after the other
+        assert [position for position, _ in ran if position % 2 == parity] == list(range(parity, 6, 2))
+
+
+def test_distinct_devices_run_at_the_same_time(threads: DeviceThreads) -> None:
+    barrier = threading.Barrier(2, timeout=PATIENCE)
+    assert sorted(threads.run([(0, barrier.wait), (1, barrier.wait)])) == [0, 1]
+    assert sorted(threads.run([(3, barrier.wait), (2, barrier.wait)])) == [0, 1]
+
+
+def test_the_first_of_those_that_take_part_runs_here(threads: DeviceThreads) -> None:
+    assert threads.run([(1, name)]) == [name()]
+    meta, cpu = threads.run([(1, name), (0, name)])
+    assert meta == name()
+    assert cpu.startswith("equipoise-device")
+
+
+@pytest.mark.parametrize("devices", [[CPU], [CPU, CPU, CPU]])
+def test_one_device_needs_no_thread(devices: list[torch.device]) -> None:
+    before = threading.active_count()
+    alone = DeviceThreads(devices)
+    assert alone.run([(index, name) for index in range(len(devices))]) == [name()] * len(devices)
+    assert threading.active_count() == before
+    alone.close()
+
+
+def test_threads_are_kept_from_step_to_step(threads: DeviceThreads) -> None:
+    names = {threads.run([(0, name), (1, name)])[1] for _ in range(5)}
+    assert len(names) == 1
+
+
+def test_nothing_to_run_on_a_device(threads: DeviceThreads) -> None:
+    assert threads.run([(0, lambda: 1), (2, lambda: 2)]) == [1, 2]
+
+
+# What the caller's thread is like
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": ExitStack,
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference": torch.inference_mode,
+    "default device": lambda: torch.device("meta"),
+    "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "fp16 without cache": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "cast nothing": lambda: torch.autocast("cpu", enabled=False),
+    "cuda dtype": lambda: torch.autocast("cuda", torch.bfloat16, enabled=False),
+}
+
+
+def look() -> dict[str, Any]:
+    """What torch says of this thread, and does in it."""
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_autocast_dtype("cpu"),
+        "cache": torch.is_autocast_cache_enabled(),
+        "default device": torch.get_default_device(),
+        "made": torch.ones(2).device,
+        "product": (torch.ones(2, 2, device="cpu") @ torch.ones(2, 2, device="cpu")).dtype,
+        "graph": torch.ones(2, requires_grad=True).mul(2).requires_grad,
+        "inference tensor": torch.ones(2, device="cpu").is_inference(),
+    }
+
+
+@pytest.mark.parametrize("outer", MODES)
+@pytest.mark.parametrize("inner", MODES)
+def test_threads_are_as_the_callers(outer: str, inner: str, threads: DeviceThreads) -> None:
+    fresh = look()
+    with MODES[outer](), MODES[inner]():
+        here = look()
+        first, other = threads.run([(0, look), (1, look)])
+    assert first == here
+    assert other == here
+    assert threads.run([(0, look), (1, look)]) == [fresh, fresh]  # and are no longer
+
+
+def test_states_differ() -> None:
+    """So that the test above can fail."""
+    seen = []
+    for mode in MODES.values():
+        with mode():
+            seen.append(look())
+    different = {str(state) for state in seen}
+    assert len(different) == len(MODES) - 3  # grad is enabled anyway, nothing is cast anyway, and no CUDA to be seen
+
+
+def test_autocast_of_every_kind_of_device_is_kept() -> None:
+    with torch.autocast("cpu", torch.float16), torch.inference_mode():
+        state = ThreadState.capture(["cpu", "cuda"])
+    assert state.autocast[0] == ("cpu", True, torch.float16)
+    assert state.autocast[1] == ("cuda", False, torch.get_autocast_dtype("cuda"))
+    with state.entered():
+        assert ThreadState.capture(["cpu", "cuda"]) == state
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# Errors
+
+
+def fail(error: BaseException, after: threading.Event | None = None) -> Callable[[], None]:
+    def run() -> None:
+        if after is not None:
+            assert after.wait(PATIENCE)
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("position", [0, 1])
+def test_an_error_names_its_part(position: int, kind: type[BaseException], threads: DeviceThreads) -> None:
+    error = kind("too bad")
+    functions = [(0, lambda: None), (1, lambda: None)]
+    functions[position] = (position, fail(error))
+    with pytest.raises(kind) as caught:
+        threads.run(functions)
+    assert caught.value is error
+    assert error.__notes__ == [f"This was part {position + 1} of 2 of the batch, on {('cpu', 'meta')[position]}."]
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert frames[-1] == "run"  # the function above
+    assert threads.run([(0, lambda: 1), (1, lambda: 2)]) == [1, 2]  # usable as before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_others_have_ended(failing: int, threads: DeviceThreads) -> None:
+    """One fails while the other computes, in whatever thread."""
+    failed, ended = threading.Event(), []
+
+    def fails() -> None:
+        failed.set()
+        raise ValueError("first")
+
+    def goes_on() -> None:
+        assert failed.wait(PATIENCE)
+        for _ in range(1000):
+            torch.ones(9).sum()
+        ended.append(True)
+
+    functions = [goes_on, goes_on]
+    functions[failing] = fails
+    with pytest.raises(ValueError, match="first"):
+        threads.run(list(enumerate(functions)))
+    assert ended == [True]
+
+
+def test_of_two_errors_the_callers_comes_first(threads: DeviceThreads) -> None:
+    raised = threading.Event()
+
+    def other() -> None:
+        raised.set()
+        raise RuntimeError("there")
+
+    with pytest.raises(ValueError, match="here"):
+        threads.run([(0, fail(ValueError("here"), after=raised)), (1, other)])
+
+
+def test_what_comes_after_an_error_on_a_device_is_left_undone(threads: DeviceThreads) -> None:
+    ran: list[int] = []
+    with pytest.raises(ValueError, match="first") as caught:
+        threads.run([(1, fail(ValueError("first"))), (0, lambda: ran.append(0)), (3, lambda: ran.append(3))])
+    assert ran == [0]
+    assert caught.value.__notes__ == ["This was part 1 of 3 of the batch, on meta."]
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_failure_holds_nothing_when_it_was_handled(position: int, threads: DeviceThreads) -> None:
+    """Without waiting for the garbage collector: what failed may fill the memory of a device."""
+    held: list[weakref.ref[Any]] = []
+
+    def fails() -> None:
+        large = torch.zeros(3)
+        held.append(weakref.ref(large))
+        raise ValueError("too bad")
+
+    functions: list[tuple[int, Callable[[], None]]] = [(0, lambda: None), (1, lambda: None)]
+    functions[position] = (position, fails)
+    gc.disable()
+    try:
+        try:
+            threads.run(functions)
+        except ValueError as error:
+            assert str(error) == "too bad"  # noqa: PT017 (pytest.raises would hold it for longer)
+        threads.run([(0, lambda: None), (1, lambda: None)])  # the other thread has let go of its last work by then
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+# The end
+
+
+def test_closing_ends_the_threads() -> None:
+    before = set(threading.enumerate())
+    made = DeviceThreads([CPU, META])
+    made.run([(0, name), (1, name)])
+    (thread,) = set(threading.enumerate()) - before
+    made.close()
+    assert not thread.is_alive()
+    made.close()  # again does no harm
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_devices_are_current_in_their_threads() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    threads = DeviceThreads([CPU, device])
+    try:
+        with torch.autocast("cuda", torch.bfloat16):
+            made = threads.run([(0, torch.cuda.current_device), (1, lambda: torch.ones(2, 2, device="cuda"))])[1]
+            product = threads.run([(0, name), (1, lambda: (made @ made).dtype)])[1]
+    finally:
+        threads.close()
+    assert made.device == device
+    assert product is torch.bfloat16

@@ -1,0 +1,255 @@
+"""What parts of a batch returned is put together as the whole batch would have returned it."""
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from equipoise.errors import StepError
+from equipoise.parallel.gather import PartialOutputs, gather
+from equipoise.parallel.split import split
+from equipoise.parallel.weighting import Weight
+
+CPU = torch.device("cpu")
+Answer = namedtuple("Answer", ["logits", "note"])
+
+
+@dataclass(frozen=True)
+class Record:
+    inner: Any
+    note: str = "x"
+
+
+class Table:
+    """Compares its items, as an array or a table does."""
+
+    def __eq__(self, other: object) -> Any:
+        raise ValueError("The truth value is ambiguous.")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two outputs are equal in values, types and devices."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (dict, UserDict)):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Record):
+        return same(one.inner, other.inner) and one.note == other.note
+    return bool(one == other)
+
+
+# The order of the data
+
+
+def nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def wrap(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        keys = st.text(max_size=2)
+        return st.one_of(
+            st.lists(inner, min_size=1, max_size=3).map(tuple),
+            st.dictionaries(keys, inner, max_size=3),
+            st.dictionaries(keys, inner, max_size=3).map(UserDict),
+            st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+            st.tuples(inner, inner).map(lambda pair: Answer(*pair)),
+            inner.map(Record),
+        )
+
+    return st.recursive(leaves, wrap, max_leaves=8)
+
+
+@settings(deadline=None)
+@given(data=st.data(), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4), dim=st.integers(0, 1))
+def test_what_was_cut_comes_together_again(data: st.DataObject, sizes: list[int], dim: int) -> None:
+    size = sum(sizes)
+    tensors = st.integers(0, 3).map(lambda rest: torch.rand((size, rest) if dim == 0 else (rest, size)))
+    whole = data.draw(nested(tensors | st.none() | st.text(max_size=3) | st.booleans()))
+    weights = data.draw(st.none() | st.just(sizes))
+    assert same(gather(split(whole, sizes, dim), sizes, CPU, dim=dim, weights=weights), whole)
+
+
+@pytest.mark.parametrize("make", [list, lambda items: UserDict(a=items), lambda items: (items, "x")])
+def test_lists_with_an_item_a_sample_are_joined(make: Callable[[Any], Any]) -> None:
+    boxes = [{"boxes": torch.rand(n, 4), "labels": torch.arange(n)} for n in (2, 0, 5)]
+    assert same(gather([make(boxes[:1]), make(boxes[1:])], [1, 2], CPU), make(boxes))
+    names = ["a", "b", "c"]
+    assert gather([make(names[:2]), make(names[2:])], [2, 1], CPU) == make(names)
+
+
+def test_lists_of_tensors_of_all_samples_stay_lists() -> None:
+    """Also where there are as many tensors as samples in each part."""
+    whole = [torch.rand(4, 3), torch.rand(4)]
+    assert same(gather(split(whole, [2, 2]), [2, 2], CPU), whole)
+    assert same(gather(split(whole, [3, 1]), [3, 1], CPU), whole)
+
+
+def test_samples_along_another_dimension() -> None:
+    whole = (torch.rand(3, 5), torch.rand(2, 5, 4))
+    assert same(gather(split(whole, [1, 4], 1), [1, 4], CPU, dim=1), whole)
+    scores = [torch.rand(1), torch.rand(4)]  # has no such dimension
+    assert same(gather(scores, [1, 4], CPU, dim=1), torch.cat(scores))
+
+
+def test_arrays_are_joined() -> None:
+    whole = np.arange(12.0).reshape(6, 2)
+    parts = [{"scores": whole[:1]}, {"scores": whole[1:2]}, {"scores": whole[2:]}]
+    for weights in (None, [1, 1, 4]):
+        gathered = gather(parts, [1, 1, 4], CPU, weights=weights)["scores"]
+        assert gathered.tolist() == whole.tolist()
+    assert gather([whole.T[:, :4], whole.T[:, 4:]], [4, 2], CPU, dim=1).tolist() == whole.T.tolist()
+    assert gather([np.ones(1), np.ones(1)], [1, 1], CPU).tolist() == [1, 1]  # equal, and yet of two samples
+    assert gather([np.array(1.0), np.array(2.0)], [1, 1], CPU).tolist() == [1, 2]
+    assert gather([whole], [6], CPU) is whole
+
+
+def test_one_part_is_what_it_was() -> None:
+    whole = {"a": torch.rand(3), "b": torch.tensor(2.0), "c": [torch.rand(3)], "d": 1, "e": 0.1}
+    for weights in (None, [3]):
+        gathered = gather([whole], [3], CPU, weights=weights)
+        assert same(gathered, whole)
+        assert gathered["a"] is whole["a"]
+
+
+def test_gradients_reach_every_part() -> None:
+    parts = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
+    (gather(parts, [2, 1], CPU) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert [part.grad.tolist() for part in parts if part.grad is not None] == [[1, 2], [3]]
+
+
+# Values of a whole part
+
+SCALARS: dict[str, tuple[Sequence[Any], Any, Any]] = {  # with weights 1 and 3, and without
+    "means": ([torch.tensor(1.0), torch.tensor(5.0)], torch.tensor(4.0), torch.tensor([1.0, 5.0])),
+    "counts": ([torch.tensor(1), torch.tensor(5)], torch.tensor(6), torch.tensor([1, 5])),
+    "small counts": (
+        [torch.tensor(1, dtype=torch.int32), torch.tensor(5, dtype=torch.int32)],
+        torch.tensor(6, dtype=torch.int32),
+        torch.tensor([1, 5], dtype=torch.int32),
+    ),
+    "answers": ([torch.tensor(True), torch.tensor(False)], torch.tensor([True, False]), torch.tensor([True, False])),
+    "half": (
+        [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(5.0, dtype=torch.bfloat16)],
+        torch.tensor(4.0, dtype=torch.bfloat16),
+        torch.tensor([1.0, 5.0], dtype=torch.bfloat16),
+    ),
+    "floats": ([1.0, 5.0], 4.0, [1.0, 5.0]),
+    "equal floats": ([0.1, 0.1], 0.1, 0.1),
+    "integers": ([1, 5], 6, [1, 5]),
+    "equal integers": ([2, 2], 4, 2),
+    "booleans": ([True, True], True, True),
+    "different booleans": ([True, False], [True, False], [True, False]),
+    "a float and an integer": ([1.0, 1], [1.0, 1], [1.0, 1]),
+    "text": (["a", "a"], "a", "a"),
+    "different texts": (["a", "b"], ["a", "b"], ["a", "b"]),
+    "nothing": ([None, None], None, None),
+    "nothing and text": ([None, "a"], [None, "a"], [None, "a"]),
+}
+
+
+@pytest.mark.parametrize("case", SCALARS)
+def test_values_of_parts(case: str) -> None:
+    values, weighted, stacked = SCALARS[case]
+    assert same(gather(values, [1, 3], CPU, weights=[1, 3]), weighted)
+    assert same(gather(values, [1, 3], CPU), stacked)
+    nested_values = [{"a": (value,)} for value in values]
+    assert same(gather(nested_values, [1, 3], CPU, weights=[1, 3]), {"a": (weighted,)})
+
+
+@pytest.mark.parametrize("weights", [[1, 3], [torch.tensor(1), torch.tensor(3)], [0.5, torch.tensor(1.5)]])
+def test_means_by_weights_of_every_kind(weights: list[Weight]) -> None:
+    for values in ([torch.tensor(1.0), torch.tensor(5.0)], [1.0, 5.0]):
+        assert float(gather(values, [1, 1], CPU, weights=weights)) == 4
+    assert float(gather([torch.tensor(1.0), torch.tensor(5.0)], [1, 1], CPU, weights=[0, 2])) == 5
+    assert float(gather([torch.tensor(1.0), torch.tensor(5.0)], [1, 1], CPU, weights=[0, 0])) == 1  # no mean: any
+
+
+def test_what_cannot_be_compared_is_listed() -> None:
+    one, other = Table(), Table()
+    assert gather([one, one], [1, 1], CPU) is one
+    gathered = gather([one, other], [1, 1], CPU)
+    assert gathered[0] is one
+    assert gathered[1] is other
+
+
+# Different structures
+
+DIFFERENT: dict[str, tuple[Sequence[Any], list[str]]] = {
+    "tensor and mapping": (
+        [torch.zeros(2), {"loss": 1}],
+        ["structures: part 1: a tensor of shape [2]; part 2: a dict with keys ['loss']."],
+    ),
+    "dimensions": ([torch.zeros(2), torch.tensor(1.0)], ["part 2: a tensor of shape []"]),
+    "keys": ([{"a": {"b": 1}}, {"a": {"c": 1}}], ["structures at ['a']: ", "part 2: a dict with keys ['c']"]),
+    "missing key": ([{"a": 1}, {"a": 1, "b": 2}], ["part 2: a dict with keys ['a', 'b']"]),
+    "lengths": ([(1, 2, 3), (1, 2)], ["part 1: a tuple of length 3; part 2: a tuple of length 2"]),
+    "kinds": ([[(1, 2)], [[1, 2]]], ["structures at [0]: ", "part 2: a list of length 2"]),
+    "tensor and nothing": ([torch.zeros(2), None], ["part 2: NoneType"]),
+    "nothing and tensor": ([None, torch.zeros(2)], ["part 1: NoneType; part 2: a tensor of shape [2]"]),
+    "number and mapping": ([1.0, {"a": 1}], ["part 1: float; part 2: a dict"]),
+    "records": ([Record(Record(1)), Record(Answer(1, 2))], ["structures at .inner: part 1: Record; part 2: a Answer"]),
+    "arrays": ([np.zeros(2), np.zeros((2, 2))], ["part 1: ndarray; part 2: ndarray"]),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_structures_are_refused(case: str) -> None:
+    outputs, expected = DIFFERENT[case]
+    with pytest.raises(StepError) as caught:
+        gather(outputs, [3, 3], CPU, weights=[3, 3])
+    assert str(caught.value).startswith("The parts of a batch returned different structures")
+    assert str(caught.value).endswith("A step must return the same structure for every part.")
+    for part in expected:
+        assert part in str(caught.value)
+
+
+# Outputs that wait until somebody asks
+
+
+def test_outputs_are_gathered_when_somebody_asks() -> None:
+    parts = [{"loss": torch.tensor(1.0), "names": ["a"]}, {"loss": torch.tensor(5.0), "names": ["b", "c", "d"]}]
+    gathered = PartialOutputs(parts, [1, 3], CPU, 0, [1, 3]).gathered()
+    assert same(gathered, {"loss": torch.tensor(4.0), "names": ["a", "b", "c", "d"]})
+    along = PartialOutputs([torch.zeros(2, 1), torch.zeros(2, 3)], [1, 3], CPU, 1, [1, 3]).gathered()
+    assert along.shape == (2, 4)
+
+
+def test_parts_that_were_skipped_are_left_out() -> None:
+    """A training step may return None for a part, which then weighs nothing."""
+    losses = [None, torch.tensor(1.0), None, torch.tensor(4.0)]
+    assert same(PartialOutputs(losses, [1, 2, 3, 1], CPU, 0, [0, 2, 0, 1]).gathered(), torch.tensor(2.0))
+    assert PartialOutputs([None, None], [1, 2], CPU, 0, [0, 0]).gathered() is None
+    assert PartialOutputs([None, None], [1, 2], CPU, 0, [1, 2]).gathered() is None
+    with pytest.raises(StepError, match="part 1: NoneType"):
+        PartialOutputs([None, torch.zeros(2)], [1, 2], CPU, 0, [1, 2]).gathered()
+
+
+def test_tensors_are_gathered_where_they_are_wanted() -> None:
+    """The meta device stands for any other."""
+    parts = [{"a": torch.zeros(n, 2), "b": torch.tensor(1.0)} for n in (1, 3)]
+    for weights in (None, [1, 3]):
+        gathered = gather(parts, [1, 3], torch.device("meta"), weights=weights)
+        assert {tensor.device.type for tensor in gathered.values()} == {"meta"}
+        assert gathered["a"].shape == (4, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_several_devices() -> None:
+    parts = [torch.ones(2), torch.full((3,), 2.0, device="cuda")]
+    for device in (CPU, torch.device("cuda", 0)):
+        gathered = gather(parts, [2, 3], device)
+        assert gathered.device == device
+        assert gathered.tolist() == [1, 1, 2, 2, 2]
+        mean = gather([part.mean() for part in parts], [2, 3], device, weights=[2, torch.tensor(3, device="cuda")])
+        assert (mean.device, round(mean.item(), 6)) == (device, 1.6)

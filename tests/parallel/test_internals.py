@@ -1,0 +1,364 @@
+"""The inner workings of torch and torchmetrics that replicas rely on are still there, and do what is relied upon."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
+from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+from equipoise.errors import StepError
+from equipoise.parallel import internals
+
+# Modules
+
+
+def test_what_is_registered_stands_in_three_dictionaries() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    for name in internals.STRUCTURE:
+        assert type(vars(module)[name]) is dict
+    norm = module[0]
+    assert internals.children_of(module) == {"0": norm}
+    assert internals.parameters_of(norm) == {"weight": norm.weight, "bias": norm.bias}
+    assert list(internals.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
+    replaced = nn.Parameter(torch.zeros(2))
+    internals.parameters_of(norm)["weight"] = replaced
+    internals.buffers_of(norm)["running_mean"] = torch.ones(2)
+    internals.children_of(module)["1"] = nn.ReLU()
+    assert norm.weight is replaced
+    assert norm.running_mean.tolist() == [1, 1]
+    assert len(module) == 2
+
+
+def test_a_shell_has_everything_but_what_is_registered() -> None:
+    module = nn.Linear(2, 3)
+    module.note, module.inner = ["x"], nn.ReLU()
+    module.register_buffer("mask", torch.ones(1))
+    shell = internals.shell_of(module)
+    assert type(shell) is nn.Linear
+    assert (shell.in_features, shell.training) == (2, True)
+    assert shell.note is module.note
+    assert [*shell.parameters(), *shell.buffers(), *shell.children()] == []
+    internals.parameters_of(shell)["weight"] = None
+    assert module.weight is not None
+    assert len(list(module.parameters())) == 2
+    assert vars(shell).keys() == vars(module).keys()
+
+
+def test_versions_tell_changes_in_place() -> None:
+    tensors = [nn.Parameter(torch.zeros(2)), torch.zeros(3)]
+    seen = [internals.versions(tensors)]
+    with torch.no_grad():
+        tensors[0].add_(1)
+    seen.append(internals.versions(tensors))
+    tensors[1][0] = 1
+    seen.append(internals.versions(tensors))
+    torch._foreach_copy_([tensors[1]], [torch.ones(3)])
+    seen.append(internals.versions(iter(tensors)))
+    assert sorted(set(seen)) == seen
+    tensors[0].sum().backward()
+    assert internals.versions(tensors) == seen[-1]
+    tensors[0].data.add_(1)  # leaves no trace, which replicas rely upon as well
+    assert internals.versions(tensors) == seen[-1]
+    assert internals.versions([]) == 0
+    with torch.inference_mode():
+        made = torch.zeros(2)
+    assert internals.versions([*tensors, made]) is None
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_steps_of_optimizers_leave_a_trace(foreach: bool) -> None:
+    """Fused ones do not, for which there is `Replicas.distrust`."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=foreach)
+    parameter.grad = torch.ones(2)
+    before = internals.versions([parameter])
+    optimizer.step()
+    assert internals.versions([parameter]) != before
+
+
+importing_inductor = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
+
+
+@importing_inductor
+def test_compiled_modules() -> None:
+    plain = nn.Sequential(nn.Linear(1, 1))
+    assert not internals.is_compiled(plain)
+    assert internals.is_compiled(torch.compile(nn.Linear(1, 1)))
+    plain[0].compile()
+    assert internals.is_compiled(plain[0])
+    assert not internals.is_compiled(plain)
+
+
+@importing_inductor
+def test_modules_that_lightning_compiled() -> None:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.utilities.compile import from_compiled
+
+    module = from_compiled(torch.compile(LightningModule()))
+    assert internals.is_compiled(module)
+
+
+def test_hooks_on_parameters() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    assert not internals.has_hooks(parameter)
+    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+        handle = register(lambda *args: None)
+        assert internals.has_hooks(parameter)
+        handle.remove()
+        assert not internals.has_hooks(parameter)
+
+
+# Metrics
+
+
+class States(Metric):
+    """Has a state of every kind; mean is that of everything seen."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("mean", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="mean")
+        self.add_state("smallest", torch.tensor(torch.inf, dtype=torch.float64), dist_reduce_fx="min")
+        self.add_state("largest", torch.tensor(-torch.inf, dtype=torch.float64), dist_reduce_fx="max")
+        self.add_state("product", torch.tensor(1.0, dtype=torch.float64), dist_reduce_fx=lambda each: each.prod(0))
+        self.add_state("joined", torch.zeros(0, dtype=torch.float64), dist_reduce_fx="cat")
+        self.add_state("items", [], dist_reduce_fx="cat")
+        self.add_state("unreduced", [], dist_reduce_fx=None)
+
+    def update(self, x: Tensor) -> None:
+        self.mean = x.mean()
+        self.total = self.total + x.sum()
+        self.smallest, self.largest = torch.minimum(self.smallest, x.min()), torch.maximum(self.largest, x.max())
+        self.product = self.product * x.prod()
+        self.joined = torch.cat([self.joined, x])
+        self.items.append(x)
+        self.unreduced.append(x)
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def values(metric: Metric) -> dict[str, Any]:
+    return {name: torch.cat(s) if isinstance(s, list) and s else s for name, s in metric.metric_state.items()}
+
+
+def in_parts(
+    metric: Metric, parts: list[tuple[Any, ...]], *, own: bool = True, call: bool = False, weights: Any = None
+) -> list[Any]:
+    """Lets a metric see a batch whose parts its copies see.
+
+    Args:
+        metric: The metric.
+        parts: What each part is updated with.
+        own: Whether the metric itself sees the first part.
+        call: Whether `forward` is called.
+        weights: Those of the parts. Default: their lengths.
+    """
+    before = internals.take_metric_state(metric)
+    copies = [metric if own and not index else copy.deepcopy(metric) for index in range(len(parts))]
+    answers = [each(*part) if call else each.update(*part) for each, part in zip(copies, parts, strict=True)]
+    sizes = [len(part[0]) for part in parts] if weights is None else weights
+    internals.merge_metric_states(metric, before, copies, sizes)
+    return answers
+
+
+def test_the_reductions_are_those_that_torchmetrics_takes() -> None:
+    metric = States()
+    by_name = {"total": dim_zero_sum, "mean": dim_zero_mean, "smallest": dim_zero_min, "largest": dim_zero_max}
+    for name, reduction in {**by_name, "joined": dim_zero_cat, "items": dim_zero_cat, "unreduced": None}.items():
+        assert metric._reductions[name] is reduction
+    assert callable(metric._reductions["product"])
+    assert list(metric._defaults) == list(metric._reductions) == list(metric.metric_state)
+
+
+def test_the_private_names_of_metrics() -> None:
+    metric = States()
+    assert (metric._update_count, metric._computed, metric._forward_cache) == (0, None, None)
+    metric(torch.ones(2))
+    assert metric._update_count == metric.update_count == 1
+    assert metric._forward_cache == 2
+    metric.compute()
+    assert metric._computed == 2
+    metric.reset()
+    assert (metric._update_count, metric._computed, metric._forward_cache) == (0, None, None)
+
+
+def test_taking_leaves_a_metric_as_new_and_restoring_brings_all_back() -> None:
+    metric = States()
+    metric.update(torch.tensor([2.0, 3.0]))
+    metric.update(torch.tensor([4.0]))
+    computed = metric.compute()
+    expected = copy.deepcopy(values(metric))
+    state = internals.take_metric_state(metric)
+    assert metric.update_count == 0
+    assert str(values(metric)) == str(values(States()))
+    metric.update(torch.tensor([100.0]))
+    metric.reset()
+    internals.restore_metric_state(metric, state)
+    assert str(values(metric)) == str(expected)
+    assert metric.update_count == 2
+    assert metric.compute() is computed  # kept, as before
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    batches=st.lists(
+        st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=3), min_size=1, max_size=4), min_size=1, max_size=3
+    ),
+    own=st.booleans(),
+    call=st.booleans(),
+)
+def test_metrics_in_parts_end_as_those_of_the_whole(batches: list[list[list[float]]], own: bool, call: bool) -> None:
+    metric, expected = States(), States()
+    for batch in batches:
+        parts = [torch.tensor(part, dtype=torch.float64) for part in batch]
+        in_parts(metric, [(part,) for part in parts], own=own, call=call)
+        expected.update(torch.cat(parts))
+        for name, value in values(metric).items():
+            if name != "mean":
+                torch.testing.assert_close(value, values(expected)[name], rtol=1e-12, atol=1e-12)
+        assert metric.update_count == expected.update_count
+        if call:
+            assert metric._forward_cache == pytest.approx(torch.cat(parts).sum().item())
+    means = [torch.cat([torch.tensor(part, dtype=torch.float64) for part in batch]).mean() for batch in batches]
+    mean = torch.stack(means).mean().item()
+    assert metric.mean.item() == pytest.approx(mean, abs=1e-6 if call else 1e-12)  # forward itself rounds to float32
+    assert metric.compute() == pytest.approx(expected.compute().item())
+
+
+def test_means_are_weighted_within_a_batch() -> None:
+    metric = States()
+    in_parts(metric, [(torch.tensor([6.0]),), (torch.tensor([2.0, 0.0, 1.0]),)])
+    assert metric.mean == 2.25
+    in_parts(metric, [(torch.tensor([0.25]),)])
+    assert metric.mean == 1.25  # batches alike, as torchmetrics has it
+    assert (metric.smallest, metric.largest, metric.total) == (0, 6, 9.25)
+
+
+def test_numbers_are_joined() -> None:
+    class Last(Metric):
+        full_state_update = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("last", torch.tensor(0.0), dist_reduce_fx="cat")
+
+        def update(self, x: Tensor) -> None:
+            self.last = x.sum()
+
+        def compute(self) -> Tensor:
+            return self.last
+
+    metric = Last()
+    in_parts(metric, [(torch.ones(1),), (torch.ones(2),)])
+    assert metric.last.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_forward_returned_is_that_of_the_whole_batch(own: bool) -> None:
+    torch.manual_seed(0)
+    metric, expected = MulticlassAccuracy(3, average="macro"), MulticlassAccuracy(3, average="macro")
+    for sizes in ([3, 1, 4], [5], [2, 2]):
+        logits, labels = torch.randn(sum(sizes), 3), torch.randint(3, (sum(sizes),))
+        in_parts(metric, list(zip(logits.split(sizes), labels.split(sizes), strict=True)), own=own, call=True)
+        value = expected(logits, labels)
+        assert metric._forward_cache == value
+        assert metric._computed is None
+        assert metric.compute() == expected.compute()
+        assert metric.update_count == expected.update_count
+
+
+def test_update_returns_nothing_for_the_batch() -> None:
+    metric = MeanSquaredError()
+    in_parts(metric, [(torch.ones(2), torch.zeros(2)), (torch.ones(1), torch.zeros(1))])
+    assert metric._forward_cache is None
+
+
+def test_parts_that_were_not_updated_do_not_count() -> None:
+    metric = States()
+    metric.update(torch.tensor([1.0]))
+    before = internals.take_metric_state(metric)
+    copies = [metric, copy.deepcopy(metric), copy.deepcopy(metric)]
+    copies[2].update(torch.tensor([5.0, 7.0]))
+    internals.merge_metric_states(metric, before, copies, [1, 1, 2])
+    assert (metric.total, metric.smallest, metric.mean, metric.update_count) == (13, 1, 3.5, 2)
+    before = internals.take_metric_state(metric)
+    internals.merge_metric_states(metric, before, [copy.deepcopy(metric) for _ in range(2)], [1, 1])
+    assert (metric.total, metric.update_count) == (13, 2)
+
+
+def test_a_metric_of_lists_of_everything_seen() -> None:
+    torch.manual_seed(0)
+    metric, expected = BinaryAUROC(), BinaryAUROC()
+    for sizes in ([3, 2], [1, 6, 1]):
+        scores, labels = torch.rand(sum(sizes)), torch.arange(sum(sizes)) % 2
+        in_parts(metric, list(zip(scores.split(sizes), labels.split(sizes), strict=True)))
+        expected.update(scores, labels)
+        assert metric.compute() == expected.compute()
+
+
+def test_a_metric_that_cannot_be_put_together_says_so() -> None:
+    metric = PearsonCorrCoef()
+    parts = [(torch.randn(3), torch.randn(3)), (torch.randn(2), torch.randn(2))]
+    expected = r"The metric PearsonCorrCoef cannot be put together .* its state '\w+' .* parallelize='forward'"
+    with pytest.raises(StepError, match=expected):
+        in_parts(metric, parts)
+
+
+def test_parts_of_other_devices_come_home() -> None:
+    """The meta device stands for any other; here it is home."""
+    metric = States().to("meta")
+    before = internals.take_metric_state(metric)
+    parts = [States(), States()]
+    for part in parts:
+        part.update(torch.ones(2))
+    internals.merge_metric_states(metric, before, parts, [2, 2])
+    for state in metric.metric_state.values():
+        assert {each.device.type for each in (state if isinstance(state, list) else [state])} == {"meta"}
+
+
+# Collections of metrics
+
+
+def make_collection() -> MetricCollection:
+    shared: list[Callable[..., Metric]] = [MulticlassAccuracy, MulticlassF1Score, MulticlassRecall]
+    return MetricCollection([make(3, average="macro") for make in shared], compute_groups=True)
+
+
+@pytest.mark.parametrize("call", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_collection_whose_metrics_share_states(own: bool, call: bool) -> None:
+    torch.manual_seed(0)
+    collection, expected = make_collection(), make_collection()
+    copies = [collection if own and not index else copy.deepcopy(collection) for index in range(3)]
+    for sizes in ([4, 3, 5], [2, 1, 1], [3, 3, 2]):
+        logits, labels = torch.randn(sum(sizes), 3), torch.randint(3, (sum(sizes),))
+        members = [m for m in collection.modules() if isinstance(m, Metric)]
+        before = [internals.take_metric_state(member) for member in members]
+        for each, *part in zip(copies, logits.split(sizes), labels.split(sizes), strict=True):
+            each(*part) if call else each.update(*part)
+        lists = [[m for m in each.modules() if isinstance(m, Metric)] for each in copies]
+        for number, (member, state) in enumerate(zip(members, before, strict=True)):
+            internals.merge_metric_states(member, state, [each[number] for each in lists], sizes)
+        expected(logits, labels) if call else expected.update(logits, labels)
+        actual, wanted = collection.compute(), expected.compute()
+        assert {name: float(value) for name, value in actual.items()} == pytest.approx(
+            {name: float(value) for name, value in wanted.items()}
+        )
+        for each in copies[own:]:
+            for member in each.modules():
+                if isinstance(member, Metric):
+                    internals.take_metric_state(member)
+    assert call or {len(each.compute_groups) for each in (expected, *copies)} == {1}  # so that states were shared
+    collection.reset()
+    assert all(metric.update_count == 0 for metric in collection.values())

@@ -1,0 +1,278 @@
+"""Sizes: those of BalancedDataParallel to the sample, largest remainders, and the earliest end of all devices."""
+
+import itertools
+from fractions import Fraction
+from math import ceil, floor
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from equipoise.parallel.shares import (
+    DeviceTimes,
+    even_chunks,
+    even_sizes,
+    finish_together,
+    first_device_sizes,
+    sizes_by_shares,
+)
+
+# Even sizes
+
+
+@pytest.mark.parametrize("devices", range(1, 10))
+def test_even_sizes(devices: int) -> None:
+    for batch_size in range(40):
+        sizes = even_sizes(batch_size, devices)
+        assert (len(sizes), sum(sizes)) == (devices, batch_size)
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("devices", range(1, 10))
+def test_even_chunks_are_those_of_torch(devices: int) -> None:
+    for batch_size in range(1, 40):
+        chunks = [len(chunk) for chunk in torch.zeros(batch_size).chunk(devices)]
+        assert even_chunks(batch_size, devices) == chunks + [0] * (devices - len(chunks))
+    assert even_chunks(0, devices) == [0] * devices
+
+
+# BalancedDataParallel
+
+
+def plain_split(batch_size: int, devices: int) -> list[int]:
+    """That of DataParallel: chunks of the same size until nothing is left."""
+    sizes, left = [0] * devices, batch_size
+    for device in range(devices):
+        sizes[device] = min(ceil(batch_size / devices), left)
+        left -= sizes[device]
+    return sizes
+
+
+def balanced_data_parallel(batch_size: int, devices: int, first: int) -> list[int]:
+    """What each of the devices gets from BalancedDataParallel with `gpu0_bsz=first`."""
+    unit = floor(Fraction(batch_size - first, devices - 1))
+    if first < unit:
+        sizes = [first] + [unit] * (devices - 1)
+        for entry in range(1, batch_size - first - unit * (devices - 1) + 1):  # the remainder, lowest devices first
+            sizes[entry] += 1
+        return sizes
+    if first == 0:
+        return [0, *plain_split(batch_size, devices - 1)]
+    return plain_split(batch_size, devices)
+
+
+TABLE = list(itertools.product((1, 2, 3, 5, 8, 11, 16, 31, 64), (2, 3, 4, 5, 8), (0, 1, 2, 3, 4, 7, 12, 40)))
+
+
+def test_the_table_of_balanced_data_parallel() -> None:
+    assert len(TABLE) >= 200
+    for batch_size, devices, first in TABLE:
+        sizes, as_asked = first_device_sizes(batch_size, devices, first)
+        assert sizes == balanced_data_parallel(batch_size, devices, first), (batch_size, devices, first)
+        assert as_asked == (sizes[0] == first)
+    outcomes = [first_device_sizes(*case) for case in TABLE]
+    assert min(sum(as_asked for _, as_asked in outcomes), sum(not as_asked for _, as_asked in outcomes)) > 50
+
+
+@settings(deadline=None)
+@given(batch_size=st.integers(0, 500), devices=st.integers(2, 16), first=st.integers(0, 80))
+@example(batch_size=3, devices=5, first=0)  # fewer samples than other devices
+@example(batch_size=8, devices=3, first=4)  # as many for the first as for each of the others
+def test_the_rule_of_balanced_data_parallel(batch_size: int, devices: int, first: int) -> None:
+    sizes, as_asked = first_device_sizes(batch_size, devices, first)
+    assert sizes == balanced_data_parallel(batch_size, devices, first)
+    assert (len(sizes), sum(sizes)) == (devices, batch_size)
+    assert as_asked == (sizes[0] == first)
+    assert sizes[0] <= max(first, ceil(batch_size / devices))  # a number too large never loads the first unevenly
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "devices", "first", "sizes", "as_asked"),
+    [
+        (8, 3, 2, [2, 3, 3], True),
+        (11, 3, 1, [1, 5, 5], True),
+        (12, 3, 1, [1, 6, 5], True),
+        (14, 5, 1, [1, 4, 3, 3, 3], True),
+        (8, 3, 4, [3, 3, 2], False),
+        (6, 3, 2, [2, 2, 2], True),  # the even split, which is what was asked for
+        (8, 3, 0, [0, 4, 4], True),
+        (3, 5, 0, [0, 1, 1, 1, 0], True),
+        (5, 5, 0, [0, 2, 1, 1, 1], True),
+        (8, 5, 9, [2, 2, 2, 2, 0], False),
+        (4, 2, 1, [1, 3], True),
+        (1, 2, 1, [1, 0], True),
+    ],
+)
+def test_sizes_worked_out_by_hand(batch_size: int, devices: int, first: int, sizes: list[int], as_asked: bool) -> None:
+    assert first_device_sizes(batch_size, devices, first) == (sizes, as_asked)
+
+
+# Largest remainders
+
+whole_shares = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
+any_shares = st.lists(st.just(0.0) | st.floats(1e-6, 1e6), min_size=1, max_size=8).filter(any)
+
+
+@settings(deadline=None)
+@given(batch_size=st.integers(0, 1000), shares=whole_shares | any_shares)
+@example(batch_size=6, shares=[0.1, 0.2, 0.3])  # whose sum is not 0.6
+def test_sizes_are_in_proportion_to_shares(batch_size: int, shares: list[float]) -> None:
+    sizes = sizes_by_shares(batch_size, shares)
+    assert sum(sizes) == batch_size
+    total = sum(map(Fraction, shares))
+    for size, share in zip(sizes, shares, strict=True):
+        assert abs(size - batch_size * Fraction(share) / total) < 1 + Fraction(1, 10**9)
+        assert share or size == 0
+
+
+@settings(deadline=None)
+@given(batch_size=st.integers(0, 1000), shares=whole_shares)
+def test_the_largest_remainders_are_rounded_up(batch_size: int, shares: list[int]) -> None:
+    sizes = sizes_by_shares(batch_size, shares)
+    exact = [Fraction(batch_size * share, sum(shares)) for share in shares]
+    assert all(size in (floor(part), ceil(part)) for size, part in zip(sizes, exact, strict=True))
+    up = [part - floor(part) for size, part in zip(sizes, exact, strict=True) if size > part]
+    down = [part - floor(part) for size, part in zip(sizes, exact, strict=True) if size < part]
+    assert not up or not down or min(up) >= max(down)
+
+
+@settings(deadline=None)
+@given(batch_size=st.integers(0, 300), shares=whole_shares, factor=st.integers(1, 9), data=st.data())
+def test_sizes_grow_with_shares(batch_size: int, shares: list[int], factor: int, data: st.DataObject) -> None:
+    sizes = sizes_by_shares(batch_size, shares)
+    for (size, share), (other, less) in itertools.permutations(zip(sizes, shares, strict=True), 2):
+        assert share <= less or size >= other
+    assert sizes_by_shares(batch_size, [share * factor for share in shares]) == sizes  # relative numbers
+    index = data.draw(st.integers(0, len(shares) - 1))
+    exact = [Fraction(batch_size * share, sum(shares)) for share in shares]
+    assume(len({part - floor(part) for part in exact}) == len(exact))  # ties are broken by position
+    more = [share + (position == index) * factor for position, share in enumerate(shares)]
+    assert sizes_by_shares(batch_size, more)[index] >= sizes[index]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "shares", "sizes"),
+    [
+        (11, [2, 3, 3], [3, 4, 4]),
+        (7, [1, 1], [4, 3]),
+        (2, [1, 1, 1, 1], [1, 1, 0, 0]),
+        (10, [0, 1, 0], [0, 10, 0]),
+        (1, [1, 100], [0, 1]),
+        (0, [1, 2], [0, 0]),
+        (5, [0.5, 0.25, 0.25], [3, 1, 1]),
+    ],
+)
+def test_sizes_by_shares(batch_size: int, shares: list[float], sizes: list[int]) -> None:
+    assert sizes_by_shares(batch_size, shares) == sizes
+
+
+# Times
+
+
+@settings(deadline=None)
+@given(
+    base=st.just(0.0) | st.floats(1e-4, 10),
+    per_sample=st.floats(1e-4, 1),
+    sizes=st.sets(st.integers(1, 64), min_size=2, max_size=5),
+    slower=st.lists(st.floats(0, 5), min_size=5, max_size=5),
+)
+def test_lines_are_found_again(base: float, per_sample: float, sizes: set[int], slower: list[float]) -> None:
+    """Whatever slower runs there were beside the quickest of each size."""
+    times = [(size, base + size * per_sample) for size in sizes]
+    late = [(size, seconds + more) for (size, seconds), more in zip(times, slower, strict=False)]
+    found, slope = DeviceTimes([*late, *times, *late]).fit()
+    assert slope == pytest.approx(per_sample, rel=1e-6, abs=1e-9 * base)
+    assert found == pytest.approx(base, rel=1e-6, abs=1e-8 + 1e-6 * per_sample)
+
+
+@pytest.mark.parametrize(
+    ("measured", "line"),
+    [
+        ([(4, 2.0)], (0, 0.5)),  # one size
+        ([(4, 2.0), (4, 3.0)], (0, 0.5)),
+        ([(2, 2.0), (4, 1.0)], (0, 0.4)),  # falling: (2·2 + 4·1) / (4 + 16)
+        ([(2, 1.0), (4, 3.0)], (0, 0.7)),  # begins below 0: (2·1 + 4·3) / 20
+        ([(2, 1.0), (4, 2.0)], (0, 0.5)),
+        ([(1, 3.0), (3, 5.0), (2, 4.0)], (2, 1)),
+        ([(1, 1.0), (2, 3.0), (3, 2.0)], (1, 0.5)),  # not on one line: least squares
+        ([(4, 0.0)], (0, 1e-12)),  # never 0
+    ],
+)
+def test_lines(measured: list[tuple[int, float]], line: tuple[float, float]) -> None:
+    assert DeviceTimes(measured).fit() == pytest.approx(line)
+
+
+# The earliest end
+
+device = st.builds(
+    lambda base, per_sample, most: DeviceTimes([(1, base + per_sample), (2, base + 2 * per_sample)], most),
+    st.integers(0, 8).map(float),
+    st.integers(1, 8).map(float),
+    st.none() | st.integers(0, 8),
+)
+
+
+def end(sizes: tuple[int, ...] | list[int], devices: list[DeviceTimes]) -> float:
+    """When the last device finishes."""
+    lines = [device.fit() for device in devices]
+    return max(base + n * per_sample if n else 0.0 for n, (base, per_sample) in zip(sizes, lines, strict=True))
+
+
+def within(sizes: tuple[int, ...] | list[int], devices: list[DeviceTimes]) -> bool:
+    return all(device.most is None or size <= device.most for size, device in zip(sizes, devices, strict=True))
+
+
+@settings(deadline=None)
+@given(batch_size=st.integers(1, 12), devices=st.lists(device, min_size=1, max_size=4))
+def test_nothing_ends_earlier(batch_size: int, devices: list[DeviceTimes]) -> None:
+    every = [
+        (*some, batch_size - sum(some))
+        for some in itertools.product(range(batch_size + 1), repeat=len(devices) - 1)
+        if sum(some) <= batch_size
+    ]
+    possible = [sizes for sizes in every if within(sizes, devices)]
+    sizes = finish_together(batch_size, devices)
+    assert sum(sizes) == batch_size
+    if possible:
+        assert within(sizes, devices)
+        assert end(sizes, devices) == pytest.approx(min(end(each, devices) for each in possible), rel=1e-9)
+
+
+def line(base: float, per_sample: float, most: int | None = None) -> DeviceTimes:
+    return DeviceTimes([(n, base + n * per_sample) for n in (1, 2)], most)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "devices", "sizes"),
+    [
+        (8, [line(0, 1), line(0, 3)], [6, 2]),
+        (8, [line(0, 1), line(0, 1)], [4, 4]),
+        (10, [line(2, 1), line(0, 2)], [6, 4]),
+        (6, [line(100, 1), line(0, 1)], [0, 6]),  # its base alone takes longer
+        (8, [line(0, 1, most=3), line(0, 3)], [3, 5]),
+        (8, [line(0, 1, most=0), line(0, 3)], [0, 8]),
+        (12, [line(0, 1, most=2), line(0, 1, most=4)], [4, 8]),  # too little memory: in proportion to it
+        (12, [line(0, 1, most=0), line(0, 1, most=4)], [0, 12]),
+        (4, [line(0, 1, most=0), line(0, 1, most=0)], [2, 2]),
+    ],
+)
+def test_sizes_that_finish_together(batch_size: int, devices: list[DeviceTimes], sizes: list[int]) -> None:
+    assert finish_together(batch_size, devices) == sizes
+
+
+@settings(deadline=None)
+@given(
+    batch_size=st.integers(1, 5000),
+    lines=st.lists(
+        st.tuples(st.floats(0, 10), st.floats(1e-6, 1), st.none() | st.integers(0, 10**4)), min_size=1, max_size=8
+    ),
+)
+def test_large_batches_are_shared_out_completely(batch_size: int, lines: list[tuple[float, float, int | None]]) -> None:
+    devices = [line(*each) for each in lines]
+    sizes = finish_together(batch_size, devices)
+    assert sum(sizes) == batch_size
+    room = [batch_size if device.most is None else device.most for device in devices]
+    assert min(sizes) >= 0
+    assert sum(room) < batch_size or within(sizes, devices)

@@ -1,0 +1,194 @@
+"""Shares by hand, as BalancedDataParallel's, and measured."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from equipoise import BalancedDataParallelStrategy, ConfigurationError, SimulatedDevice, Trainer
+from tests.conftest import ignoring
+
+pytestmark = ignoring()
+FAST, SLOW = SimulatedDevice(seconds_per_sample=0.0005), SimulatedDevice(seconds_per_sample=0.0015)
+
+
+class Module(L.LightningModule):
+    """One layer; remembers the sizes of parts and when each of them was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sizes.append(len(batch))
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.layer(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(batches: int = 12, size: int = 32) -> DataLoader[Any]:
+    return DataLoader([torch.randn(size, 4) for _ in range(batches)], batch_size=None)
+
+
+def trainer(strategy: Any, devices: int = 2, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    run = {"max_epochs": 1, "enable_model_summary": False, "limit_val_batches": 0}
+    return Trainer(strategy=strategy, devices=["cpu"] * devices, **{**quiet, **run, **options})
+
+
+def fit(strategy: Any, data: Any = None, devices: int = 2, **options: Any) -> Module:
+    module = Module()
+    trainer(strategy, devices, **options).fit(module, data or loader(), data or loader())
+    return module
+
+
+# By hand
+
+
+@pytest.mark.parametrize(
+    ("shares", "sizes"),
+    [([1, 3], [8, 24]), ([0.5, 0.5], [16, 16]), ([0, 1], [32]), ((2, 1), [21, 11]), ([3, 0], [32])],
+)
+def test_shares(shares: Any, sizes: list[int]) -> None:
+    assert fit(BalancedDataParallelStrategy(shares=shares), loader(1)).sizes == sizes
+
+
+def test_the_name_alone_measures() -> None:
+    run = trainer("balanced")
+    assert run.connected_strategy.measures
+    assert run.connected_strategy.shares is None
+
+
+def test_the_first_device() -> None:
+    strategy = BalancedDataParallelStrategy(first_device_batch_size=4)
+    assert fit(strategy, loader(1, 16), 3).sizes == [4, 6, 6]
+    with pytest.warns(UserWarning, match=r"first_device_batch_size=4 is too much for a batch of 8.*into \[3, 3, 2\]"):
+        module = fit(BalancedDataParallelStrategy(first_device_batch_size=4), loader(2, 8), 3)
+    assert module.sizes == [3, 3, 2] * 2
+    assert fit(BalancedDataParallelStrategy(first_device_batch_size=0), loader(1, 9), 3).sizes == [5, 4]
+
+
+BAD: list[tuple[dict[str, Any], int, str]] = [
+    ({"shares": [1, 2, 3]}, 2, r"3 numbers, but there are 2 devices: cpu, cpu"),
+    ({"shares": []}, 2, r"a number from 0 for each device.*not \[\]"),
+    ({"shares": [0, 0]}, 2, r"not all of them 0.*not \[0, 0\]"),
+    ({"shares": [1, -1]}, 2, r"from 0.*not \[1, -1\]"),
+    ({"shares": [1, float("nan")]}, 2, r"from 0.*nan"),
+    ({"shares": "evenly"}, 2, r"'auto' or a number.*'evenly'"),
+    ({"shares": [1, 1], "first_device_batch_size": 2}, 2, r"both say how batches are cut"),
+    ({"first_device_batch_size": -1}, 2, r"a number of samples, from 0, not -1"),
+    ({"first_device_batch_size": 1.5}, 2, r"a number of samples, from 0, not 1.5"),
+    ({"first_device_batch_size": 2}, 1, r"there is one.*strategy='single_device'"),
+    ({"shares": [1, 1], "simulated": {2: FAST}}, 2, r"simulated names the device 2, but there are 2"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "devices", "message"), BAD)
+def test_refused(arguments: dict[str, Any], devices: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        trainer(BalancedDataParallelStrategy(**arguments), devices)
+
+
+def test_shares_are_checked_when_they_are_changed() -> None:
+    strategy = BalancedDataParallelStrategy(shares=[1, 1])
+    trainer(strategy)
+    with pytest.raises(ConfigurationError, match="3 numbers"):
+        strategy.shares = [1, 1, 1]
+    strategy.shares = [1, 2]
+    assert strategy.sizes(9) == [3, 6]
+
+
+# Measured
+
+
+def measured(*simulated: SimulatedDevice, **options: Any) -> BalancedDataParallelStrategy:
+    return BalancedDataParallelStrategy(shares="auto", simulated=dict(enumerate(simulated)), **options)
+
+
+def test_a_device_three_times_slower(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = measured(FAST, SLOW)
+    with caplog.at_level("INFO"):
+        module = fit(strategy)
+    assert strategy.shares is not None
+    fast, slow = strategy.sizes(32)
+    assert fast + slow == 32
+    assert 20 <= fast <= 27  # 24 + 8 finish together
+    assert f"shares={strategy.shares} pins them" in caplog.text
+    assert sum(module.sizes) == 12 * 32
+    assert module.sizes[-2:] == [fast, slow]
+
+
+def test_a_device_that_holds_little() -> None:
+    """It is never given more, not even while measuring."""
+    strategy = measured(SimulatedDevice(seconds_per_sample=0.0001, most_samples=10), SLOW)
+    fit(strategy)
+    assert strategy.sizes(32) == [10, 22]
+
+
+def test_a_part_that_is_too_large_runs_out_of_memory() -> None:
+    strategy = BalancedDataParallelStrategy(shares=[1, 1], simulated={1: SimulatedDevice(most_samples=10)})
+    with pytest.raises(torch.OutOfMemoryError, match="holds 10 samples, not 16") as caught:
+        fit(strategy)
+    assert caught.value.__notes__ == ["This was part 2 of 2 of the batch, on cpu."]
+
+
+def test_small_batches_are_not_measured() -> None:
+    strategy = measured(FAST, SLOW)
+    assert fit(strategy, loader(12, 7)).sizes[:2] == [4, 3]
+    assert strategy.shares is None
+
+
+def test_measured_with_the_forward_alone() -> None:
+    class Forward(Module):
+        def forward(self, batch: Any) -> Any:
+            return self.layer(batch)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch).square().mean()
+
+    strategy = measured(FAST, SLOW, parallelize="forward")
+    trainer(strategy).fit(Forward(), loader(), loader())
+    assert strategy.shares is not None
+    assert strategy.sizes(32)[0] > 18
+
+
+def test_measured_again() -> None:
+    strategy = measured(FAST, SLOW)
+    run = trainer(strategy)
+    run.fit(Module(), loader(), loader())
+    strategy.simulated = {0: SLOW, 1: FAST}
+    strategy.measure_again()
+    run.fit_loop.max_epochs = 2
+    run.fit(Module(), loader(), loader())
+    assert strategy.sizes(32)[0] < 14
+
+
+def test_measured_shares_are_saved(tmp_path: Path) -> None:
+    strategy = measured(FAST, SLOW)
+    run = trainer(strategy)
+    run.fit(Module(), loader(), loader())
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    assert torch.load(tmp_path / "half.ckpt", weights_only=True)["equipoise"]["strategy"] == {"shares": strategy.shares}
+
+    resumed = measured(SLOW, FAST)
+    module = Module()
+    trainer(resumed, max_epochs=2).fit(module, loader(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.shares == strategy.shares
+    assert module.sizes[:2] == strategy.sizes(32)
+
+    other = measured()
+    trainer(other, 3, max_epochs=2).fit(Module(), loader(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert other.shares is not None
+    assert len(other.shares) == 3  # measured for these
+
+    pinned = BalancedDataParallelStrategy(shares=[1, 1])
+    trainer(pinned, max_epochs=2).fit(Module(), loader(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert pinned.shares == [1, 1]
