@@ -88,7 +88,7 @@ _COUNT, _COMPUTED, _LAST = "_update_count", "_computed", "_forward_cache"
 
 def take_metric_state(metric: Metric) -> MetricState:
     """Takes away what a metric has gathered and leaves it as new; the count of updates has no public name."""
-    state = dict(metric.metric_state) | {_COUNT: metric._update_count, _COMPUTED: metric._computed}
+    state = dict(metric.metric_state) | {name: getattr(metric, name) for name in (_COUNT, _COMPUTED, _LAST)}
     for name, default in metric._defaults.items():  # before reset, which empties lists in place
         setattr(metric, name, [] if isinstance(default, list) else default.detach().clone().to(metric.device))
     metric.reset()

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import StepError
 
-__all__ = ["Splitter", "entries_of", "infer_batch_size", "rebuild", "split", "why_not"]
+__all__ = ["Splitter", "entries_of", "infer_batch_size", "rebuild", "size_to_cut", "split", "why_not"]
 
 
 def entries_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -52,6 +52,16 @@ def infer_batch_size(batch: Any, dim: int = 0) -> int | None:
     # Not shape[dim], which a tensor of nested layout does not have.
     sizes = {tensor.size(dim) if tensor.ndim > dim else None for _, tensor in entries_of(batch) if tensor.ndim}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def size_to_cut(batch: Any, dim: int = 0) -> int | None:
+    """The same for a batch that is to be cut; None also where the dimension that tensors share may mean something else.
+
+    Args:
+        batch: A nested batch.
+        dim: The dimension of the samples. Default: the first.
+    """
+    return None if _holds_samples(batch) else infer_batch_size(batch, dim)
 
 
 def _holds_samples(batch: Any) -> bool:
@@ -133,6 +143,11 @@ class Splitter:
         self.dim = dim
         self._size: Callable[[Any], Any] | None = _method(module, "batch_size")
         self._split: Callable[[Any, list[int]], Any] | None = _method(module, "split_batch")
+
+    @property
+    def asks_module(self) -> bool:
+        """Whether the module says how many samples a batch has."""
+        return self._size is not None
 
     def size(self, batch: Any) -> int | None:
         """The number of samples; None if nobody can tell.

@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.device_threads import DeviceThreads
 from equipoise.parallel.gather import gather
 from equipoise.parallel.replicas import Replicas, check_replicable
-from equipoise.parallel.split import Splitter, infer_batch_size, split, why_not
+from equipoise.parallel.split import Splitter, size_to_cut, split, why_not
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
 
@@ -85,6 +86,7 @@ class ReplicatedStrategy(Strategy):
         self._threads: DeviceThreads | None = None
         self._training = True  # or evaluating
         self._inside = threading.local()
+        self._forwarded = parallelize == "step"  # whether forward has been called, or need not be
 
     # How a batch is shared out.
 
@@ -172,6 +174,7 @@ class ReplicatedStrategy(Strategy):
         if not isinstance(parts, _Parts) or parts.indices == (0,):
             with self._replicated_forward():
                 result = step(parts[0])
+            self._expect_forward()
         else:
             result = self._run(step, parts)
         step.backward(result)
@@ -231,6 +234,14 @@ class ReplicatedStrategy(Strategy):
 
     # Forward only.
 
+    def _expect_forward(self) -> None:
+        if not self._forwarded and len(self.devices) > 1:
+            self._forwarded = True
+            rank_zero_warn(
+                "`training_step` did not call the module, as `self(batch)` does, so nothing was computed in parts."
+                " Call it, or choose parallelize='step'."
+            )
+
     @contextmanager
     def _replicated_forward(self) -> Iterator[None]:
         """Lets calls of the module be computed on every device."""
@@ -258,8 +269,9 @@ class ReplicatedStrategy(Strategy):
 
     def _forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cuts the arguments, runs every part on its device, and gathers the outputs."""
+        self._forwarded = True
         inputs = (args, kwargs)
-        size = infer_batch_size(inputs, self.dim)
+        size = size_to_cut(inputs, self.dim)
         if size is None:
             why = why_not((*args, kwargs) if kwargs else args, self.dim, "What forward is called with", "argument")
             raise StepError(

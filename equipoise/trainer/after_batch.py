@@ -22,6 +22,7 @@ class AfterBatch:
     def __init__(self, loop: "FitLoop") -> None:
         self.loop, self.trainer, self.progress = loop, loop.trainer, loop.progress
         self.logs, self.schedulers = loop.context.logs, loop.schedulers
+        self.scheduled = loop.trainer.lr_scheduler_configs
         self.steps = loop.progress.steps(automatic=loop.context.module.automatic_optimization)
         trainer = loop.trainer
         self.log_every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
@@ -49,7 +50,8 @@ class AfterBatch:
         if self.validates and validate and self.validation_due(index):
             self.loop.validate(window_ended=last)
         if last:
-            self.schedulers.after_validation(index)
+            if self.scheduled:
+                self.schedulers.after_validation(index)
             progress.batches_that_stepped += 1
         done = ends or 0 <= trainer.max_steps <= self.steps.completed
         if trainer.should_stop:

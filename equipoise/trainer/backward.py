@@ -1,5 +1,6 @@
 """A backward with its hooks, the scaler and the user's override."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,10 @@ class Backward:
         collects = type(self.strategy).collect_gradients is not Strategy.collect_gradients
         self.collect = self.strategy.collect_gradients if collects else None
         self.seen = self.before is not None or self.user_backward is not None
+        neutral = type(self.strategy).backward is Strategy.backward and not hooks.is_profiled
+        seen = self.seen or self.after is not None or self.collect is not None or self.scaler is not None
+        self._plain = neutral and not seen  # nothing but the backward itself
+        self._last: tuple[float, Any] = (math.nan, None)  # the share of the batch before, and its seed
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, loss: Tensor, share: float | Tensor | None = None, parts: int = 1) -> None:
@@ -41,6 +46,20 @@ class Backward:
             share: Its factor in the window; None stands for 1.
             parts: The nominal number of parts of the window.
         """
+        if self._plain and (share is None or not loss.ndim):
+            seen, seed = self._last
+            if share is None:
+                seed = None
+            elif (
+                type(share) is not float or share != seen or seed.dtype is not loss.dtype or seed.device != loss.device
+            ):
+                seed = self._seed(loss, share)
+            try:
+                loss.backward(seed)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                _explain(loss, error)
+                raise
+            return
         seed = None
         if share is not None:
             if loss.ndim:
@@ -87,6 +106,7 @@ class Backward:
             seed = torch.full_like(loss, share, requires_grad=False)
             if len(self._seeds) < 8:  # the even share and those of a ragged end; unequal weights would fill it for ever
                 self._seeds[key] = seed
+        self._last = (share, seed)
         return seed
 
 

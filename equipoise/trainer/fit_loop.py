@@ -242,6 +242,7 @@ class FitLoop:
         batch_start, batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
         optimize, schedulers, after_batch = self._bind_optimization(), self.schedulers, AfterBatch(self)
         counts, index = progress.batch.current, progress.batch.current.ready - 1
+        scheduled = self.trainer.lr_scheduler_configs  # the list itself: callbacks may add to it
         assert stream is not None
         if self.trainer.should_stop and after_batch.may_stop():  # a hook of the epoch's start asked for it
             self.stream = None
@@ -262,7 +263,7 @@ class FitLoop:
             last = ends or (index + 1) % window == 0
             result = run_batch(parts, index, last)
             counts.processed = index + 1
-            if last:
+            if last and scheduled:
                 schedulers.after_batch(index, ends=ends)
             if batch_end is not None:
                 batch_end(optimize.outputs(result), batch, index)

@@ -106,9 +106,15 @@ class Hooks:
 
         if module is None or module is self.module:  # copies run in other threads, and a profiler knows one
             own = self.profiled(own, self.action_of_strategy(name))
-        fire = self._fire(name, [], own, module)
-        assert fire is not None
-        return fire
+        state, current, run = vars(module or self.module), interop.CURRENT_HOOK, own
+
+        def fire_step(batch: Any, *indices: int) -> Any:
+            outer, state[current] = state[current], name
+            answer = run(batch, *indices)
+            state[current] = outer
+            return answer
+
+        return fire_step
 
     def action_of_strategy(self, name: str) -> str:
         """The name that a profile gives to something the strategy does."""
@@ -178,10 +184,8 @@ class Hooks:
 
         return profiled
 
-    def _fire(
-        self, name: str, callbacks: list[Hook], module: Hook | None, owner: LightningModule | None = None
-    ) -> Hook | None:
-        state, current = vars(owner or self.module), interop.CURRENT_HOOK
+    def _fire(self, name: str, callbacks: list[Hook], module: Hook | None) -> Hook | None:
+        state, current = vars(self.module), interop.CURRENT_HOOK
         if not callbacks:
             if module is None:
                 return None

@@ -21,9 +21,10 @@ from torch.optim import LBFGS, Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, Window
-from equipoise.strategies.strategy import StepResult
+from equipoise.strategies.strategy import StepResult, Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.backward import Backward
+from equipoise.trainer.diagnosis import explain
 from equipoise.trainer.parts import UserStep
 from equipoise.trainer.weights import Weigher, check_weight
 
@@ -56,10 +57,6 @@ class _Step(UserStep):
         super().__init__(context, "training_step")
         self.batch_idx = 0
 
-    def begin(self, batch_idx: int) -> None:
-        """The next batch."""
-        self.batch_idx, self.indices = batch_idx, (batch_idx,)
-
 
 class _AutomaticStep(_Step):
     """Runs the training step and, as `backward`, everything from zeroing the gradients to `on_after_backward`."""
@@ -81,9 +78,16 @@ class _AutomaticStep(_Step):
 
     def __call__(self, part: Any) -> StepResult:
         """Runs the training step on a batch and takes its answer apart."""
-        out = self.run(part)
-        loss, weight = out if isinstance(out, Tensor) else None, None
-        if loss is None:
+        if self.forward_context is None:
+            try:
+                out = self.method(part, self.batch_idx)
+            except RuntimeError as error:
+                explain(error, self.module, part)
+                raise
+        else:
+            out = self.run(part)
+        loss, weight = out, None
+        if not isinstance(out, Tensor):
             if out is None:
                 return StepResult(None, 0, None)
             loss, weight = _loss_and_weight(out)
@@ -123,7 +127,14 @@ class AutomaticOptimization:
     def __init__(self, context: "Context", window: Window, weigh: Weigher, *, skip_backward: bool) -> None:
         trainer, hooks = context.trainer, context.hooks
         self.trainer, self.module, self.strategy, self.window = trainer, context.module, context.strategy, window
-        self.scaler, self.progress = context.precision.scaler, trainer.progress
+        self.scaler, self.counts = context.precision.scaler, trainer.progress.optimizer_step.current
+        self.zero_grads = trainer.progress.zero_grad.current
+        self.forward_backward, kind = self.strategy.forward_backward, type(self.strategy)
+        # What a strategy leaves as it is and would do nothing is not called.
+        alone = kind.finish_gradients is Strategy.finish_gradients and window.parts == 1
+        self.finish = None if alone else self.strategy.finish_gradients
+        neutral = kind.optimizer_step is Strategy.optimizer_step
+        self.step_optimizer = None if neutral else self.strategy.optimizer_step
         self.optimizer: Optimizer = trainer.optimizers[0]
         self.step = _AutomaticStep(context, window, weigh, self._zero_grad, skip_backward=skip_backward)
         self.before_zero_grad = hooks.bind("on_before_zero_grad")
@@ -155,22 +166,24 @@ class AutomaticOptimization:
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Computes the gradients of a batch and, if it is the last of its window, steps."""
         step = self.step
-        step.begin(batch_idx)
+        step.batch_idx, step.indices = batch_idx, (batch_idx,)
         step.first = batch_idx % self.window.parts == 0
         if not last:
-            return self.strategy.forward_backward(step, parts, False)
-        counts = self.progress.optimizer_step.current
+            return self.forward_backward(step, parts, False)
+        counts = self.counts
         counts.ready += 1
         if self.direct:
-            results = [self.strategy.forward_backward(step, parts, True)]
-            self._finish(self.optimizer, skipped=results[0].loss is None)
+            result = self.forward_backward(step, parts, True)
+            self._finish(self.optimizer, result.loss is None)
         else:
             results = self._step_with_closure(parts, batch_idx)
+            if not results:
+                raise interop.closure_not_called()
+            result = results[0]
         counts.completed = counts.ready
-        if not results:
-            raise interop.closure_not_called()
-        self.window.reset()
-        return results[0]
+        if self.finish is not None:
+            self.window.reset()
+        return result
 
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> list[StepResult]:
         """Hands the optimiser, or the user's `optimizer_step`, a closure that computes loss and gradients.
@@ -199,20 +212,21 @@ class AutomaticOptimization:
         """What a LightningOptimizer calls: the closure, then everything up to the step."""
         if self.scaler is not None:
             answer = closure()
-            return self._finish(optimizer, skipped=answer is None, **kwargs)
+            return self._finish(optimizer, answer is None, **kwargs)
 
         def wrapped() -> Any:
             answer = closure()
-            self._prepare(optimizer, skipped=answer is None)
+            self._prepare(optimizer, answer is None)
             return answer
 
         return self.strategy.optimizer_step(optimizer, wrapped, **kwargs)
 
-    def _finish(self, optimizer: Optimizer, *, skipped: bool, **kwargs: Any) -> Any:
+    def _finish(self, optimizer: Optimizer, skipped: bool, **kwargs: Any) -> Any:
         """Everything after the last backward of a window."""
         self._prepare(optimizer, skipped)
         if self.scaler is None:
-            return self.strategy.optimizer_step(optimizer, **kwargs)
+            step = self.step_optimizer
+            return optimizer.step(**kwargs) if step is None else step(optimizer, **kwargs)
         if skipped:
             return None
         answer = self.scaler.step(optimizer, **kwargs)
@@ -221,7 +235,8 @@ class AutomaticOptimization:
 
     def _prepare(self, optimizer: Optimizer, skipped: bool) -> None:
         """Weighs, unscales and clips the gradients."""
-        self.strategy.finish_gradients(self.window, optimizer)
+        if self.finish is not None:
+            self.finish(self.window, optimizer)
         if self.scaler is not None and not skipped and not interop.unscales_by_itself(optimizer):
             self.scaler.unscale_(optimizer)
         if self.before_step is not None:
@@ -233,7 +248,7 @@ class AutomaticOptimization:
             self.strategy.clip_gradients(optimizer, value, algorithm or "norm")
 
     def _zero_grad(self, batch_idx: int) -> None:
-        optimizer, counts = self.optimizer, self.progress.zero_grad.current
+        optimizer, counts = self.optimizer, self.zero_grads
         counts.ready += 1
         if self.before_zero_grad is not None:
             self.before_zero_grad(optimizer)
@@ -260,6 +275,8 @@ class AutomaticOptimization:
         loss = self._seen_loss(result)
         if loss is None:
             return {}
+        if isinstance(result.outputs, Tensor):
+            return {"loss": loss}
         out = result.outputs.gathered() if isinstance(result.outputs, PartialOutputs) else result.outputs
         extra = out if isinstance(out, Mapping) else {}
         return {"loss": loss, **{key: value for key, value in extra.items() if key != "loss"}}
@@ -278,7 +295,7 @@ class ManualOptimization:
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Runs the training step on a batch."""
-        self.step.begin(batch_idx)
+        self.step.batch_idx, self.step.indices = batch_idx, (batch_idx,)
         return self.strategy.forward_backward(self.step, parts, last)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from equipoise.errors import StepError
-from equipoise.parallel.split import Splitter
+from equipoise.parallel.split import Splitter, infer_batch_size
 from equipoise.parallel.weighting import Weight
 
 __all__ = ["Weigher", "check_weight"]
@@ -25,12 +25,13 @@ class Weigher:
     """
 
     def __init__(self, module: LightningModule) -> None:
-        self._splitter = Splitter(module)
+        splitter = Splitter(module)
+        self._size = splitter.size if splitter.asks_module else infer_batch_size
         self._warned = False
 
     def __call__(self, part: Any) -> int:
         """The weight of a part."""
-        size = self._splitter.size(part)
+        size = self._size(part)
         if size is not None:
             return size
         if not self._warned:

@@ -408,6 +408,32 @@ def test_the_step_runs_once_and_forward_in_parts() -> None:
     assert sizes == [4, 3, 4, 3, 3, 2, 1, 1]
 
 
+def test_a_step_that_calls_no_forward() -> None:
+    class Past(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+    with pytest.warns(UserWarning, match=r"did not call the module.*parallelize='step'"):
+        trainer(DataParallelStrategy(parallelize="forward"), 2, limit_val_batches=0).fit(Past(), loader(), loader())
+
+
+def test_a_metric_keeps_its_value_when_forward_is_called_again() -> None:
+    class Twice(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            self.accuracy(self(batch[0]), batch[1])
+            self(batch[0])
+            self.log("accuracy", self.accuracy, on_step=True)
+            return loss
+
+    seen = []
+    for of in (("single_device", 1), (DataParallelStrategy(parallelize="forward"), 3)):
+        run = trainer(*of, callbacks=[Seen()], limit_val_batches=0)
+        run.fit(seeded(Twice), loader(), loader())
+        seen.append([metrics["accuracy"] for metrics in run.callbacks[0].metrics])
+    assert seen[0] == seen[1]
+
+
 def test_arguments_of_forward_that_cannot_be_cut() -> None:
     class Two(Module):
         def forward(self, features: Tensor, state: Any = None) -> Tensor:
