@@ -115,13 +115,23 @@ class _Gather:
             for _, tensor in entries_of(each)
         )
 
-    def _check(self, outputs: Sequence[Any], path: str, same: bool) -> None:
+    @staticmethod
+    def _check(outputs: Sequence[Any], path: str, same: bool) -> None:
         if not same:
-            told = "; ".join(f"part {number}: {_described(out)}" for number, out in enumerate(outputs, start=1))
-            raise StepError(
-                f"The parts of a batch returned different structures{' at ' * bool(path)}{path}: {told}. A step must"
-                " return the same structure for every part."
-            )
+            raise _different(outputs, path)
+
+
+def _different(outputs: Sequence[Any], path: str = "") -> StepError:
+    told = "; ".join(f"part {number}: {_described(out)}" for number, out in enumerate(outputs, start=1))
+    return StepError(
+        f"The parts of a batch returned different structures{' at ' * bool(path)}{path}: {told}. A step must return the"
+        " same structure for every part."
+    )
+
+
+def _kind(value: Any) -> Any:
+    """What must be the same for all parts, at the top of a structure."""
+    return frozenset(value) if isinstance(value, Mapping) else Tensor if isinstance(value, Tensor) else type(value)
 
 
 def _is_array(value: Any) -> bool:
@@ -160,6 +170,15 @@ class PartialOutputs:
     device: torch.device
     dim: int
     weights: Sequence[Weight]
+
+    def check(self) -> None:
+        """Checks that the parts returned the same kind of thing, where nobody may ask for it; None is passed over.
+
+        Raises:
+            StepError: If they did not.
+        """
+        if len({_kind(out) for out in self.outputs if out is not None}) > 1:
+            raise _different(self.outputs)
 
     def gathered(self) -> Any:
         """The outputs, put together; without parts that returned nothing and weigh nothing."""

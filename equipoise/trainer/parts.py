@@ -94,19 +94,12 @@ class UserStep:
         dim: int = 0,
         original: Callable[[Metric], Metric],
     ) -> StepResult:
-        """Puts the results of all parts together, and logs what they logged.
-
-        Args:
-            results: In the order of the data.
-            sizes: The numbers of samples.
-            device: Where values are gathered.
-            dim: The dimension of the samples. Default: the first.
-            original: The module's metric of which another is a copy.
-        """
+        """Puts the results of all parts together; see `strategies.strategy.PartwiseStep`."""
         weights: list[Weight] = [1 if result.weight is None else result.weight for result in results]
         loss, total = weighted_mean([result.loss for result in results], weights, device)
         log_together(self._logs, [result.logged for result in results], weights, device, original)
         outputs = PartialOutputs([result.outputs for result in results], sizes, device, dim, weights)
+        outputs.check()
         return StepResult(loss, total, outputs)
 
 

@@ -479,6 +479,16 @@ def test_different_structures() -> None:
         trainer("dp", 2).predict(Different(), loader())
 
 
+def test_training_steps_that_return_different_structures() -> None:
+    class Different(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self(batch[0]).square().mean()
+            return loss if len(batch[0]) == 4 else {"loss": loss}
+
+    with pytest.raises(StepError, match=r"part 1: a tensor of shape \[\]; part 2: a dict with keys \['loss'\]"):
+        trainer("dp", 2, limit_val_batches=0).fit(Different(), loader(), loader())
+
+
 class Detection(Module):
     """Images of unequal size, and boxes of unequal number."""
 
