@@ -176,21 +176,14 @@ class AutomaticOptimization:
             result = self.forward_backward(step, parts, True)
             self._finish(self.optimizer, result.loss is None)
         else:
-            results = self._step_with_closure(parts, batch_idx)
-            if not results:
-                raise interop.closure_not_called()
-            result = results[0]
+            result = self._step_with_closure(parts, batch_idx)
         counts.completed = counts.ready
         if self.finish is not None:
             self.window.reset()
         return result
 
-    def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> list[StepResult]:
-        """Hands the optimiser, or the user's `optimizer_step`, a closure that computes loss and gradients.
-
-        Returns:
-            The result, or nothing if nobody called the closure.
-        """
+    def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
+        """Hands the optimiser, or the user's `optimizer_step`, a closure that computes loss and gradients."""
         results: list[StepResult] = []
         before = self.window.state_dict()
 
@@ -206,7 +199,10 @@ class AutomaticOptimization:
         else:
             assert self.lightning_optimizer is not None
             self.lightning_optimizer.step(closure=closure)
-        return results
+        if not results:
+            self.counts.completed = self.counts.ready
+            raise interop.closure_not_called()
+        return results[0]
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """What a LightningOptimizer calls: the closure, then everything up to the step."""
