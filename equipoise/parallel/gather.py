@@ -61,7 +61,7 @@ class _Gather:
         if isinstance(first, Mapping):
             self._check(outputs, path, all(isinstance(out, Mapping) and out.keys() == first.keys() for out in outputs))
             return rebuild(first, [self([out[key] for out in outputs], f"{path}[{key!r}]") for key in first])
-        if isinstance(first, list) and self._are_samples(outputs):
+        if isinstance(first, list) and self._are_samples(outputs, path):
             return type(first)([item for out in outputs for item in out])
         if isinstance(first, (tuple, list)):
             self._check(outputs, path, all(type(out) is type(first) and len(out) == len(first) for out in outputs))
@@ -102,13 +102,19 @@ class _Gather:
             return self._tensors([torch.tensor(value, dtype=torch.float64) for value in values]).item()
         return values[0] if all(_same(value, values[0]) for value in values) else list(values)
 
-    def _are_samples(self, lists: Sequence[Any]) -> bool:
+    def _are_samples(self, lists: Sequence[Any], path: str) -> bool:
         """Whether lists hold an item for each sample, rather than tensors of all samples."""
         if not all(isinstance(each, list) and len(each) == size for each, size in zip(lists, self.sizes, strict=True)):
             return False
         tensors = [tensor for each in lists for _, tensor in entries_of(each)]
-        if not tensors:
+        if not any(tensor.ndim for tensor in tensors) or len(set(self.sizes)) > 1:
             return True
+        if len(lists) > 1 and len(lists[0]) > 1 and all(map(_is_row, lists, self.sizes)):
+            raise StepError(
+                f"A step returned a list{' at ' * bool(path)}{path} of {len(lists[0])} tensors of length"
+                f" {len(lists[0])} for {len(lists[0])} samples: whether there is one for each sample cannot be told."
+                " Return a tensor, a tuple or a dictionary."
+            )
         return any(
             tensor.ndim and (tensor.ndim <= self.dim or tensor.size(self.dim) != size)
             for each, size in zip(lists, self.sizes, strict=True)
@@ -132,6 +138,11 @@ def _different(outputs: Sequence[Any], path: str = "") -> StepError:
 def _kind(value: Any) -> Any:
     """What must be the same for all parts, at the top of a structure."""
     return frozenset(value) if isinstance(value, Mapping) else Tensor if isinstance(value, Tensor) else type(value)
+
+
+def _is_row(items: list[Any], size: int) -> bool:
+    """Whether all items are vectors whose length is the number of samples."""
+    return all(isinstance(item, Tensor) and item.shape == (size,) for item in items)
 
 
 def _is_array(value: Any) -> bool:

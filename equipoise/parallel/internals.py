@@ -22,6 +22,7 @@ __all__ = [
     "has_hooks",
     "is_compiled",
     "merge_metric_states",
+    "other_state",
     "parameters_of",
     "restore_metric_state",
     "shell_of",
@@ -84,15 +85,37 @@ def has_hooks(parameter: Tensor) -> bool:
 
 MetricState = dict[str, Any]
 _COUNT, _COMPUTED, _LAST = "_update_count", "_computed", "_forward_cache"
+_EMPTY_WRAPPER = {_COMPUTED: None, _LAST: None}  # of a metric without states, which never counts
+_EMPTY = {_COUNT: 0} | _EMPTY_WRAPPER
 
 
 def take_metric_state(metric: Metric) -> MetricState:
-    """Takes away what a metric has gathered and leaves it as new; the count of updates has no public name."""
-    state = dict(metric.metric_state) | {name: getattr(metric, name) for name in (_COUNT, _COMPUTED, _LAST)}
-    for name, default in metric._defaults.items():  # before reset, which empties lists in place
-        setattr(metric, name, [] if isinstance(default, list) else default.detach().clone().to(metric.device))
-    metric.reset()
+    """Takes away what a metric has gathered and leaves it as new; the count of updates has no public name.
+
+    Not by `reset`, which wrappers hand on to other metrics, and which empties lists in place.
+    """
+    names = _states_of(metric)
+    empty = _EMPTY if names else _EMPTY_WRAPPER
+    state: MetricState = {name: getattr(metric, name) for name in (*names, *empty)}
+    fresh: MetricState = {}
+    for name in names:
+        default = metric._defaults[name]
+        fresh[name] = [] if isinstance(default, list) else default.detach().clone().to(metric.device)
+    restore_metric_state(metric, fresh | empty)
     return state
+
+
+def _states_of(metric: Metric) -> list[str]:
+    """The names of the states that a metric holds itself; wrappers show those of the metric inside as theirs."""
+    return [name for name in metric._defaults if name in vars(metric)]
+
+
+def other_state(metric: Metric) -> dict[str, Any]:
+    """What a metric counts or collects beside its states, which nobody could put together from parts."""
+    own = set(metric._defaults) | set(_EMPTY)
+    held = {name: value for name, value in vars(metric).items() if name not in own and not isinstance(value, bool)}
+    numbers = {name: value for name, value in held.items() if isinstance(value, int | float)}
+    return numbers | {name: len(value) for name, value in held.items() if type(value) is list}
 
 
 def restore_metric_state(metric: Metric, state: MetricState) -> None:
@@ -101,38 +124,51 @@ def restore_metric_state(metric: Metric, state: MetricState) -> None:
         setattr(metric, name, value)
 
 
-def merge_metric_states(metric: Metric, before: MetricState, parts: list[Metric], weights: list[Any]) -> None:
-    """Makes a metric hold what it held before a batch, and what its copies gathered from the parts of the batch.
+def merge_metric_states(
+    metrics: list[Metric], before: list[MetricState], parts: list[list[Metric]], weights: list[Any]
+) -> None:
+    """Makes metrics hold what they held before a batch, and what their copies gathered from the parts of the batch.
 
-    A value that `forward` returns for the batch is computed anew, from all parts.
+    Values that `forward` returned for the parts are computed anew for the batch, when all metrics hold that of the
+    batch alone: one may compute from others.
 
     Args:
-        metric: One of the copies, or their original.
-        before: What `take_metric_state` took from it before the batch.
-        parts: The copies, in the order of the parts.
+        metrics: The metrics.
+        before: What `take_metric_state` took from each before the batch.
+        parts: The copies of each, in the order of the parts.
         weights: The weights of the parts.
 
     Raises:
-        StepError: If the metric cannot be put together from parts.
+        StepError: If a metric cannot be put together from parts.
     """
-    updated = [(part, weight) for part, weight in zip(parts, weights, strict=True) if part._update_count]
-    if not updated:
-        restore_metric_state(metric, before)
-        return
-    parts, count = [part for part, _ in updated], max(part._update_count for part, _ in updated)
-    forwarded = any(part._forward_cache is not None for part in parts)
-    reductions, device = metric._reductions, metric.device
-    held = [{name: _on(getattr(part, name), device) for name in reductions} for part in parts]
-    batch = {
-        name: _reduced(metric, name, [state[name] for state in held], [weight for _, weight in updated])
-        for name in reductions
-    }
-    restore_metric_state(metric, batch | {_COUNT: count, _COMPUTED: None})
-    value = metric.compute() if forwarded and len(parts) > 1 else parts[0]._forward_cache
-    if before[_COUNT]:
-        counts = [before[_COUNT], count]
-        batch = {name: _reduced(metric, name, [before[name], batch[name]], counts) for name in reductions}
-    restore_metric_state(metric, batch | {_COUNT: before[_COUNT] + count, _COMPUTED: None, _LAST: value})
+    batches = [_batch_state(metric, copies, weights) for metric, copies in zip(metrics, parts, strict=True)]
+    caches = [[part._forward_cache for part in copies if part._forward_cache is not None] for copies in parts]
+    for metric, batch in zip(metrics, batches, strict=True):
+        restore_metric_state(metric, batch | {_COMPUTED: None})
+    for metric, values in zip(metrics, caches, strict=True):
+        value = metric.compute() if len(values) > 1 else values[0] if values else None
+        metric._forward_cache = value
+    for metric, earlier, batch in zip(metrics, before, batches, strict=True):
+        if not batch.get(_COUNT):  # it was not updated, or has no states
+            restore_metric_state(metric, earlier if metric._forward_cache is None else {})
+            continue
+        counts = [earlier[_COUNT], batch[_COUNT]]
+        both = batch
+        if counts[0]:
+            both = {name: _reduced(metric, name, [earlier[name], batch[name]], counts) for name in _states_of(metric)}
+        restore_metric_state(metric, both | {_COUNT: sum(counts), _COMPUTED: None})
+
+
+def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> MetricState:
+    """What a metric's copies have gathered, without those that saw nothing."""
+    names, device = _states_of(metric), metric.device
+    updated = [(part, weight) for part, weight in zip(copies, weights, strict=True) if part._update_count]
+    if not names or not updated:
+        return {}
+    held = [{name: _on(getattr(part, name), device) for name in names} for part, _ in updated]
+    weights = [weight for _, weight in updated]
+    state = {name: _reduced(metric, name, [each[name] for each in held], weights) for name in names}
+    return state | {_COUNT: max(part._update_count for part, _ in updated)}
 
 
 def _on(state: Any, device: torch.device) -> Any:

@@ -29,6 +29,7 @@ class _Attributes(NamedTuple):
         kept: What the copy has instead of the module's.
         replaced: What of the module that stands for.
         seen: The module's, when the last two were made.
+        lengths: Those of its dictionaries and lists, which may have come to hold something since.
     """
 
     source: dict[str, Any]
@@ -36,10 +37,16 @@ class _Attributes(NamedTuple):
     kept: dict[str, Any]
     replaced: dict[str, Any]
     seen: list[Any]
+    lengths: list[int]
 
     def are_others(self) -> bool:
         """Whether the module has other attributes now."""
-        return len(self.source) != len(self.seen) or not all(map(is_, self.source.values(), self.seen))
+        same = len(self.source) == len(self.seen) and all(map(is_, self.source.values(), self.seen))
+        return not same or _lengths(self.seen) != self.lengths
+
+
+def _lengths(values: list[Any]) -> list[int]:
+    return [len(value) for value in values if isinstance(value, (dict, list))]
 
 
 class Replica:
@@ -75,6 +82,7 @@ class Replica:
         self._seen_buffers: list[Tensor] = []
         self._versions: tuple[int | None, int | None] = (None, None)
         self.trusted = False
+        self._own_version: int | None = None
 
     # Made once.
 
@@ -128,7 +136,8 @@ class Replica:
         for name, value in source.items():
             if name not in kept and (own := self._own(value)) is not value:
                 kept[name], replaced[name] = own, value
-        return _Attributes(source, target, kept, replaced, list(source.values()))
+        seen = list(source.values())
+        return _Attributes(source, target, kept, replaced, seen, _lengths(seen))
 
     def _own(self, value: Any) -> Any:
         """What stands in the copy for an attribute that refers to the module, to parts of it, or to its device."""
@@ -169,7 +178,7 @@ class Replica:
         for index, attributes in enumerate(self._attributes):
             if attributes.are_others():
                 self._attributes[index] = attributes = self._private_attributes(*attributes[:2])
-            source, target, kept, replaced, _ = attributes
+            source, target, kept, replaced, _, _ = attributes
             for name, value in replaced.items():
                 if isinstance(value, (list, dict)):  # whose items may have changed
                     kept[name] = self._own(value)
@@ -184,7 +193,7 @@ class Replica:
         """Whether the module's parameters have changed since this was asked last."""
         version = internals.versions([source for source, _ in self.parameters])
         stale = not self.trusted or version is None or version != self._versions[0]
-        self.trusted, self._versions = True, (version, self._versions[1])
+        self._versions = (version, self._versions[1])
         return stale
 
     def has_stale_buffers(self) -> bool:
@@ -194,9 +203,13 @@ class Replica:
         buffers = [tensor for sources, own, name in self._buffers for tensor in (sources[name], own[name])]
         version = internals.versions(buffers)
         same = len(buffers) == len(self._seen_buffers) and not any(map(_differ, buffers, self._seen_buffers))
-        stale = version is None or version != self._versions[1] or not same
+        stale = not self.trusted or version is None or version != self._versions[1] or not same
         self._seen_buffers, self._versions = buffers, (self._versions[0], version)
         return stale
+
+    def trust(self) -> None:
+        """Everything is up to date: what changes from now on leaves a trace, unless somebody says otherwise."""
+        self.trusted, self._own_version = True, internals.versions([copied for _, copied in self.parameters])
 
     def load_parameters(self, tensors: Sequence[Tensor]) -> None:
         """Copies values into the parameters."""
@@ -214,14 +227,17 @@ class Replica:
         foreach.copy_([own[name].data for _, own, name in self._buffers], [tensor.data for tensor in tensors])
 
     def give_back(self) -> None:
-        """Makes the module's buffers and attributes those of the copy, which computed in the module's place."""
+        """Makes the module's state that of the copy, which computed in the module's place."""
+        if internals.versions([copied for _, copied in self.parameters]) != self._own_version:
+            with torch.no_grad():
+                foreach.copy_([source for source, _ in self.parameters], [copied for _, copied in self.parameters])
         for sources, own, name in self._buffers:
             buffer = own.get(name)
             if buffer is not None and not _alike(sources[name], buffer):
                 sources[name] = torch.empty_like(buffer, device=sources[name].device)
         pairs = [(sources[name], own[name]) for sources, own, name in self._buffers if own.get(name) is not None]
         foreach.copy_([source.data for source, _ in pairs], [buffer.data for _, buffer in pairs])
-        for source, target, kept, _, _ in self._attributes:
+        for source, target, kept, *_ in self._attributes:
             source.update({name: value for name, value in target.items() if name not in kept})
 
 

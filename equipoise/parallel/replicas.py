@@ -14,13 +14,14 @@ batch instead.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel import coalesced, internals
 from equipoise.parallel.replica import Replica
 
@@ -33,11 +34,10 @@ class Replicas:
     Args:
         module: The module, on the first device.
         devices: All devices, repeats allowed.
-        hidden: Attributes of the module that copies must not have.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], hidden: Sequence[str] = ()) -> None:
-        self.module, self.devices, self.hidden = module, tuple(devices), hidden
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        self.module, self.devices = module, tuple(devices)
         self._replicas: dict[int, Replica] = {}
 
     def __getitem__(self, index: int) -> nn.Module:
@@ -45,7 +45,7 @@ class Replicas:
         return self._replicas[index].module if index else self.module
 
     def distrust(self) -> None:
-        """The module's parameters may have changed in a way that leaves no trace, as through `.data`."""
+        """The module's tensors may have changed in a way that leaves no trace, as through `.data`."""
         for replica in self._replicas.values():
             replica.trusted = False
 
@@ -58,8 +58,6 @@ class Replicas:
         used = [self._made(index) for index in indices if index]
         for replica in used:
             replica.refresh_attributes()
-            for name in self.hidden:
-                vars(replica.module).pop(name, None)
         with torch.no_grad():
             if stale := [replica for replica in used if replica.has_stale_parameters()]:
                 sources = [source.detach() for source, _ in stale[0].parameters]
@@ -68,6 +66,8 @@ class Replicas:
             if stale := [replica for replica in used if replica.has_stale_buffers()]:
                 for replica, tensors in zip(stale, self._broadcast(stale[0].buffers(), stale), strict=True):
                     replica.load_buffers(tensors)
+        for replica in used:
+            replica.trust()
 
     @staticmethod
     def _broadcast(tensors: list[Tensor], replicas: list[Replica]) -> list[Sequence[Tensor]]:
@@ -125,11 +125,14 @@ class Replicas:
         metrics = [module for module in self.module.modules() if isinstance(module, Metric)]
         before = [internals.take_metric_state(metric) for metric in metrics]
         copies = [self._metrics(index) for index in indices]
+        parts = [own.get(id(metric), metric) for own in copies for metric in metrics]
+        others = [internals.other_state(part) for part in parts]
         try:
             yield
-            for metric, state in zip(metrics, before, strict=True):
-                parts = [own.get(id(metric), metric) for own in copies]
-                internals.merge_metric_states(metric, state, parts, list(weights))
+            for part, other in zip(parts, others, strict=True):
+                _check_metric(part, other)
+            of_each = [[own.get(id(metric), metric) for own in copies] for metric in metrics]
+            internals.merge_metric_states(metrics, before, of_each, list(weights))
         except BaseException:
             for metric, state in zip(metrics, before, strict=True):
                 internals.restore_metric_state(metric, state)
@@ -138,6 +141,16 @@ class Replicas:
             for replica in self._replicas.values():
                 for _, own in replica.metrics:
                     internals.take_metric_state(own)
+
+
+def _check_metric(metric: Metric, before: dict[str, Any]) -> None:
+    after = internals.other_state(metric)
+    if changed := [name for name in after if after[name] != before.get(name)]:
+        raise StepError(
+            f"The metric {type(metric).__name__} cannot be put together from parts of a batch: it keeps {changed[0]!r}"
+            " beside its states. Declare it with `add_state` and a reduction, or take parallelize='forward', where"
+            " metrics that the step updates see whole batches."
+        )
 
 
 def _collect(group: list[list[nn.Parameter]], *, missing: bool) -> None:

@@ -54,28 +54,31 @@ def infer_batch_size(batch: Any, dim: int = 0) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def size_to_cut(batch: Any, dim: int = 0) -> int | None:
+def size_to_cut(batch: Any, dim: int = 0, *, cut_before: bool = False) -> int | None:
     """The same for a batch that is to be cut; None also where the dimension that tensors share may mean something else.
 
     Args:
         batch: A nested batch.
         dim: The dimension of the samples. Default: the first.
+        cut_before: Whether another batch of its kind has been cut, so that equal images cannot be what its lists hold.
     """
-    return None if _holds_samples(batch) else infer_batch_size(batch, dim)
+    return None if _holds_samples(batch, cut_before) else infer_batch_size(batch, dim)
 
 
-def _holds_samples(batch: Any) -> bool:
+def _holds_samples(batch: Any, cut_before: bool = False) -> bool:
     """Whether a batch holds whole samples, whose first dimensions may be equal without being that of the batch.
 
-    Such are packed sequences and lists of unequal images, `[C, H, W]` each.
+    Such are packed sequences and lists of images, `[C, H, W]` each. A list of two equal tensors `[3, H, W]` may as well
+    be inputs and targets of three samples, as a loader gives them at the end of an epoch.
     """
     if isinstance(batch, PackedSequence):
         return True
-    if isinstance(batch, list) and all(type(item) is Tensor and item.ndim == 3 for item in batch):
-        return len({item.shape for item in batch}) > 1 and {item.size(0) for item in batch} <= {1, 3, 4}
+    if isinstance(batch, list) and batch and all(type(item) is Tensor and item.ndim == 3 for item in batch):
+        first, equal = {item.size(0) for item in batch}, len({item.shape for item in batch}) == 1
+        return (not cut_before and first <= {3, 4}) if equal else first <= {1, 3, 4}
     if isinstance(batch, Mapping):
-        return any(map(_holds_samples, batch.values()))
-    return isinstance(batch, (tuple, list)) and any(map(_holds_samples, batch))
+        return any(_holds_samples(value, cut_before) for value in batch.values())
+    return isinstance(batch, (tuple, list)) and any(_holds_samples(value, cut_before) for value in batch)
 
 
 def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
@@ -143,6 +146,7 @@ class Splitter:
         self.dim = dim
         self._size: Callable[[Any], Any] | None = _method(module, "batch_size")
         self._split: Callable[[Any, list[int]], Any] | None = _method(module, "split_batch")
+        self._cut_before = False
 
     @property
     def asks_module(self) -> bool:
@@ -169,13 +173,14 @@ class Splitter:
             StepError: If nobody can tell it, naming the entries that stand in the way.
         """
         size = self.size(batch)
-        if size is None or (self._split is None and _holds_samples(batch)):
+        if size is None or (self._split is None and _holds_samples(batch, self._cut_before)):
             raise StepError(why_not(batch, self.dim, "A batch") + _WAY_OUT)
         if self._split is None and self._size is not None and (found := infer_batch_size(batch, self.dim)) != size:
             raise StepError(
                 f"`batch_size(batch)` says {size}, but the tensors of the batch are of length {found} along dimension"
                 f" {self.dim}. Define `split_batch(self, batch, sizes)` in your module, which returns the parts."
             )
+        self._cut_before = True
         return size
 
     def parts(self, batch: Any, sizes: Sequence[int]) -> list[Any]:

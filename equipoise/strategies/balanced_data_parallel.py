@@ -105,8 +105,15 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         self._shares, self._calibration = list(shares), None
 
     def measure_again(self) -> None:
-        """The next steps measure the devices anew, for instance because others use them now."""
-        self._calibration = Calibration(self.devices, self.simulated)
+        """The next steps measure the devices anew, for instance because others use them now.
+
+        Raises:
+            ConfigurationError: If the shares were given.
+        """
+        if not self.measures:
+            raise ConfigurationError("Only shares='auto' are measured, but these were given; leave them out.")
+        self._shares = None
+        self._calibration = Calibration(self.devices, self.simulated) if self.devices else None
 
     # Where it runs.
 
@@ -118,6 +125,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
                 " there is one. Give more devices, or take strategy='single_device'."
             )
         super().connect(devices, num_nodes)
+        self._calibration = None  # of other devices
         if wrong := [index for index in self.simulated if not 0 <= index < len(devices)]:
             raise ConfigurationError(f"simulated names the device {wrong[0]}, but there are {len(devices)} devices.")
         if self._shares is not None and not (self.measures and len(self._shares) != len(devices)):

@@ -139,7 +139,8 @@ class ReplicatedStrategy(Strategy):
         """Places the module on the first device; copies are made when they are needed."""
         super().setup(module, precision)
         self._splitter = Splitter(module, self.dim)
-        self._replicas = Replicas(module, self.devices, hidden=("forward",) * (self.parallelize == "forward"))
+        self._cut_before = False
+        self._replicas = Replicas(module, self.devices)
         self._threads = DeviceThreads(self.devices)
 
     def teardown(self, error: BaseException | None = None) -> None:
@@ -172,7 +173,7 @@ class ReplicatedStrategy(Strategy):
         """Computes every part on its device, then one backward; see `Strategy.forward_backward`."""
         self._begin(training=True)
         if not isinstance(parts, _Parts) or parts.indices == (0,):
-            with self._replicated_forward():
+            with self._replicated_forward(step):
                 result = step(parts[0])
             self._expect_forward()
         else:
@@ -184,13 +185,13 @@ class ReplicatedStrategy(Strategy):
         """Computes every part on its device; see `Strategy.evaluate`."""
         self._begin(training=False)
         if not isinstance(parts, _Parts) or parts.indices == (0,):
-            with self._replicated_forward():
+            with self._replicated_forward(step):
                 return step(parts[0])
         return self._run(step, parts).outputs.gathered()
 
     def _begin(self, *, training: bool) -> None:
-        """Between training and evaluation somebody may exchange the weights through `.data`, which leaves no trace."""
-        if training is not self._training and self._replicas is not None:
+        """Hooks and optimisers may have changed tensors through `.data`, which leaves no trace."""
+        if (training or training is not self._training) and self._replicas is not None:
             self._training = training
             self._replicas.distrust()
 
@@ -243,7 +244,7 @@ class ReplicatedStrategy(Strategy):
             )
 
     @contextmanager
-    def _replicated_forward(self) -> Iterator[None]:
+    def _replicated_forward(self, step: TrainingStep | EvaluationStep) -> Iterator[None]:
         """Lets calls of the module be computed on every device."""
         module = self._placed
         if self.parallelize == "step" or len(self.devices) == 1 or module is None:
@@ -253,31 +254,44 @@ class ReplicatedStrategy(Strategy):
         own = state.get("forward")
         original = module.forward
 
+        def uncover() -> None:
+            del state["forward"]
+            if own is not None:
+                state["forward"] = own
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "replica", False):
                 return original(*args, **kwargs)
-            return self._forward(original, args, kwargs)
+            uncover()  # copies are made of the module as it is
+            try:
+                return self._forward(step, original, args, kwargs)
+            finally:
+                state["forward"] = forward
 
         state["forward"] = forward
         try:
             yield
         finally:
-            if own is None:
-                del state["forward"]
-            else:
-                state["forward"] = own
+            uncover()
 
-    def _forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(
+        self,
+        step: TrainingStep | EvaluationStep,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Cuts the arguments, runs every part on its device, and gathers the outputs."""
         self._forwarded = True
         inputs = (args, kwargs)
-        size = size_to_cut(inputs, self.dim)
+        size = size_to_cut(inputs, self.dim, cut_before=self._cut_before)
         if size is None:
             why = why_not((*args, kwargs) if kwargs else args, self.dim, "What forward is called with", "argument")
             raise StepError(
                 f"{why} Choose parallelize='step', which cuts batches and not arguments, or bring the samples to one"
                 " dimension."
             )
+        self._cut_before = True
         sizes = self.sizes(size)
         indices = [index for index, each in enumerate(sizes) if each] or [0]
         sizes = [sizes[index] for index in indices]
@@ -291,7 +305,7 @@ class ReplicatedStrategy(Strategy):
                 given, named = move_data_to_device(part, self.devices[index])
                 self._inside.replica = True
                 try:
-                    return forward(*given, **named)
+                    return step.apart(lambda: forward(*given, **named))
                 finally:
                     self._inside.replica = False
 
@@ -299,6 +313,8 @@ class ReplicatedStrategy(Strategy):
 
         work = [(index, compute(index, part)) for index, part in zip(indices, parts, strict=True)]
         with replicas.metrics_in_parts(indices, sizes):
-            outputs = self._compute(work, sizes)
+            answers = self._compute(work, sizes)
         replicas.give_back(indices[0])
+        outputs, logged = [out for out, _ in answers], [values for _, values in answers]
+        step.log_together(logged, sizes, self._gathering, original=replicas.original)
         return gather(outputs, sizes, self._gathering, dim=self.dim)

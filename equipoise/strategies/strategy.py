@@ -24,6 +24,7 @@ __all__ = ["EvaluationStep", "StepResult", "Strategy", "TrainingStep", "Transfer
 
 T = TypeVar("T")
 Transfer = Callable[[Any, torch.device], Any]
+Original = Callable[[Any], Any]
 
 
 class StepResult(NamedTuple):
@@ -48,6 +49,14 @@ class PartwiseStep(Protocol):
     def on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
         """Runs the step of a copy of the module on a part of so many samples; what it logs stays with the result."""
 
+    def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Any]]:
+        """Runs a function on one part; returns its answer, and what it logged."""
+
+    def log_together(
+        self, parts: Sequence[Sequence[Any]], weights: Sequence[Weight], device: torch.device, *, original: Original
+    ) -> None:
+        """Logs once what the parts of a batch logged apart; see `combine`."""
+
     def combine(
         self,
         results: Sequence[StepResult],
@@ -55,7 +64,7 @@ class PartwiseStep(Protocol):
         device: torch.device,
         *,
         dim: int = 0,
-        original: Callable[[Any], Any],
+        original: Original,
     ) -> StepResult:
         """Puts the results of parts together on a device, and logs what they logged.
 

@@ -97,7 +97,7 @@ class Hooks:
             name: The method's name.
             module: A copy of the module, whose method is meant. Default: the module itself.
         """
-        own = getattr(module or self.module, name)
+        own = getattr(self.module if module is None else module, name)
         if not is_param_in_hook_signature(own, "batch_idx", min_args=2):
             step = own
 
@@ -106,7 +106,7 @@ class Hooks:
 
         if module is None or module is self.module:  # copies run in other threads, and a profiler knows one
             own = self.profiled(own, self.action_of_strategy(name))
-        state, current, run = vars(module or self.module), interop.CURRENT_HOOK, own
+        state, current, run = vars(self.module if module is None else module), interop.CURRENT_HOOK, own
 
         def fire_step(batch: Any, *indices: int) -> Any:
             outer, state[current] = state[current], name

@@ -7,7 +7,7 @@ step in parts comes to what the step on the whole batch comes to.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from equipoise.trainer.context import Context
 
 __all__ = ["UserStep"]
+
+T = TypeVar("T")
 
 
 class UserStep:
@@ -66,20 +68,42 @@ class UserStep:
         """
         method = self._replicas.get(replica)
         if method is None:
+            if len(self._replicas) > 32:
+                self._replicas.clear()  # of copies that were made anew since
             method = self._replicas[replica] = self._hooks.bind_step(self._name, replica)  # type: ignore[arg-type]
-        self._logs.begin_part()
-        try:
+
+        def compute() -> Any:
             if self.forward_context is None:
-                out = method(part, *self.indices)
-            else:
-                with self.forward_context():
-                    out = method(part, *self.indices)
+                return method(part, *self.indices)
+            with self.forward_context():
+                return method(part, *self.indices)
+
+        try:
+            out, logged = self.apart(compute)
         except RuntimeError as error:
             explain(error, replica, part)
             raise
+        return self.result(out, size, logged)
+
+    def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Logged]]:
+        """Runs a function; returns its answer, and what it logged."""
+        self._logs.begin_part()
+        try:
+            answer = function()
         finally:
             logged = self._logs.end_part()
-        return self.result(out, size, logged)
+        return answer, logged
+
+    def log_together(
+        self,
+        parts: Sequence[Sequence[Logged]],
+        weights: Sequence[Weight],
+        device: torch.device,
+        *,
+        original: Callable[[Metric], Metric],
+    ) -> None:
+        """Logs once what the parts of a batch logged apart."""
+        log_together(self._logs, parts, weights, device, original)
 
     def result(self, out: Any, size: int, logged: Sequence[Logged]) -> StepResult:
         """What a step on a part came to."""

@@ -275,7 +275,10 @@ class AutomaticOptimization:
             return {"loss": loss}
         out = result.outputs.gathered() if isinstance(result.outputs, PartialOutputs) else result.outputs
         extra = out if isinstance(out, Mapping) else {}
-        return {"loss": loss, **{key: value for key, value in extra.items() if key != "loss"}}
+        outputs = {"loss": loss, **{key: value for key, value in extra.items() if key != "loss"}}
+        if out is not result.outputs and "loss_weight" in outputs:
+            outputs["loss_weight"] = result.weight  # of the whole batch; others of its kind are averaged
+        return outputs
 
 
 class ManualOptimization:

@@ -168,7 +168,7 @@ def in_parts(
     copies = [metric if own and not index else copy.deepcopy(metric) for index in range(len(parts))]
     answers = [each(*part) if call else each.update(*part) for each, part in zip(copies, parts, strict=True)]
     sizes = [len(part[0]) for part in parts] if weights is None else weights
-    internals.merge_metric_states(metric, before, copies, sizes)
+    internals.merge_metric_states([metric], [before], [copies], sizes)
     return answers
 
 
@@ -290,10 +290,10 @@ def test_parts_that_were_not_updated_do_not_count() -> None:
     before = internals.take_metric_state(metric)
     copies = [metric, copy.deepcopy(metric), copy.deepcopy(metric)]
     copies[2].update(torch.tensor([5.0, 7.0]))
-    internals.merge_metric_states(metric, before, copies, [1, 1, 2])
+    internals.merge_metric_states([metric], [before], [copies], [1, 1, 2])
     assert (metric.total, metric.smallest, metric.mean, metric.update_count) == (13, 1, 3.5, 2)
     before = internals.take_metric_state(metric)
-    internals.merge_metric_states(metric, before, [copy.deepcopy(metric) for _ in range(2)], [1, 1])
+    internals.merge_metric_states([metric], [before], [[copy.deepcopy(metric) for _ in range(2)]], [1, 1])
     assert (metric.total, metric.update_count) == (13, 2)
 
 
@@ -322,7 +322,7 @@ def test_parts_of_other_devices_come_home() -> None:
     parts = [States(), States()]
     for part in parts:
         part.update(torch.ones(2))
-    internals.merge_metric_states(metric, before, parts, [2, 2])
+    internals.merge_metric_states([metric], [before], [parts], [2, 2])
     for state in metric.metric_state.values():
         assert {each.device.type for each in (state if isinstance(state, list) else [state])} == {"meta"}
 
@@ -348,8 +348,7 @@ def test_a_collection_whose_metrics_share_states(own: bool, call: bool) -> None:
         for each, *part in zip(copies, logits.split(sizes), labels.split(sizes), strict=True):
             each(*part) if call else each.update(*part)
         lists = [[m for m in each.modules() if isinstance(m, Metric)] for each in copies]
-        for number, (member, state) in enumerate(zip(members, before, strict=True)):
-            internals.merge_metric_states(member, state, [each[number] for each in lists], sizes)
+        internals.merge_metric_states(members, before, [list(own) for own in zip(*lists, strict=True)], sizes)
         expected(logits, labels) if call else expected.update(logits, labels)
         actual, wanted = collection.compute(), expected.compute()
         assert {name: float(value) for name, value in actual.items()} == pytest.approx(

@@ -308,16 +308,6 @@ def test_hooks_run_on_the_copy() -> None:
     assert torch.equal(replica(x), nn.functional.linear(x, module.layer.weight, module.layer.bias) * 2)
 
 
-def test_hidden_attributes() -> None:
-    module = Whole()
-    module.forward = lambda x: "the module's own"  # type: ignore[method-assign]
-    replicas = Replicas(module, [CPU, CPU], hidden=["forward"])
-    for _ in range(2):
-        replicas.refresh([0, 1])
-        assert replicas[1](torch.zeros(2, 3)).shape == (2, 2)
-    assert module(torch.zeros(2, 3)) == "the module's own"
-
-
 # Values before a step
 
 

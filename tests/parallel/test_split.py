@@ -400,7 +400,7 @@ def test_what_cannot_be_cut_by_guess_is_cut_by_the_module(case: str) -> None:
 @pytest.mark.parametrize(
     "batch",
     [
-        [torch.zeros(3, 10, 12), torch.zeros(3, 10, 12)],  # (input, target) of three samples
+        [torch.zeros(5, 10, 12), torch.zeros(5, 10, 12)],  # (input, target) of five samples
         [torch.zeros(5, 10, 12), torch.zeros(5, 8, 9)],  # no images
         (torch.zeros(3, 10, 12), torch.zeros(3, 8, 9)),  # a tuple is not a list of samples
         [torch.zeros(3, 10, 12), torch.zeros(3)],
@@ -408,6 +408,17 @@ def test_what_cannot_be_cut_by_guess_is_cut_by_the_module(case: str) -> None:
 )
 def test_what_only_looks_like_images_is_cut(batch: Any) -> None:
     assert Splitter(nn.Linear(1, 1)).size_to_cut(batch) == batch[0].size(0)
+
+
+def test_equal_images_or_three_samples() -> None:
+    """Input and target of a last batch of three look like two images; what came before tells."""
+    splitter, batch = Splitter(nn.Linear(1, 1)), [torch.zeros(3, 10, 12), torch.zeros(3, 10, 12)]
+    with pytest.raises(StepError, match="it holds whole samples"):
+        splitter.size_to_cut(batch)
+    assert splitter.size_to_cut([torch.zeros(8, 10, 12), torch.zeros(8, 10, 12)]) == 8
+    assert splitter.size_to_cut(batch) == 3
+    with pytest.raises(StepError, match="it holds whole samples"):
+        splitter.size_to_cut(GREY)
 
 
 def test_whoever_cuts_is_named() -> None:

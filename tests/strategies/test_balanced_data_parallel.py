@@ -171,6 +171,17 @@ def test_measured_again() -> None:
     assert strategy.sizes(32)[0] < 14
 
 
+def test_measuring_may_be_asked_for_at_any_time() -> None:
+    strategy = measured(FAST, SLOW)
+    strategy.measure_again()  # before there are devices
+    fit(strategy, loader(4))  # ends while they are measured
+    trainer(strategy, 3).fit(Module(), loader(), loader())
+    assert strategy.shares is not None
+    assert len(strategy.shares) == 3
+    with pytest.raises(ConfigurationError, match="Only shares='auto' are measured"):
+        BalancedDataParallelStrategy(first_device_batch_size=2).measure_again()
+
+
 def test_measured_shares_are_saved(tmp_path: Path) -> None:
     strategy = measured(FAST, SLOW)
     run = trainer(strategy)

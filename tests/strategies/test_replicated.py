@@ -3,6 +3,7 @@
 import math
 from collections import namedtuple
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.regression import PearsonCorrCoef
+from torchmetrics.wrappers import ClasswiseWrapper
 
 from equipoise import (
     BalancedDataParallelStrategy,
@@ -577,3 +579,189 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_output_device_must_be_one_of_the_devices(output_device: Any) -> None:
     with pytest.raises(ConfigurationError, match="none of the devices cpu, cpu"):
         trainer(DataParallelStrategy(parallelize="forward", output_device=output_device), 2)
+
+
+# What other metrics, hooks and optimisers do
+
+
+class WithMetric(Module):
+    """Updates one metric in every step, in whatever way it is made."""
+
+    make: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = type(self).make()
+        self.values: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        self.metric.update(logits, batch[1])
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        computed = self.metric.compute()
+        self.values.append(
+            sorted(map(float, computed.values() if isinstance(computed, dict) else computed.reshape(-1)))
+        )
+        self.metric.reset()
+
+
+WRAPPED: dict[str, Any] = {
+    "classwise": lambda: ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None)),
+    "composed": lambda: MulticlassAccuracy(CLASSES) + MulticlassF1Score(CLASSES),
+    "collected": lambda: MetricCollection(
+        {"c": ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None)), "f": MulticlassF1Score(CLASSES)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
+def test_metrics_that_hold_metrics(name: str, strategy: tuple[Strategy, int]) -> None:
+    class Wrapped(WithMetric):
+        make = staticmethod(WRAPPED[name])
+
+    one, many = seeded(Wrapped), seeded(Wrapped)
+    trainer(limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
+    trainer(*strategy, limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
+    assert close(one.values, many.values, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
+def test_a_logged_metric_computed_from_others(strategy: tuple[Strategy, int], tmp_path: Path) -> None:
+    class Composed(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = MulticlassAccuracy(CLASSES) + MulticlassF1Score(CLASSES)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self(batch[0])
+            self.both(logits, batch[1])
+            self.log("both", self.both, on_step=True, on_epoch=True)
+            return nn.functional.cross_entropy(logits, batch[1])
+
+    logged: list[list[dict[str, float]]] = []
+    for of in (("single_device", 1), strategy):
+        logged.append([])
+        seen = logged[-1]
+
+        class Recording(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any, seen: Any = seen) -> None:
+                seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+        trainer(*of, limit_val_batches=0, callbacks=[Recording()]).fit(seeded(Composed), loader(7, 7, 5, 5), loader())
+    for expected, actual in zip(*logged, strict=True):
+        assert actual == pytest.approx(expected)
+
+
+def test_a_metric_that_counts_beside_its_states() -> None:
+    class Counting(MulticlassAccuracy):
+        def __init__(self) -> None:
+            super().__init__(CLASSES)
+            self.seen = 0
+
+        def update(self, *args: Any) -> None:
+            super().update(*args)
+            self.seen += len(args[1])
+
+    class Wrapped(WithMetric):
+        make = staticmethod(Counting)
+
+    with pytest.raises(StepError, match=r"Counting cannot be put together.*keeps 'seen'.*add_state"):
+        trainer("dp", 2, limit_val_batches=0).fit(seeded(Wrapped), loader(), loader())
+    one, many = seeded(Wrapped), seeded(Wrapped)
+    trainer(limit_val_batches=0).fit(one, loader(), loader())
+    trainer(DataParallelStrategy(parallelize="forward"), 2, limit_val_batches=0).fit(many, loader(), loader())
+    assert close(one.values, many.values, 1e-6)
+    assert one.metric.seen == many.metric.seen
+
+
+@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
+def test_what_the_step_changes_in_place(strategy: tuple[Strategy, int]) -> None:
+    """A teacher that follows by a moving average, and a buffer that a callback changes through `.data`."""
+
+    class Following(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = nn.Linear(4, 8).requires_grad_(False)
+            self.register_buffer("scale", torch.ones(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                self.teacher.weight.mul_(0.9).add_(self.net[0].weight, alpha=0.1)
+            apart = self.net[0](batch[0]) - self.teacher(batch[0])
+            return self.scale * (self(batch[0]).square().mean() + apart.square().mean())
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.scale.data.mul_(1.1)
+
+    one, many = seeded(Following), seeded(Following)
+    trainer(limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
+    trainer(*strategy, limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
+    for name, expected in one.state_dict().items():
+        assert close(expected, many.state_dict()[name]), name
+
+
+def test_forward_logs_once() -> None:
+    class Logging(Module):
+        def forward(self, features: Tensor) -> Tensor:
+            logits = super().forward(features)
+            if self.training:
+                self.log("inner", logits.square().mean(), on_step=True, on_epoch=True)
+            return logits
+
+    runs = []
+    for of in (("single_device", 1), (DataParallelStrategy(parallelize="forward"), 3)):
+        run = trainer(*of, limit_val_batches=0)
+        run.fit(seeded(Logging), loader(), loader())
+        runs.append(run.callback_metrics)
+    assert runs[0].keys() == runs[1].keys()
+    assert all(close(value, runs[1][name]) for name, value in runs[0].items() if name.startswith("inner"))
+
+
+@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
+def test_a_forward_of_the_instance_and_hooks_that_come_later(strategy: tuple[Strategy, int]) -> None:
+    class Hooked(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.forward = MethodType(lambda self, features: 2 * self.net(features), self)
+            self.seen: Any = None
+
+        def keep(self, module: Any, inputs: Any, output: Tensor) -> None:
+            self.seen = output
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[1].register_forward_hook(self.keep)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self(batch[0]).square().mean()
+            return loss if self.seen is None else loss + self.seen.mean()
+
+    if strategy[0].parallelize == "forward":
+        Hooked.on_train_epoch_start = L.LightningModule.on_train_epoch_start  # what forward keeps stays in the copies
+    one, many = seeded(Hooked), seeded(Hooked)
+    single = BalancedDataParallelStrategy(shares=[1], parallelize=strategy[0].parallelize)
+    trainer(single, limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
+    trainer(*strategy, limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
+    assert close(one.net[0].weight.detach(), many.net[0].weight.detach())
+
+
+def test_lists_of_rows() -> None:
+    class Rows(Module):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return list(self(batch[0]))
+
+    one, many = trainer().predict(seeded(Rows), loader(7)), trainer("dp", 2).predict(seeded(Rows), loader(7))
+    assert one is not None
+    assert many is not None
+    assert close(torch.stack(one[0]), torch.stack(many[0]))
+    with pytest.raises(StepError, match="whether there is one for each sample cannot be told"):
+        trainer("dp", 2).predict(seeded(Rows), loader(6))  # three rows of three classes for each part
+
+
+@pytest.mark.parametrize("images", [[torch.randn(3, 8, 8)] * 4, [torch.randn(3, 8, 8), torch.randn(3, 9, 9)]])
+def test_images_are_not_cut_through_their_channels(images: Any) -> None:
+    with pytest.raises(StepError, match="whole samples, as a list of images"):
+        trainer("dp", 2, limit_val_batches=0).fit(Detection(), DataLoader([images], batch_size=None), loader())
