@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pickletools import genops
 from typing import Any
 
 import lightning as L
@@ -636,7 +637,8 @@ def test_converting_again_changes_nothing() -> None:
     assert_same_bits(module, twice)
     assert torch.equal(module(x), twice(x))
     assert module[:3](x).dtype == twice[:3](x).dtype == torch.float16
-    assert len(pickle.dumps(module)) == len(pickle.dumps(twice))
+    # As many operations: their bytes may differ, since torch numbers all hooks of a process.
+    assert len(list(genops(pickle.dumps(module)))) == len(list(genops(pickle.dumps(twice))))
 
 
 def pickled(module: nn.Module) -> nn.Module:

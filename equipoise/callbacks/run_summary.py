@@ -2,6 +2,7 @@
 
 import contextlib
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -19,7 +20,7 @@ from equipoise.callbacks.learning_curves import can_draw, draw_curves
 from equipoise.callbacks.progress_display import format_time, format_value
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, read_memory
-from equipoise.parallel.split import infer_batch_size
+from equipoise.parallel.split import Splitter
 
 __all__ = ["RunSummary"]
 
@@ -45,6 +46,7 @@ class _Fit:
     trainer: Any
     folder: Path
     started: float
+    size_of: Callable[[Any], int | None]
     first_epoch: int | None = None
     first_step: int = 0
     epochs: int = 0
@@ -110,7 +112,8 @@ class RunSummary(Callback):
         """Starts the clock."""
         # log_dir is agreed upon by all processes, so it is asked for while all are here.
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        self._fit = _Fit(trainer=trainer, folder=folder, started=monotonic())
+        size_of = Splitter(pl_module, getattr(trainer.strategy, "dim", 0)).size
+        self._fit = _Fit(trainer=trainer, folder=folder, started=monotonic(), size_of=size_of)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Drops what an earlier fit recorded beyond the point where this one begins."""
@@ -134,7 +137,7 @@ class RunSummary(Callback):
         """Counts the samples."""
         self._batch_idx = batch_idx
         if (fit := self._fit) is not None:
-            size = infer_batch_size(batch)
+            size = fit.size_of(batch)
             if size is None:
                 fit.countless = True
             else:

@@ -56,7 +56,7 @@ class _Gather:
     def __call__(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
         if isinstance(first, Tensor):
-            self._check(outputs, path, all(isinstance(out, Tensor) and out.ndim == first.ndim for out in outputs))
+            self._check(outputs, path, all(isinstance(out, Tensor) and self._fits(out, first) for out in outputs))
             return self._tensors([out.to(self.device, non_blocking=True) for out in outputs])
         if isinstance(first, Mapping):
             self._check(outputs, path, all(isinstance(out, Mapping) and out.keys() == first.keys() for out in outputs))
@@ -76,6 +76,13 @@ class _Gather:
             return self._arrays(outputs)
         self._check(outputs, path, not any(isinstance(out, (Tensor, Mapping, tuple, list)) for out in outputs))
         return self._others(outputs)
+
+    def _fits(self, tensor: Tensor, first: Tensor) -> bool:
+        """Whether tensors can be put together: they may differ in the dimension of the samples."""
+        if tensor.ndim != first.ndim or tensor.layout != torch.strided:
+            return tensor.ndim == first.ndim
+        along = self.dim if first.ndim > self.dim else 0
+        return tensor.shape[:along] + tensor.shape[along + 1 :] == first.shape[:along] + first.shape[along + 1 :]
 
     def _arrays(self, arrays: Sequence[Any]) -> Any:
         if len(arrays) == 1:

@@ -62,10 +62,10 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def versions(tensors: Iterable[Tensor]) -> int | None:
-    """A number that changes when one of the tensors is changed in place; None where one keeps no count of changes."""
+def versions(tensors: Iterable[Tensor]) -> list[int] | None:
+    """A number for each tensor that changes when it is changed in place; None where one keeps no count of changes."""
     try:
-        return sum([tensor._version for tensor in tensors])
+        return [tensor._version for tensor in tensors]
     except RuntimeError:  # a tensor made in inference mode
         return None
 

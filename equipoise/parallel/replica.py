@@ -71,6 +71,7 @@ class Replica:
         self._copies: dict[int, Any] = {}  # by the identity of the original: modules, parameters, buffers, metrics
         self._shells: list[tuple[nn.Module, nn.Module]] = []
         self._buffers: list[tuple[dict[str, Any], dict[str, Any], str]] = []
+        self._slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where parameters are found
         with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy(original)
         self._attributes = [self._private_attributes(vars(source), vars(shell)) for source, shell in self._shells]
@@ -80,9 +81,10 @@ class Replica:
                 shell.flatten_parameters()  # for cuDNN; values copied into them later leave them so
         self._structure = self._present_structure()
         self._seen_buffers: list[Tensor] = []
-        self._versions: tuple[int | None, int | None] = (None, None)
+        self._versions: tuple[list[int] | None, list[int] | None] = (None, None)
+        self._changed: list[bool] | None = None  # which parameters, when that was asked last; None: nobody knows
         self.trusted = False
-        self._own_version: int | None = None
+        self._own_version: list[int] | None = None
 
     # Made once.
 
@@ -98,6 +100,7 @@ class Replica:
         parameters, buffers = internals.parameters_of(shell), internals.buffers_of(shell)
         for name, parameter in internals.parameters_of(module).items():
             parameters[name] = None if parameter is None else self._copy_parameter(parameter)
+            self._slots += [(parameters, name, parameter)] if parameter is not None else []
         sources = internals.buffers_of(module)
         for name, buffer in sources.items():
             buffers[name] = None if buffer is None else self._copy_buffer(buffer)
@@ -191,10 +194,13 @@ class Replica:
 
     def has_stale_parameters(self) -> bool:
         """Whether the module's parameters have changed since this was asked last."""
-        version = internals.versions([source for source, _ in self.parameters])
-        stale = not self.trusted or version is None or version != self._versions[0]
+        version, seen = internals.versions([source for source, _ in self.parameters]), self._versions[0]
+        same = version is not None and version == seen
+        self._changed = (
+            None if version is None or seen is None else [a != b for a, b in zip(version, seen, strict=True)]
+        )
         self._versions = (version, self._versions[1])
-        return stale
+        return not (same and self.trusted)
 
     def has_stale_buffers(self) -> bool:
         """Whether buffers have changed, here or in the module, since this was asked last."""
@@ -212,8 +218,29 @@ class Replica:
         self.trusted, self._own_version = True, internals.versions([copied for _, copied in self.parameters])
 
     def load_parameters(self, tensors: Sequence[Tensor]) -> None:
-        """Copies values into the parameters."""
-        foreach.copy_([copied for _, copied in self.parameters], list(tensors))
+        """Copies values into the parameters.
+
+        A graph notices it of those that changed in the module, as one of the module's would, and of no others.
+        """
+        copies: list[Tensor] = [copied for _, copied in self.parameters]
+        if self._changed is not None:
+            copies = [c if changed else c.data for c, changed in zip(copies, self._changed, strict=True)]
+        foreach.copy_(copies, list(tensors))
+
+    def use(self, tensors: Sequence[Tensor]) -> None:
+        """Lets the copy compute with other tensors in place of its parameters.
+
+        Args:
+            tensors: In the order of `parameters`; these themselves to go back.
+        """
+        for (source, _), tensor in zip(self.parameters, tensors, strict=True):
+            self._copies[id(source)] = tensor
+        for own, name, source in self._slots:
+            own[name] = self._copies[id(source)]
+        for attributes in self._attributes:  # such as the flat list of a recurrent network
+            for name, value in attributes.replaced.items():
+                if not isinstance(value, nn.Module):
+                    attributes.target[name] = attributes.kept[name] = self._own(value)
 
     def buffers(self) -> list[Tensor]:
         """The module's buffers."""

@@ -8,8 +8,8 @@ step `refresh` brings it up to date:
     buffers         copied, if the module's or the replica's have changed
 
 The module is the first replica, so what it changes stays: its buffers and its attributes. After a backward
-`collect_gradients` adds the replicas' gradients to the module's. `nn.DataParallel` builds its replicas anew for every
-batch instead.
+`collect_gradients` adds the replicas' gradients to the module's; what is computed under `connected` needs none of that.
+`nn.DataParallel` builds its replicas anew for every batch instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel import coalesced, internals
+from equipoise.parallel.connection import connect
 from equipoise.parallel.replica import Replica
 
 __all__ = ["Replicas", "check_replicable"]
@@ -34,10 +35,12 @@ class Replicas:
     Args:
         module: The module, on the first device.
         devices: All devices, repeats allowed.
+        always_connected: Whether gradients come by `connected` and never by `collect_gradients`, so that hooks on the
+            module's parameters see whole gradients.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
-        self.module, self.devices = module, tuple(devices)
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], *, always_connected: bool = False) -> None:
+        self.module, self.devices, self._always_connected = module, tuple(devices), always_connected
         self._replicas: dict[int, Replica] = {}
 
     def __getitem__(self, index: int) -> nn.Module:
@@ -78,7 +81,8 @@ class Replicas:
         if replica is None or replica.is_outdated():
             if replica is not None:
                 self._replicas.clear()  # the others are outdated as well
-            _check_hooks(self.module)
+            if not self._always_connected:
+                _check_hooks(self.module)
             replica = self._replicas[index] = Replica(self.module, self.devices[index])
         return replica
 
@@ -86,6 +90,27 @@ class Replicas:
         """Lets the module have the buffers and attributes of the copy that computed in its place."""
         if index:
             self._replicas[index].give_back()
+
+    @contextmanager
+    def connected(self, indices: Sequence[int]) -> Iterator[None]:
+        """Lets copies compute with a graph that leads to the module's parameters, so that nothing needs collecting.
+
+        Args:
+            indices: The devices of the copies.
+        """
+        used = [self._replicas[index] for index in indices if index] if torch.is_grad_enabled() else []
+        if not used:
+            yield
+            return
+        sources = [source for source, _ in used[0].parameters]
+        own = [[copied for _, copied in replica.parameters] for replica in used]
+        for replica, tensors in zip(used, connect(sources, own), strict=True):
+            replica.use(tensors)
+        try:
+            yield
+        finally:
+            for replica, copies in zip(used, own, strict=True):
+                replica.use(copies)
 
     def collect_gradients(self) -> None:
         """Adds the gradients of all copies to the module's, and takes them from the copies."""
@@ -200,7 +225,7 @@ def check_replicable(module: nn.Module, devices: Sequence[torch.device]) -> None
                 " instance in `__init__`."
             )
         for key, value in vars(part).items():
-            if isinstance(value, Tensor) and len(set(devices)) > 1 and not isinstance(part, Metric) and value.ndim:
+            if len(set(devices)) > 1 and isinstance(value, Tensor) and value.ndim and not _is_made_anew(part, key):
                 raise ConfigurationError(
                     f"{where}.{key} is a tensor that stays on its device, but copies of the module on others share it."
                     f" Register it: `self.register_buffer({key!r}, ...)`."
@@ -216,10 +241,18 @@ def check_replicable(module: nn.Module, devices: Sequence[torch.device]) -> None
         )
 
 
+def _is_made_anew(module: nn.Module, name: str) -> bool:
+    """Whether a tensor is a metric's, or made by a hook before every forward, as by pruning and weight norm."""
+    made_from = ([f"{name}_orig"], [f"{name}_g", f"{name}_v"])
+    parameters = internals.parameters_of(module)
+    return isinstance(module, Metric) or any(all(each in parameters for each in names) for names in made_from)
+
+
 def _check_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if internals.has_hooks(parameter):
             raise ConfigurationError(
                 f"The parameter {name!r} has a hook, which would see the gradient of one part of the batch. Change"
-                " gradients in `on_after_backward` or `on_before_optimizer_step`, where they are complete."
+                " gradients in `on_after_backward` or `on_before_optimizer_step`, where they are complete, or choose"
+                " parallelize='forward'."
             )

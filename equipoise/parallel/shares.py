@@ -3,10 +3,15 @@
 Everything here is arithmetic on numbers; which device computes what is the strategies' business.
 """
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["DeviceTimes", "even_chunks", "even_sizes", "finish_together", "first_device_sizes", "sizes_by_shares"]
+
+_LEAST_GAIN = 0.03  # that uneven sizes must bring, as a fraction of the time
+_MOST_NOISE = 0.3  # that is believed; more comes from a few steps that were disturbed
 
 
 def even_sizes(batch_size: int, devices: int) -> list[int]:
@@ -43,6 +48,9 @@ def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
         [3, 4, 4]
     """
     total = sum(shares)
+    if math.isinf(total):
+        shares = [share / max(shares) for share in shares]
+        total = sum(shares)
     exact = [batch_size * share / total for share in shares]
     sizes = [int(part) for part in exact]
     by_remainder = sorted(
@@ -115,12 +123,20 @@ class DeviceTimes:
                 return base, slope
         return 0.0, max(sum(size * time for size, time in quickest.items()) / sum(size * size for size in sizes), 1e-12)
 
+    def noise(self) -> list[float]:
+        """How far runs of the same size lay apart, as a fraction of the quickest."""
+        runs: dict[int, list[float]] = {}
+        for size, seconds in self.measured:
+            runs.setdefault(size, []).append(seconds)
+        return [max(times) / min(times) - 1 for times in runs.values() if len(times) > 1 and min(times) > 0]
+
 
 def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int]:
     """The sizes with which all devices finish as early as possible, each within its memory.
 
     The time by which the last device finishes is found by bisection over what all devices together manage in a given
-    time. A device whose base alone takes longer is left out.
+    time. A device whose base alone takes longer is left out. Where even sizes take hardly longer, or no longer than
+    measurements lie apart, they are even.
 
     Args:
         batch_size: The number of samples.
@@ -131,6 +147,19 @@ def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int
         what each holds.
     """
     lines, limits = [device.fit() for device in devices], [device.most for device in devices]
+
+    def seconds(sizes: Sequence[int]) -> float:
+        return max(base + size * each if size else 0.0 for size, (base, each) in zip(sizes, lines, strict=True))
+
+    sizes, even = _quickest(batch_size, lines, limits), even_sizes(batch_size, len(lines))
+    noise = [apart for device in devices for apart in device.noise()]
+    gain = max(_LEAST_GAIN, min(statistics.median(noise), _MOST_NOISE) if noise else 0.0)
+    fits = all(limit is None or size <= limit for size, limit in zip(even, limits, strict=True))
+    return even if fits and seconds(even) <= (1 + gain) * seconds(sizes) else sizes
+
+
+def _quickest(batch_size: int, lines: Sequence[tuple[float, float]], limits: Sequence[int | None]) -> list[int]:
+    """The same without regard to how sure the times are."""
     if all(limit is not None for limit in limits) and sum(limit or 0 for limit in limits) < batch_size:
         return sizes_by_shares(batch_size, [max(limit or 0, 1e-9) for limit in limits])
 

@@ -7,6 +7,7 @@ by a method `batch_size(batch)`, and cuts, by a method `split_batch(batch, sizes
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -144,8 +145,8 @@ class Splitter:
 
     def __init__(self, module: Any, dim: int = 0) -> None:
         self.dim = dim
-        self._size: Callable[[Any], Any] | None = _method(module, "batch_size")
-        self._split: Callable[[Any, list[int]], Any] | None = _method(module, "split_batch")
+        self._size: Callable[[Any], Any] | None = _method(module, "batch_size", 1)
+        self._split: Callable[[Any, list[int]], Any] | None = _method(module, "split_batch", 2)
         self._cut_before = False
 
     @property
@@ -204,9 +205,16 @@ class Splitter:
         return parts
 
 
-def _method(module: Any, name: str) -> Callable[..., Any] | None:
+def _method(module: Any, name: str, arguments: int) -> Callable[..., Any] | None:
+    """The module's method, if it is one that takes so many arguments; others of the same name mean something else."""
     own = getattr(module, name, None)
-    return own if callable(own) else None
+    if not callable(own):
+        return None
+    try:
+        inspect.signature(own).bind(*range(arguments))
+    except TypeError:
+        return None
+    return own  # type: ignore[no-any-return]
 
 
 def why_not(batch: Any, dim: int, what: str, name: str = "batch") -> str:

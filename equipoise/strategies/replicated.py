@@ -140,7 +140,7 @@ class ReplicatedStrategy(Strategy):
         super().setup(module, precision)
         self._splitter = Splitter(module, self.dim)
         self._cut_before = False
-        self._replicas = Replicas(module, self.devices)
+        self._replicas = Replicas(module, self.devices, always_connected=self.parallelize == "forward")
         self._threads = DeviceThreads(self.devices)
 
     def teardown(self, error: BaseException | None = None) -> None:
@@ -187,7 +187,7 @@ class ReplicatedStrategy(Strategy):
         if not isinstance(parts, _Parts) or parts.indices == (0,):
             with self._replicated_forward(step):
                 return step(parts[0])
-        return self._run(step, parts).outputs.gathered()
+        return self._run(step, parts).outputs
 
     def _begin(self, *, training: bool) -> None:
         """Hooks and optimisers may have changed tensors through `.data`, which leaves no trace."""
@@ -221,13 +221,11 @@ class ReplicatedStrategy(Strategy):
 
     def collect_gradients(self) -> None:
         """Adds the gradients of the copies to the module's; see `Strategy.collect_gradients`."""
-        if self._replicas is not None:
+        if self._replicas is not None and self.parallelize == "step":
             self._replicas.collect_gradients()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps the optimiser; see `Strategy.optimizer_step`."""
-        if self.parallelize == "forward":
-            self.collect_gradients()  # of a backward that a user ran by hand
         answer = super().optimizer_step(optimizer, closure, **kwargs)
         if self._replicas is not None:
             self._replicas.distrust()
@@ -312,7 +310,7 @@ class ReplicatedStrategy(Strategy):
             return run
 
         work = [(index, compute(index, part)) for index, part in zip(indices, parts, strict=True)]
-        with replicas.metrics_in_parts(indices, sizes):
+        with replicas.metrics_in_parts(indices, sizes), replicas.connected(indices):
             answers = self._compute(work, sizes)
         replicas.give_back(indices[0])
         outputs, logged = [out for out, _ in answers], [values for _, values in answers]

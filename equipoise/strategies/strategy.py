@@ -104,12 +104,14 @@ class Strategy:
         name: The name by which `Trainer(strategy=...)` finds it.
         oom_scope: Whether one process may repeat a step alone ("local"), all must ("agreed"), or none can ("none").
         devices: The devices of this process, in order.
+        dim: The dimension of a batch's tensors that holds its samples.
     """
 
     name: ClassVar[str] = ""
     oom_scope: ClassVar[Literal["local", "agreed", "none"]] = "local"
 
     devices: Sequence[torch.device] = ()
+    dim: int = 0
     global_rank: int = 0
     local_rank: int = 0
     node_rank: int = 0

@@ -127,7 +127,8 @@ class EvaluationLoop:
         hooks, logs, strategy, trainer, word = context.hooks, context.logs, context.strategy, self.trainer, self.word
         place, transfer, evaluate = strategy.place, context.make_transfer(dataloader_idx), strategy.evaluate
         batch_start, batch_end = hooks.bind(f"on_{word}_batch_start"), hooks.bind(f"on_{word}_batch_end")
-        step, progress, counts = EvaluationStep(context, f"{word}_step"), self.progress, self.progress.current
+        step = EvaluationStep(context, f"{word}_step", wanted=hooks.reads_outputs(f"on_{word}_batch_end"))
+        progress, counts = self.progress, self.progress.current
         which, log_idx = ((dataloader_idx,), dataloader_idx) if several else ((), None)
         sanity, index = trainer.sanity_checking, -1
         for batch in context.batches(stream, f"[_EvaluationLoop].{self.stage}_next"):

@@ -2,20 +2,39 @@
 
 import inspect
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.strategies.strategy import StepResult
 from equipoise.trainer.parts import UserStep
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
 
 __all__ = ["EvaluationStep", "Modes", "check_dataloader_idx", "without_gradients"]
 
 
 class EvaluationStep(UserStep):
-    """Runs `validation_step`, `test_step` or `predict_step` on a batch, or on one part of it."""
+    """Runs `validation_step`, `test_step` or `predict_step` on a batch, or on one part of it.
+
+    Args:
+        context: The run.
+        name: The method's name.
+        wanted: Whether somebody looks at what it returns. Parts are put together only then: that costs memory.
+    """
+
+    def __init__(self, context: "Context", name: str, *, wanted: bool = True) -> None:
+        super().__init__(context, name)
+        self.wanted = wanted
+
+    def combine(self, *args: Any, **kwargs: Any) -> StepResult:
+        """Puts the results of all parts together; see `UserStep`."""
+        result = super().combine(*args, **kwargs)
+        return result._replace(outputs=result.outputs.gathered() if self.wanted else None)
 
     def __call__(self, part: Any) -> Any:
         """Runs the step."""

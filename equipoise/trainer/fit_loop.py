@@ -70,7 +70,7 @@ class FitLoop:
         """Trains until `max_epochs`, `max_steps`, `max_time` or somebody's `should_stop`."""
         self.context, hooks = context, context.hooks
         self.schedulers = Schedulers(self.trainer, hooks, self.progress.scheduler)
-        self.weigh = Weigher(context.module)
+        self.weigh = Weigher(context.module, context.strategy.dim)
         self.load_data()
         if self.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")

@@ -147,6 +147,19 @@ class Hooks:
             return None
         return self.profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")(*args, **kwargs)
 
+    def reads_outputs(self, name: str) -> bool:
+        """Whether somebody may look at what the step returned beside its loss, which may lie on many devices.
+
+        Args:
+            name: The hook that receives it. Those of Lightning's callbacks and of ours look at no more than the loss.
+        """
+        if overrides(self.module, name, LightningModule):
+            return True
+        hooks = [getattr(callback, name) for callback in self.callbacks if overrides(callback, name, Callback)]
+        return not all(
+            str(hook.__module__).startswith(("lightning.pytorch.", "equipoise.callbacks.")) for hook in hooks
+        )
+
     # How they are made.
 
     def _of_callbacks(self, name: str, callbacks: Iterable[Callback]) -> list[Hook]:

@@ -48,10 +48,14 @@ class Logs:
 
     Args:
         reduce: The strategy's reduction over processes; None where there is one.
+
+    Attributes:
+        size_of: Finds the number of samples of a batch, which is the weight of its values; None where nobody can tell.
     """
 
     def __init__(self, reduce: Callable[..., Any] | None = None) -> None:
         self.reduce = reduce
+        self.size_of: Callable[[Any], int | None] = infer_batch_size
         self.collection: Collection | None = None
         self._entries: dict[tuple[str | None, str, int | None], Entry] = {}  # of the collection, by loader
         self.dataloader_idx: int | None = None
@@ -167,7 +171,7 @@ class Logs:
         """The size of the batch, which is the weight of its values; found once per batch."""
         if self._batch is None:
             return 1
-        self._size = infer_batch_size(self._batch) or extract_batch_size(self._batch)
+        self._size = self.size_of(self._batch) or extract_batch_size(self._batch)
         return self._size
 
     def begin_part(self) -> None:
@@ -264,6 +268,7 @@ class Logs:
             self.pending.clear()
         if not failed or self.in_batches:
             self.refresh()
+        self.size_of = infer_batch_size  # not the module's any more
         self.collection = self._batch = None  # after an error the batch that failed would be kept
         for values in self._shown.values():
             values.update(on_cpu(values))

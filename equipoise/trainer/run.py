@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel import random_state
+from equipoise.parallel.split import Splitter
 from equipoise.trainer import interop
 from equipoise.trainer.checkpoint import (
     load_checkpoint,
@@ -136,6 +137,7 @@ def _prepare(trainer: "Trainer", request: Request) -> Context:
     hooks = Hooks(trainer=trainer, module=module, datamodule=datamodule, profiler=trainer.profiler)
     strategy = trainer.connected_strategy
     trainer.logs.reduce = strategy.reduce if strategy.world_size > 1 else None
+    trainer.logs.size_of = Splitter(module, strategy.dim).size
     context = Context(trainer, module, datamodule, strategy, trainer.precision_in_use, hooks, trainer.logs, sources)
     trainer.begin_run(context)
     check_run(context)

@@ -146,6 +146,7 @@ class AutomaticOptimization:
         self.direct = self.user_step is None and (self.scaler is not None or _takes_no_closure(self.optimizer))
         self.lightning_optimizer = None if self.direct else trainer.lightning_optimizers[0]
         self.backward = self.step.run_backward
+        self.gathers = hooks.reads_outputs("on_train_batch_end")  # what parts of a batch returned
         self._check()
 
     def _check(self) -> None:
@@ -273,7 +274,11 @@ class AutomaticOptimization:
             return {}
         if isinstance(result.outputs, Tensor):
             return {"loss": loss}
-        out = result.outputs.gathered() if isinstance(result.outputs, PartialOutputs) else result.outputs
+        out = result.outputs
+        if isinstance(out, PartialOutputs):
+            if not self.gathers:
+                return {"loss": loss}
+            out = out.gathered()
         extra = out if isinstance(out, Mapping) else {}
         outputs = {"loss": loss, **{key: value for key, value in extra.items() if key != "loss"}}
         if out is not result.outputs and "loss_weight" in outputs:

@@ -22,11 +22,12 @@ class Weigher:
 
     Args:
         module: The user's module.
+        dim: The dimension of the samples. Default: the first.
     """
 
-    def __init__(self, module: LightningModule) -> None:
-        splitter = Splitter(module)
-        self._size = splitter.size if splitter.asks_module else infer_batch_size
+    def __init__(self, module: LightningModule, dim: int = 0) -> None:
+        splitter = Splitter(module, dim)
+        self._size = splitter.size if splitter.asks_module or dim else infer_batch_size
         self._warned = False
 
     def __call__(self, part: Any) -> int:

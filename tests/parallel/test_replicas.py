@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
@@ -866,3 +866,24 @@ def test_recurrent_copies_on_cuda_are_flat() -> None:
         replicas[1](torch.randn(2, 5, 3, device="cuda"))[0].sum().backward()
         with torch.no_grad():
             module.weight_hh_l0.add_(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
+        lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
+        lambda: prune.random_unstructured(nn.Linear(2, 2), "weight", 0.5),
+    ],
+)
+def test_what_a_hook_makes_anew_may_be_an_attribute(make: Callable[[], nn.Module]) -> None:
+    module = nn.Sequential(make())
+    check_replicable(module, [CPU, torch.device("meta")])
+    replicas = copies(module, 1)
+    module[0](torch.zeros(1, 2)).sum().backward()
+    replicas.refresh([0, 1])
+    module.eval()  # of spectral norm: no iteration of its power method
+    replicas[1].eval()
+    x = torch.randn(3, 2)
+    assert torch.equal(replicas[1](x), module(x))

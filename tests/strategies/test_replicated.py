@@ -765,3 +765,152 @@ def test_lists_of_rows() -> None:
 def test_images_are_not_cut_through_their_channels(images: Any) -> None:
     with pytest.raises(StepError, match="whole samples, as a list of images"):
         trainer("dp", 2, limit_val_batches=0).fit(Detection(), DataLoader([images], batch_size=None), loader())
+
+
+# Gradients by hand, under parallelize="forward"
+
+
+class Penalised(Module):
+    """Takes gradients in every way that a step may."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs = batch[0].clone().requires_grad_()
+        logits = self(inputs)
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        (slope,) = torch.autograd.grad(logits.square().sum(), inputs, create_graph=True)
+        weights = list(self.net.parameters())
+        norms = torch.autograd.grad(loss, weights, create_graph=True)
+        return loss + 0.1 * slope.square().mean() + 0.1 * sum(norm.square().sum() for norm in norms)
+
+
+class PlainBackward(Module):
+    """Optimises by hand, and neither asks the trainer for the backward nor for clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(self(batch[0]), batch[1]).backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        optimizer.step()
+
+
+class Recurrent(Module):
+    """Parameters in a flat list of the module's own, one of them frozen, and a hook on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, CLASSES)
+        self.lstm.bias_hh_l0.requires_grad_(False)
+        self.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(self.lstm(features.unsqueeze(1))[0][:, -1])
+
+
+@pytest.mark.parametrize("make", [Penalised, PlainBackward, Recurrent])
+@pytest.mark.parametrize("shares", [[1, 3], [0, 1, 2], [2, 1, 1]])
+def test_gradients_taken_by_hand(make: type[Module], shares: list[int]) -> None:
+    one, many = seeded(make), seeded(make)
+    trainer(limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
+    strategy = BalancedDataParallelStrategy(shares=shares, parallelize="forward")
+    trainer(strategy, len(shares), limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
+    for name, expected in one.state_dict().items():
+        assert close(expected, many.state_dict()[name], tolerance_of(name)), name
+
+
+def test_a_graph_that_is_older_than_an_optimiser_step() -> None:
+    """As a generator's is when the discriminator, which computes in between, has stepped."""
+
+    class Two(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.critic = nn.Linear(CLASSES, 1)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.critic)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            made = self(batch[0])
+            second.zero_grad()
+            self.manual_backward(self.critic(made.detach()).square().mean())
+            second.step()
+            first.zero_grad()
+            self.manual_backward((self.critic(made) * self(batch[0]).detach()).mean())
+            first.step()
+
+    one, many = seeded(Two), seeded(Two)
+    trainer(limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
+    forward = DataParallelStrategy(parallelize="forward")
+    trainer(forward, 3, limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
+    for name, expected in one.state_dict().items():
+        assert close(expected, many.state_dict()[name], tolerance_of(name)), name
+
+
+# What nobody asks for
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_outputs_are_put_together_only_if_somebody_looks(asks: bool) -> None:
+    """Here they cannot be put together, so one notices."""
+
+    class Ragged(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = self(batch[0])
+            return {"loss": out.square().mean(), "ragged": out[:, : batch_idx + len(out)]}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0]), batch[0][:, : len(batch[0])]
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+            assert outputs["loss"].ndim == 0
+
+        def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+            assert outputs is not None
+
+    def fit(*callbacks: Any, **options: Any) -> None:
+        run = trainer(BalancedDataParallelStrategy(shares=[1, 2]), 2, callbacks=list(callbacks), **options)
+        run.fit(seeded(Ragged), loader(3, 3), loader(3, 3))
+
+    if not asks:
+        fit()
+        return
+    with pytest.raises(StepError, match=r"different structures at \['ragged'\]: part 1: a tensor of shape \[1, 1\]"):
+        fit(Looks(), limit_val_batches=0)
+    with pytest.raises(StepError, match=r"different structures at \[1\]: part 1: a tensor of shape \[1, 1\]"):
+        trainer(BalancedDataParallelStrategy(shares=[1, 2]), 2, callbacks=[Looks()]).validate(seeded(Ragged), loader(3))
+
+
+# Samples in another dimension
+
+
+def test_weights_of_samples_in_another_dimension() -> None:
+    """Batches of 4 and of 1, accumulated: they weigh 4 and 1, not their length in time."""
+
+    class Sequences(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self(batch).square().mean((0, 2))
+            self.log("loss", loss.mean(), on_step=False, on_epoch=True)
+            return loss.mean()
+
+    torch.manual_seed(5)
+    batches = [torch.randn(6, size, 4) for size in (4, 1, 3)]
+    whole = seeded(Sequences)
+    options = {"limit_val_batches": 0, "max_epochs": 1, "accumulate_grad_batches": 3}
+    trainer(**options | {"accumulate_grad_batches": 1}).fit(
+        whole, DataLoader([torch.cat(batches, 1)], batch_size=None), loader()
+    )
+    for devices in (1, 2):
+        run, module = trainer(DataParallelStrategy(dim=1), devices, **options), seeded(Sequences)
+        run.fit(module, DataLoader(batches, batch_size=None), loader())
+        expected = whole.trainer.callback_metrics["loss"]
+        assert close(expected, run.callback_metrics["loss"])
+        for name, weight in whole.state_dict().items():
+            assert close(weight, module.state_dict()[name], tolerance_of(name)), name

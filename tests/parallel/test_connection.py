@@ -1,0 +1,62 @@
+"""Parameters and their copies, connected for autograd."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.parallel.connection import connect
+
+
+def parameters() -> tuple[list[nn.Parameter], list[list[Tensor]]]:
+    torch.manual_seed(0)
+    sources = [nn.Parameter(torch.randn(3, dtype=torch.float64), requires_grad=index != 1) for index in range(4)]
+    return sources, [[source.detach().clone() for source in sources] for _ in range(2)]
+
+
+def computed(first: list[Tensor], second: list[Tensor]) -> Tensor:
+    """The last parameter is not used, the third by one copy alone."""
+    return (first[0] ** 3 * first[1]).sum() + (2 * second[0] ** 2 * second[2]).sum()
+
+
+def test_gradients_meet_at_the_sources() -> None:
+    sources, copies = parameters()
+    computed(*connect(sources, copies)).backward()
+    expected, _ = parameters()
+    computed(expected, expected).backward()
+    for source, other in zip(sources, expected, strict=True):
+        assert (source.grad is None) == (other.grad is None)
+        if source.grad is not None:
+            torch.testing.assert_close(source.grad, other.grad, rtol=1e-14, atol=0)
+
+
+def test_what_autograd_hands_over_is_not_written_to() -> None:
+    sources, copies = parameters()
+    (one, *_), (other, *_) = connect(sources, copies)
+    seed = torch.ones(3, dtype=torch.float64)
+    torch.autograd.backward([one, other], [seed, seed])
+    assert sources[0].grad is not None
+    assert sources[0].grad.tolist() == [2, 2, 2]
+    assert seed.tolist() == [1, 1, 1]
+
+
+def test_second_derivatives() -> None:
+    sources, copies = parameters()
+    learned = [sources[0], sources[2]]
+
+    def penalty(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+        slopes = torch.autograd.grad(computed(first, second), learned, create_graph=True)
+        return list(torch.autograd.grad(sum(slope.square().sum() for slope in slopes), learned))
+
+    torch.testing.assert_close(penalty(*connect(sources, copies)), penalty(list(sources), list(sources)))
+
+
+def test_values_lie_in_the_memory_of_the_copies() -> None:
+    sources, copies = parameters()
+    (connected, _) = connect(sources, copies)
+    assert [tensor.requires_grad for tensor in connected] == [True, False, True, True]
+    for tensor, copy in zip(connected, copies[0], strict=True):
+        assert tensor.data_ptr() == copy.data_ptr()
+    loss = computed(connected, connected)
+    copies[0][0].add_(1)  # as an optimiser's step would
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
