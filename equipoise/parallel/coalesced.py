@@ -23,7 +23,8 @@ def broadcast(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> lis
     """
     if tensors and _distinct([tensors[0].device, *devices]):
         all_devices, copy_to = [tensors[0].device, *devices], comm.broadcast_coalesced
-        copies: list[list[Tensor]] = copy_to(tensors, all_devices)  # type: ignore[no-untyped-call]
+        detached = [tensor.detach() for tensor in tensors]
+        copies: list[list[Tensor]] = copy_to(detached, all_devices)  # type: ignore[no-untyped-call]
         return [*copies[1:]]
     return [tensors for _ in devices]
 

@@ -29,7 +29,8 @@ class _Attributes(NamedTuple):
         kept: What the copy has instead of the module's.
         replaced: What of the module that stands for.
         seen: The module's, when the last two were made.
-        lengths: Those of its dictionaries and lists, which may have come to hold something since.
+        containers: Its dictionaries and lists, which may have come to hold something since.
+        lengths: Theirs.
     """
 
     source: dict[str, Any]
@@ -37,16 +38,8 @@ class _Attributes(NamedTuple):
     kept: dict[str, Any]
     replaced: dict[str, Any]
     seen: list[Any]
+    containers: list[Any]
     lengths: list[int]
-
-    def are_others(self) -> bool:
-        """Whether the module has other attributes now."""
-        same = len(self.source) == len(self.seen) and all(map(is_, self.source.values(), self.seen))
-        return not same or _lengths(self.seen) != self.lengths
-
-
-def _lengths(values: list[Any]) -> list[int]:
-    return [len(value) for value in values if isinstance(value, (dict, list))]
 
 
 class Replica:
@@ -139,8 +132,13 @@ class Replica:
         for name, value in source.items():
             if name not in kept and (own := self._own(value)) is not value:
                 kept[name], replaced[name] = own, value
+        containers = [
+            value
+            for name, value in source.items()
+            if isinstance(value, (dict, list)) and name not in internals.STRUCTURE
+        ]
         seen = list(source.values())
-        return _Attributes(source, target, kept, replaced, seen, _lengths(seen))
+        return _Attributes(source, target, kept, replaced, seen, containers, list(map(len, containers)))
 
     def _own(self, value: Any) -> Any:
         """What stands in the copy for an attribute that refers to the module, to parts of it, or to its device."""
@@ -162,26 +160,29 @@ class Replica:
 
     # Before every step.
 
-    def _present_structure(self) -> list[list[Any]]:
-        return [
-            [
-                *map(id, internals.parameters_of(source).values()),
-                *map(id, internals.children_of(source).values()),
-                *[name for name, buffer in internals.buffers_of(source).items() if buffer is not None],
-            ]
-            for source, _ in self._shells
-        ]
+    def _present_structure(self) -> tuple[list[Any], list[Any]]:
+        """What the module consists of: objects and names, and how many of them each part has."""
+        parameters = [internals.parameters_of(source) for source, _ in self._shells]
+        children = [internals.children_of(source) for source, _ in self._shells]
+        buffers = [internals.buffers_of(source) for source, _ in self._shells]
+        registered: list[dict[str, Any]] = [*parameters, *children]  # type: ignore[list-item]
+        objects = [value for each in registered for value in each.values()]
+        names = [name for each in buffers for name, buffer in each.items() if buffer is not None]
+        return objects, [*map(len, registered), *names]
 
     def is_outdated(self) -> bool:
         """Whether parameters, buffers or modules have come or gone since the copy was made."""
-        return self._structure != self._present_structure()
+        (objects, rest), (seen, seen_rest) = self._present_structure(), self._structure
+        return rest != seen_rest or len(objects) != len(seen) or not all(map(is_, objects, seen))
 
     def refresh_attributes(self) -> None:
         """Sets the copy's attributes to the module's."""
         for index, attributes in enumerate(self._attributes):
-            if attributes.are_others():
-                self._attributes[index] = attributes = self._private_attributes(*attributes[:2])
-            source, target, kept, replaced, _, _ = attributes
+            source, target, kept, replaced, seen, containers, lengths = attributes
+            same = len(source) == len(seen) and all(map(is_, source.values(), seen))
+            if not same or list(map(len, containers)) != lengths:
+                self._attributes[index] = attributes = self._private_attributes(source, target)
+                kept, replaced = attributes.kept, attributes.replaced
             for name, value in replaced.items():
                 if isinstance(value, (list, dict)):  # whose items may have changed
                     kept[name] = self._own(value)

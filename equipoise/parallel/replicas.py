@@ -63,7 +63,7 @@ class Replicas:
             replica.refresh_attributes()
         with torch.no_grad():
             if stale := [replica for replica in used if replica.has_stale_parameters()]:
-                sources = [source.detach() for source, _ in stale[0].parameters]
+                sources: list[Tensor] = [source for source, _ in stale[0].parameters]
                 for replica, tensors in zip(stale, self._broadcast(sources, stale), strict=True):
                     replica.load_parameters(tensors)
             if stale := [replica for replica in used if replica.has_stale_buffers()]:
