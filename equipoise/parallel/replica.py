@@ -165,7 +165,7 @@ class Replica:
         parameters = [internals.parameters_of(source) for source, _ in self._shells]
         children = [internals.children_of(source) for source, _ in self._shells]
         buffers = [internals.buffers_of(source) for source, _ in self._shells]
-        registered: list[dict[str, Any]] = [*parameters, *children]  # type: ignore[list-item]
+        registered: list[dict[str, Any]] = [*parameters, *children]
         objects = [value for each in registered for value in each.values()]
         names = [name for each in buffers for name, buffer in each.items() if buffer is not None]
         return objects, [*map(len, registered), *names]
