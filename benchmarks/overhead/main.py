@@ -29,7 +29,7 @@ HAND: dict[str, Contestant] = {
     "accumulation": by_hand.accumulate,
     "evaluation": by_hand.evaluate,
 }
-COLUMNS = ["group", "contestant", "load", "per step", "over by hand", "quartiles", "ratio"]
+COLUMNS = ["group", "contestant", "load", "per step", "over by hand", "quartiles", "ratio", "rounds"]
 WIDTH = 110
 ALL = ("equipoise", "lightning", "fabric", "accelerate")
 
@@ -91,12 +91,15 @@ def cells(row: Row) -> list[str]:
     """A row as it is shown; the hand-written loop is compared with nothing."""
     own = [row.group, row.name, "" if row.load == row.group else row.load, f"{row.time:.1f}"]
     spread = f"{row.low:+.1f} … {row.high:+.1f}"
-    return [*own, *(("", "", "") if row.name == BY_HAND else (f"{row.over:+.1f}", spread, f"{row.ratio:.3f}"))]
+    compared = ("", "", "") if row.name == BY_HAND else (f"{row.over:+.1f}", spread, f"{row.ratio:.3f}")
+    return [*own, *compared, str(row.rounds)]
 
 
 def table(rows: list[Row], size: Size, rounds: int) -> Table:
     """The rows, group by group."""
-    result = Table(title=f"µs of processor time per step: medians of {rounds} rounds of {size.steps} steps")
+    result = Table(
+        title=f"µs of processor time per step: medians of the undisturbed of {rounds} rounds of {size.steps} steps"
+    )
     for index, column in enumerate(COLUMNS):
         result.add_column(column, justify="left" if index < 3 else "right")
     for group in HAND:
@@ -108,7 +111,7 @@ def table(rows: list[Row], size: Size, rounds: int) -> Table:
 
 def markdown(rows: list[Row]) -> str:
     """The same for the README."""
-    rule = ["---"] * 3 + ["---:"] * 4
+    rule = ["---"] * 3 + ["---:"] * (len(COLUMNS) - 3)
     ordered = sorted(rows, key=lambda row: list(HAND).index(row.group))
     return "".join(f"| {' | '.join(line)} |\n" for line in [COLUMNS, rule, *map(cells, ordered)])
 
@@ -118,8 +121,14 @@ def environment() -> str:
     return f"{python}, {platform.machine()}, {platform.system()}, 1 thread"
 
 
-def conclude(console: Console, rows: list[Row], imports: ImportTimes | None) -> int:
+def conclude(console: Console, rows: list[Row], imports: ImportTimes | None, *, least_rounds: int = 1) -> int:
     """Prints the verdict; returns the exit code of `--check`."""
+    if few := [f"{row.name} {row.load}" for row in rows if row.name == "Equipoise" and row.rounds < least_rounds]:
+        console.print(
+            f"No verdict: fewer than {least_rounds} rounds of {', '.join(few)} were undisturbed. Try again on a"
+            " quieter machine, or with more rounds."
+        )
+        return 2
     if (off := noise(rows)) > TRUSTED_NOISE:
         console.print(
             f"No verdict: a second hand-written row is off by {off:.1f} µs, more than {TRUSTED_NOISE:.0f}."
@@ -174,7 +183,7 @@ def main(command: list[str] | None = None) -> int:
         options.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     if options.markdown is not None:
         options.markdown.write_text(markdown(rows))
-    code = conclude(console, rows, imports)
+    code = conclude(console, rows, imports, least_rounds=max(1, options.rounds // 4))
     return code if options.check else 0
 
 

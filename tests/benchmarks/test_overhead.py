@@ -74,7 +74,10 @@ def test_the_clock_covers_the_steps_after_the_warm_up(benchmark: dict[str, Modul
 
 
 def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: dict[str, ModuleType]) -> None:
-    """A machine whose speed drifts changes no ratio, and the loops are equally often first."""
+    """A machine whose speed drifts changes no ratio, and the loops are equally often first.
+
+    Pairs in which it was much slower than at its best are left out.
+    """
     timing = benchmark["timing"]
     entries = [
         timing.Entry("training", timing.BY_HAND, "training", lambda data: None),
@@ -87,7 +90,7 @@ def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: dic
 
     def slower_in_every_pair(entry: Any, batches: Any, size: Any) -> float:
         order.append(entry.name)
-        return cost[entry.name] * (1 + (len(order) - 1) // 2)
+        return cost[entry.name] * (1 + (len(order) - 1) // 2 / 40)
 
     with mock.patch.object(timing, "_time", slower_in_every_pair):
         size = benchmark["workload"].Size(1, 1)
@@ -95,6 +98,7 @@ def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: dic
     assert done == list(range(1, 51))
     assert [row.name for row in rows] == list(cost)
     assert [row.ratio for row in rows] == pytest.approx([1.0, 1.04, 4.0])
+    assert rows[0].rounds == rows[1].rounds + rows[2].rounds == 11
     assert order.count(timing.BY_HAND) == 100
     assert 30 < sum(name == timing.BY_HAND for name in order[::2]) < 70
     assert all(timing.BY_HAND in pair for pair in zip(order[::2], order[1::2], strict=True))
