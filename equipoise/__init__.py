@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback
     from equipoise.callbacks.progress_bar import ProgressBar
     from equipoise.callbacks.run_summary import RunSummary
-    from equipoise.errors import CheckpointError, ConfigurationError, StepError
+    from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
     from equipoise.parallel.calibration import SimulatedDevice
     from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
     from equipoise.strategies.data_parallel import DataParallelStrategy
+    from equipoise.strategies.ddp import DDPStrategy
     from equipoise.strategies.single_device import SingleDeviceStrategy
     from equipoise.strategies.strategy import StepResult, Strategy
     from equipoise.trainer.trainer import Trainer
@@ -26,6 +27,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "ConfigurationError",
+    "DDPStrategy",
     "DataParallelStrategy",
     "ProgressBar",
     "RunSummary",
@@ -35,6 +37,7 @@ __all__ = [
     "StepResult",
     "Strategy",
     "Trainer",
+    "WorkerError",
 ]
 
 __version__ = "0.1.0"
@@ -44,6 +47,7 @@ _HOME = {
     "Callback": "equipoise.callbacks.callback",
     "CheckpointError": "equipoise.errors",
     "ConfigurationError": "equipoise.errors",
+    "DDPStrategy": "equipoise.strategies.ddp",
     "DataParallelStrategy": "equipoise.strategies.data_parallel",
     "ProgressBar": "equipoise.callbacks.progress_bar",
     "RunSummary": "equipoise.callbacks.run_summary",
@@ -53,6 +57,7 @@ _HOME = {
     "StepResult": "equipoise.strategies.strategy",
     "Strategy": "equipoise.strategies.strategy",
     "Trainer": "equipoise.trainer.trainer",
+    "WorkerError": "equipoise.errors",
 }
 
 

@@ -108,8 +108,9 @@ class _Surroundings:
         gc.collect()  # whoever holds them may only wait to be collected
         left = [child for child in psutil.Process().children() if child.pid not in self.children]
         _, alive = psutil.wait_procs(left, timeout=_PATIENCE)
-        commands = [" ".join(child.cmdline()) for child in alive if child.is_running()]
-        return [command for command in commands if "multiprocessing.resource_tracker" not in command]  # ends with us
+        lasting = [child.pid for child in alive if _ends_with_us(child)]
+        self.children.update(lasting)
+        return [" ".join(child.cmdline()) for child in alive if child.is_running() and child.pid not in lasting]
 
     def restore(self) -> None:
         """Keeps one culprit from spoiling all tests after it."""
@@ -124,6 +125,17 @@ class _Surroundings:
             os.environ.pop(name, None)
             if name in self.environment:
                 os.environ[name] = self.environment[name]
+
+
+def _ends_with_us(process: psutil.Process) -> bool:
+    """Whether a process is one of multiprocessing's two servers; what the first has started must have ended."""
+    try:
+        command = " ".join(process.cmdline())
+        if "multiprocessing.forkserver" in command:
+            return not psutil.wait_procs(process.children(), timeout=_PATIENCE)[1]
+    except psutil.NoSuchProcess:
+        return True
+    return "multiprocessing.resource_tracker" in command
 
 
 def _children() -> set[int]:

@@ -15,7 +15,7 @@ __all__ = ["BY_HAND", "NOISE", "Entry", "Row", "measure"]
 Pair = tuple[float, float]
 BY_HAND, NOISE = "by hand", "by hand, again"
 DISTURBED = 1.25
-"""Where the hand-written loop took so many times its quickest run, somebody else was using the machine: left out."""
+"""A run that took so many times the quickest of its kind was disturbed by whoever else uses the machine: left out."""
 
 
 class Entry(NamedTuple):
@@ -105,13 +105,16 @@ def _time(entry: Entry, batches: list[Batch], size: Size) -> float:
     return data.microseconds_per_step
 
 
-def _undisturbed(pairs: list[Pair], quickest: float) -> list[Pair]:
-    """The pairs in which the hand-written loop was not slowed down.
+def _undisturbed(pairs: list[Pair], reference: float) -> list[Pair]:
+    """The pairs in which neither run was slowed down; all of them if that leaves none.
 
-    Chosen by the hand-written loop alone, and where that was quick by chance the difference is the larger: if this
-    favours anybody, it is not the contestant.
+    Args:
+        pairs: The times of a contestant, and of the hand-written loop beside it.
+        reference: The quickest run of the hand-written loop.
     """
-    return [pair for pair in pairs if pair[1] <= DISTURBED * quickest] or pairs
+    quickest = min(time for time, _ in pairs)
+    calm = [pair for pair in pairs if pair[0] <= DISTURBED * quickest and pair[1] <= DISTURBED * reference]
+    return calm or pairs
 
 
 def _hand_row(entry: Entry, times: list[float]) -> Row:

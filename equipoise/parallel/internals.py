@@ -1,14 +1,16 @@
-"""What replicas must touch of torch's and torchmetrics' inner workings, in one place.
+"""What replicas and shards must touch of torch's and torchmetrics' inner workings, in one place.
 
 Each name stands here with the reason why nothing public does; `tests/parallel/test_internals.py` notices when one of
 them changes.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
@@ -28,6 +30,7 @@ __all__ = [
     "shell_of",
     "take_metric_state",
     "versions",
+    "with_sampler",
 ]
 
 # The entries of a module's `__dict__` that hold what is registered in it. A shallow copy needs dictionaries of its own,
@@ -193,3 +196,30 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
         f" state {name!r} is reduced. Take parallelize='forward', where metrics see whole batches, or update it in"
         " `on_train_batch_end` and its siblings."
     )
+
+
+# Loaders
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False) -> DataLoader[Any]:
+    """A copy of a loader that draws from another sampler.
+
+    A DataLoader refuses to exchange its sampler, and a subclass cannot be constructed again without knowing its
+    arguments; so the copy's attributes are set below that guard, and its cached iterator, which is private, is
+    dropped.
+
+    Args:
+        loader: The loader.
+        sampler: A sampler or, if `batches`, a batch sampler.
+        batches: Which of the two it is.
+    """
+    other = copy.copy(loader)
+    state = vars(other)
+    state["_iterator"] = None
+    if batches:
+        state["batch_sampler"] = sampler
+    else:
+        state["sampler"] = sampler
+        if loader.batch_sampler is not None and loader.batch_size is not None:
+            state["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return other

@@ -7,6 +7,7 @@ refer to the module, to parts of it or to its device refer to the copy's instead
 import copy
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from equipoise.parallel.split import rebuild
 __all__ = ["Replica"]
 
 
+_PLAIN = (bool, int, float, str, tuple, dict, list, set, torch.dtype, type(None))
+
+
 class _Attributes(NamedTuple):
     """The attributes of a module and of its copy.
 
@@ -30,7 +34,9 @@ class _Attributes(NamedTuple):
         replaced: What of the module that stands for.
         seen: The module's, when the last two were made.
         containers: Its dictionaries and lists, which may have come to hold something since.
-        lengths: Theirs.
+        lengths: Theirs; empty where all of them are.
+        is_plain: Whether it is one of torch's own whose attributes are numbers and the like: what refers to a module
+            would be a new attribute.
     """
 
     source: dict[str, Any]
@@ -40,6 +46,29 @@ class _Attributes(NamedTuple):
     seen: list[Any]
     containers: list[Any]
     lengths: list[int]
+    is_plain: bool
+
+
+class _Structure(NamedTuple):
+    """What a module consists of.
+
+    Attributes:
+        registered: The dictionaries of parameters and children of all its parts.
+        objects: What they held.
+        lengths: How much each of them held.
+        buffers: The dictionaries of buffers.
+        held: The names of those that were there; None where no part has any.
+    """
+
+    registered: list[dict[str, Any]]
+    objects: list[Any]
+    lengths: list[int]
+    buffers: list[dict[str, Tensor | None]]
+    held: list[str] | None
+
+
+def _held(buffers: list[dict[str, Tensor | None]]) -> list[str]:
+    return [name for each in buffers for name, buffer in each.items() if buffer is not None]
 
 
 class Replica:
@@ -60,6 +89,7 @@ class Replica:
         self.device = device
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.metrics: list[tuple[Metric, Metric]] = []
+        self._learned: list[bool] = []
         self._home = next((p.device for p in original.parameters()), torch.device("cpu"))
         self._copies: dict[int, Any] = {}  # by the identity of the original: modules, parameters, buffers, metrics
         self._shells: list[tuple[nn.Module, nn.Module]] = []
@@ -67,7 +97,9 @@ class Replica:
         self._slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where parameters are found
         with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy(original)
-        self._attributes = [self._private_attributes(vars(source), vars(shell)) for source, shell in self._shells]
+        self._attributes = [
+            self._private_attributes(type(source), vars(source), vars(shell)) for source, shell in self._shells
+        ]
         self.refresh_attributes()
         for _, shell in self._shells:
             if isinstance(shell, nn.RNNBase):
@@ -126,7 +158,7 @@ class Replica:
             self._copies[id(source)] = other
         return made
 
-    def _private_attributes(self, source: dict[str, Any], target: dict[str, Any]) -> _Attributes:
+    def _private_attributes(self, owner: type, source: dict[str, Any], target: dict[str, Any]) -> _Attributes:
         kept = {name: target[name] for name in internals.STRUCTURE}
         replaced = {}
         for name, value in source.items():
@@ -138,7 +170,10 @@ class Replica:
             if isinstance(value, (dict, list)) and name not in internals.STRUCTURE
         ]
         seen = list(source.values())
-        return _Attributes(source, target, kept, replaced, seen, containers, list(map(len, containers)))
+        lengths = list(map(len, containers)) if any(containers) else []
+        own = owner.__module__.startswith("torch.nn.modules.") and not replaced
+        is_plain = own and all(isinstance(value, _PLAIN) for value in seen)
+        return _Attributes(source, target, kept, replaced, seen, containers, lengths, is_plain)
 
     def _own(self, value: Any) -> Any:
         """What stands in the copy for an attribute that refers to the module, to parts of it, or to its device."""
@@ -160,28 +195,31 @@ class Replica:
 
     # Before every step.
 
-    def _present_structure(self) -> tuple[list[Any], list[Any]]:
-        """What the module consists of: objects and names, and how many of them each part has."""
-        parameters = [internals.parameters_of(source) for source, _ in self._shells]
-        children = [internals.children_of(source) for source, _ in self._shells]
-        buffers = [internals.buffers_of(source) for source, _ in self._shells]
-        registered: list[dict[str, Any]] = [*parameters, *children]
-        objects = [value for each in registered for value in each.values()]
-        names = [name for each in buffers for name, buffer in each.items() if buffer is not None]
-        return objects, [*map(len, registered), *names]
+    def _present_structure(self) -> _Structure:
+        sources = [source for source, _ in self._shells]
+        registered: list[dict[str, Any]] = [internals.parameters_of(source) for source in sources]
+        registered += [internals.children_of(source) for source in sources]
+        buffers = [internals.buffers_of(source) for source in sources]
+        objects = list(chain.from_iterable(map(dict.values, registered)))
+        return _Structure(
+            registered, objects, list(map(len, registered)), buffers, _held(buffers) if any(buffers) else None
+        )
 
     def is_outdated(self) -> bool:
         """Whether parameters, buffers or modules have come or gone since the copy was made."""
-        (objects, rest), (seen, seen_rest) = self._present_structure(), self._structure
-        return rest != seen_rest or len(objects) != len(seen) or not all(map(is_, objects, seen))
+        registered, objects, lengths, buffers, held = self._structure
+        present = chain.from_iterable(map(dict.values, registered))
+        same = list(map(len, registered)) == lengths and all(map(is_, present, objects))
+        return not same or (any(buffers) if held is None else _held(buffers) != held)
 
     def refresh_attributes(self) -> None:
         """Sets the copy's attributes to the module's."""
         for index, attributes in enumerate(self._attributes):
-            source, target, kept, replaced, seen, containers, lengths = attributes
-            same = len(source) == len(seen) and all(map(is_, source.values(), seen))
-            if not same or list(map(len, containers)) != lengths:
-                self._attributes[index] = attributes = self._private_attributes(source, target)
+            source, target, kept, replaced, seen, containers, lengths, is_plain = attributes
+            same = len(source) == len(seen) and (is_plain or all(map(is_, source.values(), seen)))
+            if not same or (list(map(len, containers)) != lengths if lengths else any(containers)):
+                owner = type(self._shells[index][0])
+                self._attributes[index] = attributes = self._private_attributes(owner, source, target)
                 kept, replaced = attributes.kept, attributes.replaced
             for name, value in replaced.items():
                 if isinstance(value, (list, dict)):  # whose items may have changed
@@ -189,9 +227,11 @@ class Replica:
             target.clear()
             target.update(source)
             target.update(kept)
-        for parameter, copied in self.parameters:
-            if parameter.requires_grad is not copied.requires_grad:
-                copied.requires_grad_(parameter.requires_grad)
+        learned = [parameter.requires_grad for parameter, _ in self.parameters]
+        if learned != self._learned:
+            self._learned = learned
+            for (_, copied), learns in zip(self.parameters, learned, strict=True):
+                copied.requires_grad_(learns)
 
     def has_stale_parameters(self) -> bool:
         """Whether the module's parameters have changed since this was asked last."""

@@ -10,7 +10,7 @@ says. The gradient of parts i is Σ wᵢgᵢ / Σ wᵢ. The arithmetic is part o
 So equal parts in full windows are `loss / n` to the bit, and large token counts do not overflow half precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ class Window:
     Args:
         parts: The nominal number of parts, n. Default: 1.
 
+    Attributes:
+        agree: Makes the reference weight, once, the same in all processes. None: there is one.
+
     Example:
         >>> window = Window(parts=2)
         >>> window.add(4), window.add(4), window.correction()
@@ -38,6 +41,7 @@ class Window:
 
     def __init__(self, parts: int = 1) -> None:
         self.parts = parts
+        self.agree: Callable[[float], float] | None = None
         self._reference: Weight | None = None
         self._equal = 0  # parts of the reference weight: counted, because 0.1 added ten times is not 1
         self._others: Weight = 0  # Σw of the other parts
@@ -61,29 +65,39 @@ class Window:
             weight = weight.detach().to(_wide(weight))
         reference = self._reference
         if reference is None:
-            reference = self._reference = (
-                torch.where(weight > 0, weight, 1) if isinstance(weight, Tensor) else weight or 1
-            )
+            reference = self._reference = self._first(weight)
         if not isinstance(weight, Tensor) and not isinstance(reference, Tensor) and weight == reference:
             self._equal += 1
             return None if self.parts == 1 else 1 / self.parts
         self._others = self._others + weight
         return _divide(weight, reference) / self.parts
 
-    def correction(self) -> float | Tensor | None:
+    def _first(self, weight: Weight) -> Weight:
+        """The reference weight, by the first part."""
+        if self.agree is not None:  # a number of the host's: weights of other processes may be of another kind
+            return self.agree(float(weight) or 1.0)
+        return torch.where(weight > 0, weight, 1) if isinstance(weight, Tensor) else weight or 1
+
+    def correction(self, total: Weight | None = None, processes: int = 1) -> float | Tensor | None:
         """The factor that turns the summed gradients into the weighted mean.
 
         None stands for 1, or for a window without weight.
+
+        Args:
+            total: Σw, where other processes add to it. Default: that of the parts seen here.
+            processes: By how many the gradients were divided beforehand.
         """
-        total, reference = self.total, self._reference
+        total, reference = self.total if total is None else total, self._reference
         if isinstance(reference, Tensor) and not isinstance(total, Tensor):
             total = torch.tensor(total, dtype=reference.dtype)
         if isinstance(total, Tensor):
             # Without any weight all gradients are 0 and stay 0.
-            return torch.where(total > 0, _divide(self.parts * (1 if reference is None else reference), total), 0)
-        if reference is None or not total or total == self.parts * reference:
+            return torch.where(
+                total > 0, _divide(self.parts * processes * (1 if reference is None else reference), total), 0
+            )
+        if reference is None or not total or total == self.parts * processes * reference:
             return None
-        return self.parts * reference / total
+        return self.parts * processes * reference / total
 
     def reset(self) -> None:
         """Begins the next window."""

@@ -105,6 +105,7 @@ class Strategy:
         oom_scope: Whether one process may repeat a step alone ("local"), all must ("agreed"), or none can ("none").
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
+        launches: Whether `launch` runs things in other processes than the caller's.
     """
 
     name: ClassVar[str] = ""
@@ -112,6 +113,7 @@ class Strategy:
 
     devices: Sequence[torch.device] = ()
     dim: int = 0
+    launches: bool = False
     global_rank: int = 0
     local_rank: int = 0
     node_rank: int = 0
@@ -158,10 +160,12 @@ class Strategy:
             ConfigurationError: Naming what is in the way, and the way out.
         """
 
-    def launch(self, function: Callable[[], T]) -> T:
+    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Runs `function` in every process and returns the main one's result.
 
-        Afterwards the caller's own objects hold its effects: the module's state, what callbacks remember.
+        Args:
+            function: What to run.
+            known: The caller's objects; a result that refers to one refers to the caller's own.
         """
         return function()
 
@@ -191,6 +195,15 @@ class Strategy:
             stage: "train", "validate", "test" or "predict".
         """
         return loader
+
+    def part_of(self, batches: float, stage: str) -> float:
+        """How many of the batches of a loader this process evaluates; in training, all that its part has.
+
+        Args:
+            batches: The number that all processes together evaluate; infinite if unknown.
+            stage: "train", "validate", "test" or "predict".
+        """
+        return batches
 
     def set_epoch(self, epoch: int) -> None:
         """Tells samplers that `shard` put in which epoch begins."""
@@ -228,11 +241,16 @@ class Strategy:
     def collect_gradients(self) -> None:
         """Brings the gradients of a backward to the module's own parameters; called after every backward."""
 
-    def finish_gradients(self, window: Window, optimizer: Optimizer) -> None:
-        """Turns the summed gradients of a window into their weighted mean, over all processes."""
+    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+        """Turns the summed gradients of a window into their weighted mean, over all processes.
+
+        Returns:
+            Whether no process had anything to learn from; None where this one knows by itself.
+        """
         factor = window.correction()
         if factor is not None:
             foreach.multiply_([p.grad for p in parameters_of(optimizer) if p.grad is not None], factor)
+        return None
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clips gradients in place.
@@ -266,6 +284,10 @@ class Strategy:
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Gathers a value of every process, stacked along a new first dimension where there are several."""
         return tensor
+
+    def gather_objects(self, value: T) -> list[T]:
+        """The values of all processes, in the order of their ranks."""
+        return [value]
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """The value of process `src`, in every process."""

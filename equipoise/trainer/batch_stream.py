@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer import interop
+from equipoise.parallel.internals import with_sampler
 
 __all__ = ["NOTHING", "BatchStream", "length_of"]
 
@@ -62,7 +62,7 @@ class BatchStream:
         """
         if not stateful and not self.combined and _can_skip(self.loader):
             indices = _Skip(self.loader.batch_sampler, seen)
-            batches: Iterator[Any] = iter(interop.with_sampler(self.loader, indices, batches=True))
+            batches: Iterator[Any] = iter(with_sampler(self.loader, indices, batches=True))
             indices.settle()
         else:
             batches = self._open()

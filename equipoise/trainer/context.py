@@ -58,9 +58,7 @@ class Context:
         call = hooks.call_module if source.owner is self.module else hooks.call_datamodule
         given = source.request(call)
         self.strategy.barrier(f"{stage}_dataloader()")
-        return Loaders(
-            source, given, limit=limit, overfit=overfit, shard=self.strategy.shard, rank=self.strategy.global_rank
-        )
+        return Loaders(source, given, limit=limit, overfit=overfit, strategy=self.strategy)
 
     def make_transfer(self, dataloader_idx: int = 0) -> Transfer:
         """The way of a batch to a device: conversion, the user's transfer hooks, the copy."""

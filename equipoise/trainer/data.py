@@ -15,6 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.internals import with_sampler
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.batch_stream import BatchStream, length_of
 
@@ -26,8 +28,6 @@ __all__ = [
     "load_generator_states",
     "set_epoch",
 ]
-
-Shard = Callable[[Any, str], Any]
 
 
 class Source:
@@ -72,15 +72,14 @@ class Loaders:
         given: What the source gave.
         limit: The `limit_*_batches` of the stage.
         overfit: Whether shuffling is to be turned off (`overfit_batches`).
-        shard: The strategy's `shard`.
-        rank: This process's rank, for the seeds of workers.
+        strategy: Says which part of them is this process's.
 
     Raises:
         ConfigurationError: If a loader cannot be iterated, is empty, or a limit leaves nothing of it.
     """
 
-    def __init__(self, source: Source, given: Any, *, limit: float, overfit: bool, shard: Shard, rank: int) -> None:
-        training = source.stage == "train"
+    def __init__(self, source: Source, given: Any, *, limit: float, overfit: bool, strategy: Strategy) -> None:
+        training, stage = source.stage == "train", source.stage
         combined = interop.combine(given, "max_size_cycle" if training else "sequential")
         self.sequential = interop.combined_mode(combined) == "sequential"
         if training and self.sequential:
@@ -91,12 +90,15 @@ class Loaders:
         if not training and source.given is None and isinstance(given, (list, tuple)) and not given:
             found = []  # a method may say so: no loader today
             rank_zero_warn(f"{source.describe()} holds no loader: nothing is read.")
-        self.flat = [self._prepare(loader, source, overfit, shard, rank) for loader in found]
+        whole = [self._prepare(loader, source, overfit, strategy.global_rank) for loader in found]
+        self.flat = [strategy.shard(loader, stage) for loader in whole]
         self.single = len(self.flat) == 1 and (given is found[0] or self.sequential)
         self.given = self.flat[0] if self.single and given is found[0] else combined
         if self.flat:
             combined.flattened = self.flat
-        self.num_batches = [count_batches(loader, limit, source) for loader in self.flat]
+        # In training a limit is that of each process, in an evaluation that of all together.
+        counted = [count_batches(loader, limit, source) for loader in (self.flat if training else whole)]
+        self.num_batches = [strategy.part_of(batches, stage) for batches in counted]
         self._combined = combined
 
     @property
@@ -141,7 +143,7 @@ class Loaders:
         self._combined.reset()
 
     @staticmethod
-    def _prepare(loader: Any, source: Source, overfit: bool, shard: Shard, rank: int) -> Any:
+    def _prepare(loader: Any, source: Source, overfit: bool, rank: int) -> Any:
         if not isinstance(loader, DataLoader):
             try:
                 iter(loader)
@@ -159,11 +161,11 @@ class Loaders:
                 f"`overfit_batches` needs the same batches in every epoch: shuffling of the {source.stage} loader"
                 " is turned off."
             )
-            loader = interop.with_sampler(loader, SequentialSampler(cast(Sized, loader.dataset)))
+            loader = with_sampler(loader, SequentialSampler(cast(Sized, loader.dataset)))
         elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
             rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
         interop.seed_workers(loader, rank)
-        return shard(loader, source.stage)
+        return loader
 
 
 def count_batches(loader: Any, limit: float, source: Source) -> float:

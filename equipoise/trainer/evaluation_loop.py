@@ -78,6 +78,10 @@ class EvaluationLoop:
             return self.num_batches
         return [min(self.trainer.num_sanity_val_steps, batches) for batches in self.num_batches]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to one run."""
+        return {**vars(self), "loaders": None}
+
     def release(self) -> None:
         """Ends worker processes."""
         if self.loaders is not None:
@@ -89,7 +93,7 @@ class EvaluationLoop:
         """Evaluates and returns what was logged, a dictionary for each loader."""
         with without_gradients(inference_mode=self.trainer.inference_mode and not self.fitting):
             self.load_data(context)
-            if self.loaders is None or sum(self.max_batches) == 0:
+            if self.loaders is None or (sum(self.max_batches) == 0 and context.strategy.world_size == 1):
                 return []
             with Modes(context.module) as modes:
                 return self._run(context, self.loaders, modes)

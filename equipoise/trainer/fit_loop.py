@@ -139,6 +139,16 @@ class FitLoop:
         """The loaders will be asked for anew."""
         self.loaders, self._loaded_at = None, -math.inf
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to one run."""
+        of_a_run = ("context", "schedulers", "weigh", "optimization")
+        return {
+            **{name: value for name, value in vars(self).items() if name not in of_a_run},
+            "loaders": None,
+            "stream": None,
+            "resumption": None,
+        }
+
     def load_data(self) -> None:
         """Asks for the training loaders, at first and every `reload_dataloaders_every_n_epochs`."""
         trainer = self.trainer
@@ -253,9 +263,10 @@ class FitLoop:
             counts.ready = index + 1
             progress.batch.is_last_batch = index + 1 == stream.length
             parts = place(batch, transfer)
+            there = len(parts) > 0  # or only other processes have a batch: no hook fires, all else happens
             batch = parts[0] if len(parts) == 1 else batch
             logs.begin_batch(batch)
-            if batch_start is not None and batch_start(batch, index) == -1:
+            if batch_start is not None and there and batch_start(batch, index) == -1:
                 self._leave_epoch(index)
                 break
             counts.started = index + 1
@@ -265,7 +276,7 @@ class FitLoop:
             counts.processed = index + 1
             if last and scheduled:
                 schedulers.after_batch(index, ends=ends)
-            if batch_end is not None:
+            if batch_end is not None and there:
                 batch_end(optimize.outputs(result), batch, index)
             del result, batch, parts  # the graph goes before the next batch comes
             logs.end_batch()

@@ -4,7 +4,6 @@ Each name stands here with the reason why nothing public does; `tests/trainer/te
 them changes. What Lightning's own objects expect to find in a trainer is the other direction: `lightning_view.py`.
 """
 
-import copy
 import inspect
 import os
 import warnings
@@ -29,7 +28,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
 
 if TYPE_CHECKING:
@@ -59,7 +57,6 @@ __all__ = [
     "seed_workers",
     "unbind_log",
     "unscales_by_itself",
-    "with_sampler",
     "wrap_optimizer",
 ]
 
@@ -269,30 +266,6 @@ def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> Comb
 def combined_mode(loader: CombinedLoader) -> str:
     """How a CombinedLoader reads its loaders; the constructor's argument is kept under a private name."""
     return loader._mode
-
-
-def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False) -> DataLoader[Any]:
-    """A copy of a loader that draws from another sampler.
-
-    A DataLoader refuses to exchange its sampler, and a subclass cannot be constructed again without knowing its
-    arguments; so the copy's attributes are set below that guard, and its cached iterator, which is private, is
-    dropped.
-
-    Args:
-        loader: The loader.
-        sampler: A sampler or, if `batches`, a batch sampler.
-        batches: Which of the two it is.
-    """
-    other = copy.copy(loader)
-    state = vars(other)
-    state["_iterator"] = None
-    if batches:
-        state["batch_sampler"] = sampler
-    else:
-        state["sampler"] = sampler
-        if loader.batch_sampler is not None and loader.batch_size is not None:
-            state["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    return other
 
 
 def seed_workers(loader: Any, rank: int) -> None:

@@ -39,6 +39,10 @@ class StrategyView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
+    def __reduce__(self) -> Any:
+        """By what it was made of: a view without attributes would look for them for ever."""
+        return StrategyView, (self._own, self._of)
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The strategy's class, so that `isinstance(trainer.strategy, SingleDeviceStrategy)` says what it should."""

@@ -50,12 +50,14 @@ class Logs:
         reduce: The strategy's reduction over processes; None where there is one.
 
     Attributes:
+        agree: Computes the epoch's values over all processes; None where there is one.
         size_of: Finds the number of samples of a batch, which is the weight of its values; None where nobody can tell.
     """
 
     def __init__(self, reduce: Callable[..., Any] | None = None) -> None:
         self.reduce = reduce
         self.size_of: Callable[[Any], int | None] = infer_batch_size
+        self.agree: Callable[[Collection, int | None], None] | None = None
         self.collection: Collection | None = None
         self._entries: dict[tuple[str | None, str, int | None], Entry] = {}  # of the collection, by loader
         self.dataloader_idx: int | None = None
@@ -216,6 +218,8 @@ class Logs:
         self.refresh()
         self.in_batches, self._batch, self._size = False, None, None
         self._stale = _ALL
+        if self.agree is not None and self.collection is not None:
+            self.agree(self.collection, self.dataloader_idx)
         if show:
             self.refresh()
 
@@ -268,10 +272,27 @@ class Logs:
             self.pending.clear()
         if not failed or self.in_batches:
             self.refresh()
-        self.size_of = infer_batch_size  # not the module's any more
+        self.size_of, self.agree, self.reduce = infer_batch_size, None, None  # not the run's any more
         self.collection = self._batch = None  # after an error the batch that failed would be kept
         for values in self._shown.values():
             values.update(on_cpu(values))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is shown; everything else belongs to one run."""
+        return {"_shown": self._shown}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """An object as new, which shows the same."""
+        self.__init__()  # type: ignore[misc]
+        self.show(state["_shown"])
+
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """What the dictionaries hold, on the CPU."""
+        return {name: on_cpu(values) for name, values in self._shown.items()}
+
+    def show(self, values: dict[str, dict[str, Any]]) -> None:
+        """Lets the dictionaries hold other values."""
+        self._shown = {name: dict(each) for name, each in values.items()}
 
     # Read.
 

@@ -1,6 +1,7 @@
 """Prediction: every batch once, the outputs in the order of the data."""
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer import interop
-from equipoise.trainer.batch_stream import BatchStream
+from equipoise.parallel.internals import with_sampler
+from equipoise.trainer.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data import Loaders
 from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, without_gradients
 from equipoise.trainer.progress import BatchProgress
@@ -61,6 +62,10 @@ class PredictionLoop:
         """The loaders will be asked for anew."""
         self.loaders = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to one run."""
+        return {**vars(self), "loaders": None}
+
     def release(self) -> None:
         """Ends worker processes."""
         if self.loaders is not None:
@@ -82,7 +87,7 @@ class PredictionLoop:
                 return self._run(context, self.loaders, modes)
 
     def _run(self, context: "Context", loaders: Loaders, modes: Modes) -> list[Any] | None:
-        hooks, module = context.hooks, context.module
+        hooks, module, strategy = context.hooks, context.module, context.strategy
         writers = [c for c in hooks.callbacks if isinstance(c, BasePredictionWriter)]
         self._keep = self.return_predictions or any(writer.interval.on_epoch for writer in writers)
         self.progress.begin()
@@ -102,6 +107,7 @@ class PredictionLoop:
         hooks.call("on_predict_epoch_start")
         for index, recorded in enumerate(passes):
             self._predict(context, recorded, index, several=several, final=index == len(passes) - 1)
+        self._predictions = [_in_turn(strategy.gather_objects(outputs)) for outputs in self._predictions]
         hooks.call("on_predict_epoch_end")
         results = self.predictions if self.return_predictions else None
         if not self.return_predictions:
@@ -146,6 +152,12 @@ class PredictionLoop:
                 self.trainer.raise_if_terminated()
 
 
+def _in_turn(of_processes: list[list[Any]]) -> list[Any]:
+    """The outputs of processes that had the batches in turn, in the order of the batches."""
+    rounds = zip_longest(*of_processes, fillvalue=NOTHING)
+    return [output for turn in rounds for output in turn if output is not NOTHING]
+
+
 class _RecordedPass:
     """A pass over a loader that remembers which samples each batch holds, for callbacks that write predictions.
 
@@ -159,7 +171,7 @@ class _RecordedPass:
         self.record = record and isinstance(loader, DataLoader) and loader.batch_sampler is not None
         self._seen: list[list[int]] = []
         if self.record:
-            loader = interop.with_sampler(loader, _Recorder(loader.batch_sampler, self._seen), batches=True)
+            loader = with_sampler(loader, _Recorder(loader.batch_sampler, self._seen), batches=True)
         elif record:
             rank_zero_warn(f"Couldn't infer the batch indices fetched from your dataloader: `{type(loader).__name__}`")
         self.stream = BatchStream(loader, limit)

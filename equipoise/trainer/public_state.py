@@ -84,6 +84,10 @@ class PublicState(Stages, Limits, LightningNames):
 
     # Runs.
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the present run; on its way to another process."""
+        return {**vars(self), "_context": None, "_wrapped": [], "optimizers": [], "lr_scheduler_configs": []}
+
     def begin_run(self, context: Context) -> None:
         """Takes the parts of a new run; loaders of earlier ones are forgotten."""
         self._context = self.fit_loop_state.context = context

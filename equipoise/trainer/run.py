@@ -9,11 +9,13 @@ the loop
 release everything, on_fit_end, teardown
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from equipoise.parallel import random_state
 from equipoise.parallel.split import Splitter
 from equipoise.trainer import interop
+from equipoise.trainer.agreement import agree
 from equipoise.trainer.checkpoint import (
     load_checkpoint,
     restore_modules_and_callbacks,
@@ -36,6 +39,7 @@ from equipoise.trainer.checkpoint import (
 from equipoise.trainer.checks import check_run
 from equipoise.trainer.context import Context
 from equipoise.trainer.data import Source
+from equipoise.trainer.effects import Effects, collect, known_objects, take_over
 from equipoise.trainer.hooks import Hooks
 from equipoise.trainer.optimizers import move_state, parse_optimizers
 from equipoise.trainer.selection import merge_callbacks
@@ -72,8 +76,27 @@ def run(trainer: "Trainer", request: Request) -> Any:
     trainer.state.fn, trainer.state.status = request.fn, TrainerStatus.RUNNING
     trainer.state.stage = _STAGE[request.fn]
     trainer.should_stop = False
+    known = known_objects(trainer, request)
     try:
-        return trainer.connected_strategy.launch(lambda: _run(trainer, request))
+        effects = trainer.connected_strategy.launch(partial(_carry_out, trainer, request, known), known)
+    except BaseException as error:
+        if trainer.state.stage is not None:  # it was not released yet: it ran in other processes, or nowhere
+            trainer.state.status, trainer.state.stage = TrainerStatus.INTERRUPTED, None
+            for logger in trainer.loggers:
+                logger.finalize("failed")
+        raise error
+    if effects.process != os.getpid():
+        trainer.begin_run(_make_context(trainer, request))
+    return take_over(trainer, known, effects)
+
+
+def _carry_out(trainer: "Trainer", request: Request, known: list[Any]) -> Effects:
+    """What every process does; on any error it lets go of everything."""
+    try:
+        result = _run(trainer, request)
+        if trainer.connected_strategy.launches:
+            return collect(trainer, known, result)
+        return Effects(result)
     except BaseException as error:
         with _uninterrupted():
             _release_after(trainer, request, error)
@@ -131,19 +154,28 @@ def _prepare(trainer: "Trainer", request: Request) -> Context:
         datamodule.trainer = trainer  # type: ignore[assignment]
     if request.fn == TrainerFn.FITTING:
         _set_epoch_limits(trainer)
-    owner = module if datamodule is None else datamodule
-    sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in ("train", "val", "test", "predict")}
     trainer.callbacks = merge_callbacks(trainer.callbacks, _ask_callbacks(module))
-    hooks = Hooks(trainer=trainer, module=module, datamodule=datamodule, profiler=trainer.profiler)
     strategy = trainer.connected_strategy
-    trainer.logs.reduce = strategy.reduce if strategy.world_size > 1 else None
     trainer.logs.size_of = Splitter(module, strategy.dim).size
-    context = Context(trainer, module, datamodule, strategy, trainer.precision_in_use, hooks, trainer.logs, sources)
+    if strategy.world_size > 1:
+        trainer.logs.reduce = strategy.reduce
+        trainer.logs.agree = partial(agree, gather=strategy.gather_objects, module=module, device=strategy.root_device)
+    context = _make_context(trainer, request)
     trainer.begin_run(context)
     check_run(context)
     if not trainer.barebones:
         interop.bind_log(module, trainer.callbacks)
     return context
+
+
+def _make_context(trainer: "Trainer", request: Request) -> Context:
+    """What the loops of a run share."""
+    module, datamodule = request.module, request.datamodule
+    owner = module if datamodule is None else datamodule
+    sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in ("train", "val", "test", "predict")}
+    hooks = Hooks(trainer=trainer, module=module, datamodule=datamodule, profiler=trainer.profiler)
+    strategy, precision = trainer.connected_strategy, trainer.precision_in_use
+    return Context(trainer, module, datamodule, strategy, precision, hooks, trainer.logs, sources)
 
 
 def _ask_callbacks(module: LightningModule) -> list[Callback]:

@@ -27,6 +27,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.precision import Precision
 from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
 from equipoise.strategies.data_parallel import DataParallelStrategy
+from equipoise.strategies.ddp import DDPStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
@@ -44,7 +45,8 @@ __all__ = [
 ]
 
 _STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy for strategy in (SingleDeviceStrategy, DataParallelStrategy, BalancedDataParallelStrategy)
+    strategy.name: strategy
+    for strategy in (SingleDeviceStrategy, DataParallelStrategy, BalancedDataParallelStrategy, DDPStrategy)
 }
 
 
@@ -55,7 +57,7 @@ def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_n
     """The strategy of a name, or the one that was given, connected to its devices.
 
     Args:
-        strategy: A name, an object, or "auto": `single_device` for one device, `dp` for several.
+        strategy: A name, an object, or "auto": `single_device` for one device, `ddp` for several.
         devices: The devices.
         num_nodes: The number of machines.
     """
@@ -66,7 +68,7 @@ def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_n
             )
         name = check_choice("strategy", strategy, ["auto", *_STRATEGIES])
         if name == "auto":
-            name = "single_device" if len(devices) == 1 else "dp"
+            name = "single_device" if len(devices) == 1 else "ddp"
         strategy = _STRATEGIES[name]()
     strategy.connect(devices, num_nodes)
     return strategy

@@ -71,7 +71,8 @@ class _AutomaticStep(_Step):
         skip_backward: bool,
     ) -> None:
         super().__init__(context)
-        self.weigh = weigh if window.parts > 1 else None
+        self.alone = context.strategy.world_size == 1
+        self.weigh = None if window.parts == 1 and self.alone else weigh
         self.window, self.zero_grad, self.skip_backward = window, zero_grad, skip_backward
         self.run_backward = Backward(context)
         self.first = True  # whether the gradients of an earlier window are still there
@@ -111,6 +112,8 @@ class _AutomaticStep(_Step):
             self.zero_grad(self.batch_idx)
         loss, weight = result.loss, result.weight
         if loss is None:
+            if not self.alone:
+                self.window.add(0)  # the first part fixes the reference weight, in all processes
             return
         if self.weigh is None or weight is None:
             self.run_backward(loss)
@@ -129,6 +132,7 @@ class AutomaticOptimization:
         self.trainer, self.module, self.strategy, self.window = trainer, context.module, context.strategy, window
         self.scaler, self.counts = context.precision.scaler, trainer.progress.optimizer_step.current
         self.zero_grads = trainer.progress.zero_grad.current
+        window.agree = None if self.strategy.world_size == 1 else self.strategy.broadcast
         self.forward_backward, kind = self.strategy.forward_backward, type(self.strategy)
         # What a strategy leaves as it is and would do nothing is not called.
         alone = kind.finish_gradients is Strategy.finish_gradients and window.parts == 1
@@ -220,7 +224,7 @@ class AutomaticOptimization:
 
     def _finish(self, optimizer: Optimizer, skipped: bool, **kwargs: Any) -> Any:
         """Everything after the last backward of a window."""
-        self._prepare(optimizer, skipped)
+        skipped = self._prepare(optimizer, skipped)
         if self.scaler is None:
             step = self.step_optimizer
             return optimizer.step(**kwargs) if step is None else step(optimizer, **kwargs)
@@ -230,10 +234,10 @@ class AutomaticOptimization:
         self.scaler.update()
         return answer
 
-    def _prepare(self, optimizer: Optimizer, skipped: bool) -> None:
-        """Weighs, unscales and clips the gradients."""
-        if self.finish is not None:
-            self.finish(self.window, optimizer)
+    def _prepare(self, optimizer: Optimizer, skipped: bool) -> bool:
+        """Weighs, unscales and clips the gradients; returns whether there are none."""
+        if self.finish is not None and (nobody := self.finish(self.window, optimizer)) is not None:
+            skipped = nobody
         if self.scaler is not None and not skipped and not interop.unscales_by_itself(optimizer):
             self.scaler.unscale_(optimizer)
         if self.before_step is not None:
@@ -243,6 +247,7 @@ class AutomaticOptimization:
             self.user_clip(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
         elif value:
             self.strategy.clip_gradients(optimizer, value, algorithm or "norm")
+        return skipped
 
     def _zero_grad(self, batch_idx: int) -> None:
         optimizer, counts = self.optimizer, self.zero_grads

@@ -98,7 +98,8 @@ def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: dic
     assert done == list(range(1, 51))
     assert [row.name for row in rows] == list(cost)
     assert [row.ratio for row in rows] == pytest.approx([1.0, 1.04, 4.0])
-    assert rows[0].rounds == rows[1].rounds + rows[2].rounds == 11
+    assert rows[0].rounds == 11
+    assert 4 <= rows[1].rounds <= 12
     assert order.count(timing.BY_HAND) == 100
     assert 30 < sum(name == timing.BY_HAND for name in order[::2]) < 70
     assert all(timing.BY_HAND in pair for pair in zip(order[::2], order[1::2], strict=True))

@@ -887,3 +887,14 @@ def test_what_a_hook_makes_anew_may_be_an_attribute(make: Callable[[], nn.Module
     replicas[1].eval()
     x = torch.randn(3, 2)
     assert torch.equal(replicas[1](x), module(x))
+
+
+def test_a_buffer_that_is_not_there_makes_no_copy_outdated() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
+    replicas = copies(module, 1)
+    made = replicas[1]
+    replicas.refresh([0, 1])
+    assert replicas[1] is made
+    module[0].register_buffer("offset", torch.ones(2))
+    replicas.refresh([0, 1])
+    assert replicas[1] is not made

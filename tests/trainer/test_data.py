@@ -23,6 +23,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from equipoise.parallel.internals import with_sampler
 from equipoise import Trainer
 from equipoise.trainer import data, interop
 from equipoise.trainer.batch_stream import NOTHING, BatchStream, length_of
@@ -281,7 +282,7 @@ class Backwards(Sampler[int]):
 
 def test_a_copy_with_another_sampler() -> None:
     original = Own("somewhere", sizes=(5, 2))
-    copy = interop.with_sampler(original, Backwards(5))
+    copy = with_sampler(original, Backwards(5))
     assert type(copy) is Own
     assert copy.path == "somewhere"
     assert copy.dataset is original.dataset
@@ -294,20 +295,20 @@ def test_a_copy_with_another_sampler() -> None:
 
 def test_a_copy_with_another_batch_sampler() -> None:
     original = Own("somewhere", sizes=(5, 2))
-    copy = interop.with_sampler(original, [[0, 4], [1]], batches=True)
+    copy = with_sampler(original, [[0, 4], [1]], batches=True)
     assert numbers(copy) == [[0, 4], [1]]
     assert isinstance(original.batch_sampler, BatchSampler)
 
 
 def test_a_copy_of_a_loader_of_samples() -> None:
     original = DataLoader(Counted(3), batch_size=None, shuffle=True)
-    assert numbers(interop.with_sampler(original, Backwards(3))) == [2, 1, 0]
+    assert numbers(with_sampler(original, Backwards(3))) == [2, 1, 0]
 
 
 def test_a_copy_has_workers_of_its_own() -> None:
     original = DataLoader(Counted(4), batch_size=2, num_workers=1, persistent_workers=True)
     assert numbers(original) == [[0, 1], [2, 3]]
-    copy = interop.with_sampler(original, Backwards(4))
+    copy = with_sampler(original, Backwards(4))
     assert numbers(copy) == [[3, 2], [1, 0]]
     assert numbers(original) == [[0, 1], [2, 3]]
     del original, copy

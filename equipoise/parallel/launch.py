@@ -1,0 +1,341 @@
+"""Worker processes on this machine, started once, without running the user's script again.
+
+A server that has torch imported already forks them (multiprocessing's forkserver), so the first start takes about two
+seconds and later ones a tenth of one. What they run travels as `transport` packs it.
+
+    parent                                     worker
+    pack the function
+    start processes                            unpack, run
+    wait for all                    <──        the answer of the first, or the error of any
+    one failed: end the others
+
+A worker that fails takes others with it: their connections break. So errors are gathered for a moment, and the first
+cause is raised: a signal before an error, an error before what follows from it, a hang if there is nothing else.
+Workers end when their parent does, and leave by `os._exit` once everything is written, since threads of torch's process
+groups may abort or hang an ordinary exit.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+
+from equipoise.errors import WorkerError
+from equipoise.parallel.transport import Layout, Package
+
+__all__ = ["launch"]
+
+T = TypeVar("T")
+
+_PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "lightning.pytorch", __name__]
+_GATHERING = 1.0  # seconds in which the causes of a failure are gathered
+_LEAVING = 3.0  # seconds that an interrupted worker has to release what it holds
+
+
+def launch(
+    function: Callable[[int], T],
+    count: int,
+    *,
+    known: Sequence[Any] = (),
+    is_consequence: Callable[[BaseException], bool] | None = None,
+) -> T:
+    """Runs a function in several processes and returns what it returned in the first.
+
+    Args:
+        function: Called with the number of the process, from 0.
+        count: The number of processes.
+        known: Objects of the caller's that an answer may refer to.
+        is_consequence: Tells errors that follow from the end of another process.
+
+    Raises:
+        WorkerError: If a process was killed, left, or hung.
+        Exception: The first error that a process raised, with its traceback as its cause.
+    """
+    package, answer = Package(), Package()
+    workers: list[_Worker] = []
+    try:
+        layout = package.pack((function, is_consequence, sys.path, list(known)))
+        with _hidden_main(), _preloading() as context:
+            for rank in range(count):
+                workers.append(_Worker.start(context, rank, count, package, layout, answer))
+        return answer.unpack(_supervise(workers), known)  # type: ignore[no-any-return]
+    finally:
+        for worker in workers:
+            worker.end()
+        package.close()
+        answer.close()
+
+
+@contextlib.contextmanager
+def _preloading() -> Iterator[Any]:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    yield context
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keeps multiprocessing from importing the user's script in the workers, where it would run once more."""
+    main = sys.modules["__main__"]
+    file, spec = vars(main).pop("__file__", None), main.__spec__
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        if file is not None:
+            main.__file__ = file
+
+
+# The parent's side.
+
+
+@dataclass(frozen=True)
+class _Report:
+    """How a worker ended.
+
+    Attributes:
+        rank: Which.
+        time: When, by the clock that all processes share.
+        layout: Where the answer lies, if there is one.
+        error: What it raised, pickled; None if that cannot be sent.
+        text: Its traceback.
+        consequence: Whether it follows from the end of another.
+        signal: What killed it, if something did.
+    """
+
+    rank: int
+    time: float
+    layout: Layout | None = None
+    error: bytes | None = None
+    text: str = ""
+    consequence: bool = False
+    signal: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.text) or self.signal is not None
+
+
+@dataclass
+class _Worker:
+    """A process, seen from its parent."""
+
+    rank: int
+    process: Any
+    connection: Connection
+    stack: Any
+    report: _Report | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def start(cls, context: Any, rank: int, count: int, package: Package, layout: Layout, answer: Package) -> "_Worker":
+        here, there = context.Pipe()
+        stack = tempfile.TemporaryFile()  # noqa: SIM115, where a hung process writes what it is doing
+        options = _Options(rank, count, layout, max(1, torch.get_num_threads() // count))
+        log = Package(os.dup(stack.fileno()))
+        process = context.Process(target=_enter, args=(options, package, answer, log, there), name=f"rank {rank}")
+        try:
+            process.start()
+        finally:
+            there.close()
+            log.close()
+        return cls(rank, process, here, stack)
+
+    def read(self) -> None:
+        """Takes its report, or notes how it ended without one."""
+        try:
+            self.report = self.connection.recv()
+            return
+        except (EOFError, OSError):
+            pass
+        self.process.join()
+        code = self.process.exitcode
+        text = "" if code < 0 else f"It left with exit code {code}."
+        self.report = _Report(self.rank, time.monotonic(), signal=-code if code < 0 else None, text=text)
+
+    def send_signal(self, number: int) -> None:
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        """Waits for a worker that is done; kills any other that still runs, with all that it started."""
+        if self.report is not None and not self.report.failed:
+            self.process.join(_LEAVING)
+        if self.process.is_alive() or (self.report is not None and self.report.signal is not None):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
+        self.process.join()
+        self.connection.close()
+        self.stack.close()
+        self.process.close()
+
+    def where(self) -> str:
+        """What a hung process is doing."""
+        self.send_signal(signal.SIGUSR1)
+        for _ in range(100):
+            time.sleep(0.01)
+            if content := os.pread(self.stack.fileno(), 1 << 16, 0):
+                time.sleep(0.05)
+                content = os.pread(self.stack.fileno(), 1 << 16, 0)
+                return content.decode(errors="replace")
+        return "It does not answer."
+
+
+def _supervise(workers: list[_Worker]) -> Layout:
+    """Waits for all workers; returns the first one's answer."""
+    with _forwarded_sigterm(workers):
+        try:
+            _gather(workers, None)
+        except KeyboardInterrupt:
+            for worker in workers:
+                worker.send_signal(signal.SIGINT)
+            _gather(workers, _LEAVING)
+            raise
+    reports = [worker.report for worker in workers if worker.report is not None]
+    if any(report.failed for report in reports) or len(reports) < len(workers):
+        _raise_first_cause(workers, reports)
+    layout = reports[0].layout
+    assert layout is not None
+    return layout
+
+
+def _gather(workers: list[_Worker], seconds: float | None) -> None:
+    """Takes reports until all are there, or one failed and the others had time to say why.
+
+    Args:
+        workers: All of them.
+        seconds: How long at most; None: as long as it takes.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while waiting := {worker.connection: worker for worker in workers if worker.report is None}:
+        if deadline is None and any(worker.report is not None and worker.report.failed for worker in workers):
+            deadline = time.monotonic() + _GATHERING
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        for ready in connection.wait(list(waiting), left):
+            waiting[ready].read()  # type: ignore[index]
+
+
+def _raise_first_cause(workers: list[_Worker], reports: list[_Report]) -> None:
+    count = len(workers)
+    failed = sorted((report for report in reports if report.failed), key=lambda report: report.time)
+    killed = [report for report in failed if report.signal is not None]
+    causes = killed or [report for report in failed if not report.consequence]
+    silent = [worker for worker in workers if worker.report is None]
+    if not causes and silent:
+        told = f"rank {silent[0].rank} of {count} hung, while others waited for it. It is here:\n\n{silent[0].where()}"
+        raise WorkerError(told) from _RemoteTraceback(failed[0].text)
+    cause = (causes or failed)[0]
+    name = f"rank {cause.rank} of {count}"
+    if cause.signal is not None:
+        raise WorkerError(
+            f"{name} was killed by {signal.Signals(cause.signal).name}. If nobody did so on purpose, the system may"
+            " have run out of memory."
+        )
+    if cause.error is None:
+        raise WorkerError(f"{name} failed:\n\n{cause.text}")
+    error = cloudpickle.loads(cause.error)
+    error.add_note(f"Raised in {name}.")
+    raise error from _RemoteTraceback(cause.text)
+
+
+class _RemoteTraceback(Exception):
+    """The traceback of another process, shown as the cause of its error."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+@contextlib.contextmanager
+def _forwarded_sigterm(workers: list[_Worker]) -> Iterator[None]:
+    """Hands a SIGTERM on to the workers, whose trainers end after the batch."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(number: int, frame: Any) -> None:
+        for worker in workers:
+            worker.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+# The worker's side.
+
+
+@dataclass(frozen=True)
+class _Options:
+    rank: int
+    count: int
+    layout: Layout
+    threads: int
+
+
+def _enter(options: _Options, package: Package, answer: Package, log: Package, parent: Connection) -> None:
+    """What a worker does, from its first line to its last."""
+    os.setpgid(0, 0)  # Ctrl-C is the parent's to hand on, and what a worker starts ends with it
+    faulthandler.register(signal.SIGUSR1, log.descriptor)
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    code, rank = 0, options.rank
+    is_consequence: Any = None
+    try:
+        torch.set_num_threads(options.threads)
+        function, is_consequence, path, known = package.unpack(options.layout)
+        package.close()
+        sys.path[:] = path
+        value = function(rank)
+        report = _Report(rank, time.monotonic(), layout=answer.pack(value, known) if rank == 0 else None)
+    except BaseException as error:
+        code, report = 1, _report_of(error, rank, is_consequence)
+    try:
+        parent.send(report)
+    except Exception:
+        code = 1
+        parent.send(_Report(rank, time.monotonic(), text=report.text or traceback.format_exc()))
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseException], bool] | None) -> _Report:
+    now, text = time.monotonic(), "".join(traceback.format_exception(error))
+    if isinstance(error, SystemExit):
+        return _Report(rank, now, text=f"It called sys.exit({error.code!r}).\n\n{text}")
+    follows = is_consequence is not None and is_consequence(error)
+    plain = error.with_traceback(None)
+    plain.__cause__ = plain.__context__ = None
+    try:
+        pickled = cloudpickle.dumps(plain)
+        cloudpickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return _Report(rank, now, error=pickled, text=text, consequence=follows)
+
+
+def _end_with_parent(parent: Connection) -> None:
+    """Ends this process when the other end of the connection is gone."""
+    with contextlib.suppress(OSError):
+        connection.wait([parent])
+    os._exit(1)

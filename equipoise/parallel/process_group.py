@@ -1,0 +1,187 @@
+"""Process groups: where this process stands among others, joining them, and leaving in order."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from equipoise.errors import ConfigurationError
+
+__all__ = ["Place", "StoreServer", "find_place", "follows_from_another", "joined"]
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands.
+
+    Attributes:
+        global_rank: Its number among all.
+        local_rank: Its number on its machine.
+        node_rank: The number of its machine.
+        world_size: How many processes there are.
+        local_world_size: How many on its machine; None where nobody says so.
+    """
+
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int | None = None
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that somebody else has given this process: a process group, torchrun or Slurm; None if nobody has.
+
+    Args:
+        environment: The variables to look at.
+
+    Raises:
+        ConfigurationError: If variables are missing, or no numbers.
+    """
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = _number(environment, "LOCAL_RANK")
+        local_size = _number(environment, "LOCAL_WORLD_SIZE")
+        node = _number(environment, "GROUP_RANK")
+        return Place(rank, rank if local is None else local, node or 0, size, local_size)
+    if "RANK" in environment or ("LOCAL_RANK" in environment and "WORLD_SIZE" in environment):
+        return _of_torchrun(environment)
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        if environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+            return None  # a shell in an allocation: nothing was started by srun
+        return Place(
+            _needed(environment, "SLURM_PROCID"),
+            _needed(environment, "SLURM_LOCALID"),
+            _number(environment, "SLURM_NODEID") or 0,
+            _needed(environment, "SLURM_NTASKS"),
+            _number(environment, "SLURM_NTASKS_PER_NODE"),
+        )
+    return None
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Place:
+    rank, size = _needed(environment, "RANK"), _needed(environment, "WORLD_SIZE")
+    local_size = _number(environment, "LOCAL_WORLD_SIZE")
+    local = _number(environment, "LOCAL_RANK")
+    if local is None:
+        local = rank if local_size is None else rank % local_size
+    node = _number(environment, "GROUP_RANK")
+    if node is None:
+        node = _number(environment, "NODE_RANK") or (rank // local_size if local_size else 0)
+    if not 0 <= rank < size:
+        raise ConfigurationError(f"The environment says RANK={rank}, but WORLD_SIZE={size}: ranks count from 0.")
+    return Place(rank, local, node, size, local_size)
+
+
+def _needed(environment: Mapping[str, str], name: str) -> int:
+    number = _number(environment, name)
+    if number is None:
+        given = ", ".join(
+            f"{key}={environment[key]}" for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if key in environment
+        )
+        raise ConfigurationError(
+            f"The environment says {given}, but not {name}. Start the script with torchrun, which sets all of them, or"
+            " unset them to let the trainer start its processes by itself."
+        )
+    return number
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    value = environment.get(name)
+    if value is None or not value.strip():
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigurationError(f"The environment says {name}={value!r}, which is no number.") from None
+
+
+class StoreServer:
+    """The store through which the processes of this machine find each other; it listens on the loopback interface only.
+
+    The socket is bound before anybody asks for it, so no other program can take its port.
+    """
+
+    def __init__(self) -> None:
+        listener = socket.socket()
+        listener.bind((LOOPBACK, 0))
+        listener.listen(128)
+        self.port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store's from now on
+            use_libuv=False,
+        )
+
+
+@contextlib.contextmanager
+def joined(
+    place: Place, device: torch.device, *, timeout: timedelta, port: int | None = None, backend: str | None = None
+) -> Iterator[None]:
+    """Joins the process group, and leaves it in order if nothing goes wrong.
+
+    A group that somebody else began is taken as it is, and left to them.
+
+    Args:
+        place: Where this process stands.
+        device: Where it computes.
+        timeout: How long processes wait for one another.
+        port: That of a store on this machine. None: the environment says where to meet.
+        backend: Default: "nccl" for CUDA, else "gloo".
+    """
+    if dist.is_initialized():
+        yield
+        return
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    store: Store | None = None
+    with _loopback(only=port is not None):
+        if port is not None:
+            store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, use_libuv=False)
+            store = PrefixStore("equipoise", store)
+        dist.init_process_group(
+            backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
+        )
+    yield
+    dist.barrier(device_ids=[device.index or 0] if backend == "nccl" else None)
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _loopback(*, only: bool) -> Iterator[None]:
+    """Lets gloo connect processes over the loopback interface alone, unless somebody chose another."""
+    name = "GLOO_SOCKET_IFNAME"
+    if not only or name in os.environ:
+        yield
+        return
+    os.environ[name] = next((each for _, each in socket.if_nameindex() if each in ("lo", "lo0")), "lo")
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def follows_from_another(error: BaseException) -> bool:
+    """Whether an error looks like what happens to a process when another one ends or hangs."""
+    if isinstance(error, dist.DistError):
+        return True
+    told = str(error)
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Timed out waiting",
+        "Broken pipe",
+        "Gloo",
+        "NCCL",
+    )
+    return isinstance(error, RuntimeError) and any(sign.lower() in told.lower() for sign in signs)

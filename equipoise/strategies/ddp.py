@@ -1,0 +1,296 @@
+"""Distributed data parallel: a process for each device, each with its part of the data and a replica of the module."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import ConfigurationError
+from equipoise.parallel.launch import launch
+from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
+from equipoise.parallel.sampling import NO_BATCH
+from equipoise.parallel.shares import even_sizes, sizes_by_shares
+from equipoise.parallel.weighting import Window
+from equipoise.precision import Precision
+from equipoise.strategies.ddp_data import gather_tensors, share_loader, synchronise_metrics
+from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, check_same_modules, copy_from_first
+from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
+
+__all__ = ["DDPStrategy"]
+
+T = TypeVar("T")
+_OPERATIONS = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+class DDPStrategy(Strategy):
+    """A process for each device; gradients are those of one device on all samples of a step.
+
+    Processes are started by the trainer, once and without running the script again. Under torchrun or Slurm, or inside
+    a process group that somebody else began, each process joins instead. In training every process has `batch_size`
+    samples of a step, each sample is trained on once an epoch, and shuffled anew in each; evaluations are those of one
+    device.
+
+    Args:
+        engine: "torch": torch's DistributedDataParallel. "native": our own reducer, which exchanges gradients once per
+            window whatever happens before. Manual optimisation always takes the latter. Default: "torch".
+        shares: A number from 0 for each process, relative to one another, by which the samples of a step are shared
+            out. Default: None, evenly.
+        bucket_megabytes: The size of a bucket of gradients in MiB. Default: 25.
+        find_unused_parameters: Let parameters take no part in a step. Default: False, where that is an error.
+        static_graph: Promise that every step uses the same parameters in the same way. Default: False.
+        gradient_as_bucket_view: Let gradients lie in the buckets, which saves their memory. Default: True.
+        comm_hook: Called as torch's `register_comm_hook` has it; for the torch engine.
+        timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
+        backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
+
+    Raises:
+        ConfigurationError: If an argument cannot be right, or does not fit the devices.
+
+    Example:
+        >>> from equipoise import DDPStrategy, Trainer
+        >>> trainer = Trainer(strategy=DDPStrategy(engine="native"), devices=2, accelerator="cpu")  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "ddp"
+    seed = property(lambda self: int(os.environ.get("PL_GLOBAL_SEED") or 0))
+
+    def __init__(
+        self,
+        *,
+        engine: Literal["torch", "native"] = "torch",
+        shares: Sequence[float] | None = None,
+        bucket_megabytes: float = 25.0,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        comm_hook: Callable[..., Any] | None = None,
+        timeout: float = 1800.0,
+        backend: str | None = None,
+    ) -> None:
+        if engine not in ("torch", "native"):
+            raise ConfigurationError(f"engine must be 'torch' or 'native', not {engine!r}.")
+        if not timeout > 0:
+            raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
+        if not bucket_megabytes > 0:
+            raise ConfigurationError(f"bucket_megabytes must be positive, not {bucket_megabytes!r}.")
+        if shares is not None and (
+            not shares or any(isinstance(s, bool) or not 0 <= s < float("inf") for s in shares) or not sum(shares)
+        ):
+            raise ConfigurationError(
+                f"shares must be a number from 0 for each process, not all of them 0, such as [2, 3]; not {shares!r}."
+            )
+        self.engine, self.timeout, self.backend = engine, timeout, backend
+        self.shares = None if shares is None else list(shares)
+        self._torch_options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_megabytes,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "comm_hook": comm_hook,
+        }
+        self._place: Place | None = None
+        self._all_devices: tuple[torch.device, ...] = ()
+        self._engine: Engine | None = None
+        self._restore_metrics: Callable[[], None] | None = None
+
+    # Where it runs.
+
+    def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        """Takes one device for each process of this machine; see `Strategy.connect`."""
+        self._all_devices = tuple(devices)
+        self._place = find_place()
+        if self._place is None:
+            if num_nodes != 1:
+                raise ConfigurationError(
+                    f"num_nodes={num_nodes}: processes on several machines are started by torchrun or Slurm, but"
+                    " neither started this one."
+                )
+            self.world_size, self.devices = len(devices), tuple(devices[:1])
+            self.launches = len(devices) > 1
+        else:
+            self._take(self._place, num_nodes)
+        if self.shares is not None and len(self.shares) != self.world_size:
+            raise ConfigurationError(
+                f"shares={self.shares!r} are {len(self.shares)} numbers, but there are {self.world_size} processes."
+                " Give a number for each."
+            )
+
+    def _take(self, place: Place, num_nodes: int = 1) -> None:
+        devices = self._all_devices
+        wanted = len(devices) * num_nodes
+        if wanted != place.world_size:
+            raise ConfigurationError(
+                f"There are {place.world_size} processes, but {len(devices)} devices on each of {num_nodes} machines"
+                f" need {wanted}. Let devices, num_nodes and what started the processes agree."
+            )
+        self.global_rank, self.local_rank = place.global_rank, place.local_rank
+        self.node_rank, self.world_size = place.node_rank, place.world_size
+        self.devices = (devices[place.local_rank % len(devices)],)
+
+    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
+        """Runs a function in every process; see `Strategy.launch`."""
+        if self._place is not None:
+            with self._in_group(self._place):
+                return function()
+        if self.world_size == 1:
+            return function()
+        store = StoreServer()
+        answer: T = launch(
+            partial(_run_in_process, self, function, store.port),
+            self.world_size,
+            known=known,
+            is_consequence=follows_from_another,
+        )
+        return answer
+
+    @contextmanager
+    def _in_group(self, place: Place, port: int | None = None) -> Iterator[None]:
+        vars(rank_zero_only)["rank"] = place.global_rank
+        if self.root_device.type == "cuda":
+            torch.cuda.set_device(self.root_device)
+        timeout = timedelta(seconds=self.timeout)
+        with joined(place, self.root_device, timeout=timeout, port=port, backend=self.backend):
+            yield
+
+    def setup(self, module: nn.Module, precision: Precision) -> None:
+        """Places the module, the same in all processes; see `Strategy.setup`."""
+        super().setup(module, precision)
+        if self.world_size == 1:
+            return
+        check_same_modules(module)
+        copy_from_first(module)
+        self._restore_metrics = synchronise_metrics(module)
+
+    def teardown(self, error: BaseException | None = None) -> None:
+        """Lets go of hooks and buckets; see `Strategy.teardown`."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        restore, self._restore_metrics = self._restore_metrics, None
+        if restore is not None:
+            restore()
+        super().teardown(error)
+
+    # Data.
+
+    def shard(self, loader: Any, stage: str) -> Any:
+        """This process's part of a loader; see `Strategy.shard`."""
+        if self.world_size == 1:
+            return loader
+        sizes = None if self.shares is None else self._sizes
+        return share_loader(
+            loader, self.global_rank, self.world_size, self.seed, training=stage == "train", sizes=sizes
+        )
+
+    def _sizes(self, batch_size: int) -> list[int]:
+        shares = self.shares
+        return even_sizes(batch_size, self.world_size) if shares is None else sizes_by_shares(batch_size, shares)
+
+    def part_of(self, batches: float, stage: str) -> float:
+        """How many of so many batches this process evaluates; see `Strategy.part_of`."""
+        if stage == "train" or self.world_size == 1 or batches == float("inf"):
+            return batches
+        return len(range(self.global_rank, int(batches), self.world_size))
+
+    def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
+        """Copies a batch; see `Strategy.place`."""
+        return () if batch is NO_BATCH else (transfer(batch, self.devices[0]),)
+
+    # Computation.
+
+    def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
+        """Computes the gradients of a batch, or takes part without one; see `Strategy.forward_backward`."""
+        if self.world_size == 1:
+            return super().forward_backward(step, parts, last)
+        return self._made_engine().forward_backward(step, parts, last)
+
+    def _made_engine(self) -> Engine:
+        if self._engine is None:
+            assert self._placed is not None
+            automatic = getattr(self._placed, "automatic_optimization", True)
+            made = TorchEngine if self.engine == "torch" and automatic else NativeEngine
+            self._engine = made(self._placed, self.root_device, self._torch_options)
+        return self._engine
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """One backward; see `Strategy.backward`."""
+        if self.world_size > 1 and not getattr(self._placed, "automatic_optimization", True):
+            self._made_engine().manual_backward(loss, *args, **kwargs)
+        else:
+            super().backward(loss, *args, **kwargs)
+
+    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+        """Turns the gradients of a window into their weighted mean over all processes; see the interface."""
+        if self.world_size == 1:
+            return super().finish_gradients(window, optimizer)
+        return self._made_engine().finish(window, optimizer)
+
+    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
+        """Runs a step of the bare module: processes evaluate without waiting for one another."""
+        return step(parts[0])
+
+    # Values over processes.
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
+        """Reduces a value over all processes; see `Strategy.reduce`."""
+        if self.world_size == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+        summed = tensor.detach().to(self.root_device, copy=True)
+        dist.all_reduce(summed, _OPERATIONS[name], group=group)
+        return summed / self.world_size if name in ("mean", "avg") else summed
+
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """The values of all processes, along a new first dimension; see `Strategy.all_gather`."""
+        return tensor if self.world_size == 1 else gather_tensors(tensor, self.root_device, group, sync_grads)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all processes, in the order of their ranks; see `Strategy.gather_objects`."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """The value of one process, in all; see `Strategy.broadcast`."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src)
+        return values[0]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits until every process has come here."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index or 0] if self.root_device.type == "cuda" else None)
+
+    # On its way to other processes.
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        """The options; nothing that belongs to a run."""
+        return {**vars(self), "_engine": None, "_restore_metrics": None, "_placed": None}
+
+
+def _run_in_process(strategy: DDPStrategy, function: Callable[[], T], port: int, rank: int) -> T:
+    """What a process does that the trainer has started."""
+    size = strategy.world_size
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    place = Place(rank, rank, 0, size, size)
+    strategy._take(place)
+    with strategy._in_group(place, port):
+        return function()

@@ -1,0 +1,207 @@
+"""What DDP does to loaders, metrics and values."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import Metric
+
+from equipoise.errors import ConfigurationError
+from equipoise.parallel.internals import with_sampler
+from equipoise.parallel.sampling import (
+    NO_BATCH,
+    BatchesInTurn,
+    Collate,
+    Filled,
+    SameOrder,
+    SharedBatches,
+    UnpaddedDistributedSampler,
+)
+
+__all__ = ["gather_tensors", "share_loader", "synchronise_metrics"]
+
+Sizes = Callable[[int], list[int]]
+
+
+def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: bool, sizes: Sizes | None = None) -> Any:
+    """One process's part of a loader.
+
+    Args:
+        loader: The loader, the same in all processes.
+        rank: The number of the process.
+        count: The number of processes.
+        seed: Of the order, the same in all processes.
+        training: Whether samples are shared out anew in each epoch; else whole batches, in turn.
+        sizes: The parts of a step of so many samples. None: even ones.
+
+    Raises:
+        ConfigurationError: If nobody can tell which samples are whose.
+    """
+    if not isinstance(loader, DataLoader):
+        return _Turns(loader, rank, count, fill=training)
+    if isinstance(loader.dataset, IterableDataset):
+        return _share_stream(loader, rank, count)
+    if isinstance(loader.sampler, DistributedSampler) and not isinstance(loader.sampler, UnpaddedDistributedSampler):
+        return loader  # the user's own
+    if not training:
+        return _evaluated(loader, rank, count)
+    if loader.batch_sampler is None:
+        return _Turns(loader, rank, count, fill=True)
+    if loader.batch_size is None:  # a batch sampler of the user's own
+        batches = SameOrder(loader.batch_sampler, seed)
+        steps = -(-len(batches) // count)
+        return _with_batches(loader, Filled(BatchesInTurn(batches, rank, count), steps))
+    own = not isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    replaces = isinstance(loader.sampler, RandomSampler) and (
+        loader.sampler.replacement or len(loader.sampler) != len(loader.dataset)  # type: ignore[arg-type]
+    )
+    together = loader.batch_size * count
+    if own or replaces:
+        order: Any = SameOrder(loader.sampler, seed)
+    elif sizes is None:
+        sampler = UnpaddedDistributedSampler(loader.dataset, count, rank, shuffle=shuffle, seed=seed)
+        full, rest = divmod(len(loader.dataset), together)  # type: ignore[arg-type]
+        steps = full + bool(rest and not loader.drop_last)
+        shared = with_sampler(loader, sampler)
+        return _with_batches(shared, Filled(shared.batch_sampler, steps))
+    else:
+        order = UnpaddedDistributedSampler(loader.dataset, 1, 0, shuffle=shuffle, seed=seed)
+    evenly = sizes or (lambda size: [len(range(each, size, count)) for each in range(count)])
+    return _with_batches(loader, SharedBatches(order, together, evenly, rank, loader.drop_last))
+
+
+def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    other = with_sampler(loader, batches, batches=True)
+    vars(other)["collate_fn"] = Collate(loader.collate_fn)
+    return other
+
+
+def _evaluated(loader: DataLoader[Any], rank: int, count: int) -> Any:
+    if loader.batch_sampler is None:
+        return _Turns(loader, rank, count, fill=False)
+    in_order = loader.batch_size is not None and isinstance(loader.sampler, SequentialSampler)
+    batches = loader.batch_sampler if in_order else SameOrder(loader.batch_sampler)
+    return with_sampler(loader, BatchesInTurn(batches, rank, count), batches=True)
+
+
+def _share_stream(loader: DataLoader[Any], rank: int, count: int) -> Any:
+    """A loader over a stream, which must be able to share itself out."""
+    share = getattr(loader.dataset, "shard", None)
+    if not callable(share):
+        raise ConfigurationError(
+            f"{type(loader.dataset).__name__} is an IterableDataset: which samples are whose only it can tell. Give"
+            " it a method `shard(num_shards, index)` that returns the part of one process."
+        )
+    raise ConfigurationError(
+        f"{type(loader.dataset).__name__} is an IterableDataset, whose parts may differ in length; that is not"
+        " supported with strategy='ddp' yet. Use a dataset with a length."
+    )
+
+
+class _Turns:
+    """Every so many batches of an iterable that is no DataLoader.
+
+    Args:
+        loader: The iterable, the same in all processes.
+        rank: The number of this process.
+        count: The number of processes.
+        fill: Whether each round has as many batches in all processes, `NO_BATCH` if need be.
+    """
+
+    def __init__(self, loader: Any, rank: int, count: int, *, fill: bool) -> None:
+        self.loader, self.rank, self.processes, self.fill = loader, rank, count, fill
+        self.sampler = getattr(loader, "sampler", None)
+
+    def __len__(self) -> int:
+        batches = len(self.loader)
+        return -(-batches // self.processes) if self.fill else len(range(self.rank, batches, self.processes))
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        while True:
+            turn = list(islice(batches, self.processes))
+            if self.rank < len(turn):
+                yield turn[self.rank]
+            elif turn and self.fill:
+                yield NO_BATCH
+            if len(turn) < self.processes:
+                return
+
+
+# Values
+
+
+def gather_tensors(value: Any, device: torch.device, group: Any, sync_grads: bool) -> Any:
+    """The tensors of all processes, each along a new first dimension.
+
+    Args:
+        value: A tensor or a collection of tensors and numbers, of the same shapes in all processes.
+        device: Where this process computes.
+        group: The process group. None: all processes.
+        sync_grads: Whether gradients flow back.
+    """
+
+    def gather(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device).contiguous()
+        if sync_grads and tensor.requires_grad:
+            from torch.distributed.nn.functional import all_gather
+
+            return torch.stack(all_gather(tensor, group))  # type: ignore[no-untyped-call]
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor.detach(), group=group)
+        return torch.stack(gathered)
+
+    value = apply_to_collection(value, (int, float), lambda number: torch.tensor(number))
+    return apply_to_collection(value, Tensor, gather)
+
+
+# Metrics
+
+
+def synchronise_metrics(module: nn.Module) -> Callable[[], None]:
+    """Lets the metrics of a module be computed over all processes, also where some have seen nothing.
+
+    Returns:
+        A function that leaves them as they were.
+    """
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    before = [(metric.dist_sync_fn, metric.distributed_available_fn) for metric in metrics]
+    for metric in metrics:
+        if metric.dist_sync_fn is None:
+            metric.dist_sync_fn = _gather_states
+            metric.distributed_available_fn = _Ready(metric)
+
+    def restore() -> None:
+        for metric, (gather, available) in zip(metrics, before, strict=True):
+            metric.dist_sync_fn, metric.distributed_available_fn = gather, available
+
+    return restore
+
+
+class _Ready:
+    """Asked before a metric's states are exchanged: a list that holds nothing yet takes part as well."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+
+    def __call__(self) -> bool:
+        if dist.is_initialized():
+            for name, state in self.metric.metric_state.items():
+                if isinstance(state, list) and not state:
+                    setattr(self.metric, name, [torch.zeros(0, device=self.metric.device)])
+        return dist.is_initialized()
+
+
+def _gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
+    """A metric's state in all processes, whatever its shape in each; empty ones are left out if others are not."""
+    states: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, state.detach().cpu(), group=group)
+    full = [each for each in states if each.numel()] or states[:1]
+    return [each.to(state.device) for each in full]

@@ -1,0 +1,131 @@
+"""What a run in another process did to the user's objects, brought home.
+
+The first process collects, the caller's takes over. Objects that both know stand for one another: where the module of
+the first process refers to a callback, the caller's module refers to the caller's callback afterwards. What cannot be
+sent, such as an open file, stays as it was.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.parallel import random_state
+from equipoise.parallel.transport import can_be_packed
+
+if TYPE_CHECKING:
+    from equipoise.trainer.run import Request
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = ["Effects", "collect", "known_objects", "take_over"]
+
+# Of the trainer and its loops: what a user, a callback or a second run reads.
+_TRAINER = (
+    "state",
+    "should_stop",
+    "received_sigterm",
+    "loaded_ckpt_path",
+    "managed_ckpt_path",
+    "optimizers",
+    "lr_scheduler_configs",
+)
+_LOOP = ("progress", "collection", "num_batches", "max_batches", "has_run", "last_validation", "told_to_wait")
+
+
+@dataclass
+class Effects:
+    """What a run did.
+
+    Attributes:
+        result: What it returned.
+        process: Where it ran.
+        tensors: The values of the module's parameters and buffers that the caller has as well.
+        attributes: Those of each known object, in order; None where there is nothing to say.
+        metrics: What the trainer's dictionaries of metrics hold.
+        random: The random generators.
+    """
+
+    result: Any
+    process: int = field(default_factory=os.getpid)
+    tensors: list[Tensor] = field(default_factory=list)
+    attributes: list[dict[str, Any] | None] = field(default_factory=list)
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    random: random_state.RandomState | None = None
+
+
+def known_objects(trainer: "Trainer", request: "Request") -> list[Any]:
+    """Everything of the user's that a run may change, in an order that is the same in all processes."""
+    owners = [trainer, *_loops(trainer), request.module, *request.module.modules(), request.datamodule]
+    owners += [*trainer.callbacks, *trainer.loggers]
+    others = [trainer.connected_strategy, trainer.precision_in_use, trainer.profiler, *_tensors(request.module)]
+    seen: dict[int, Any] = {id(each): each for each in (*owners, *others) if each is not None}
+    return list(seen.values())
+
+
+def _loops(trainer: "Trainer") -> list[Any]:
+    loop = trainer.fit_loop_state
+    return [loop, loop.val_loop, *trainer.evaluations.values(), trainer.predict_loop]
+
+
+def _tensors(module: nn.Module) -> Iterable[Tensor]:
+    return (*module.parameters(), *module.buffers())
+
+
+def collect(trainer: "Trainer", known: list[Any], result: Any) -> Effects:
+    """What a run has done to the known objects of this process."""
+    loops = {id(loop) for loop in _loops(trainer)}
+    attributes: list[dict[str, Any] | None] = []
+    tensors = []
+    for each in known:
+        if isinstance(each, Tensor):
+            tensors.append(each.detach().cpu())
+            attributes.append(None)
+            continue
+        state = vars(each) if hasattr(each, "__dict__") else {}
+        if each is trainer:
+            state = {name: state[name] for name in _TRAINER}
+        elif id(each) in loops:
+            state = {name: state[name] for name in _LOOP if name in state}
+        elif any(each is other for other in (trainer.connected_strategy, trainer.precision_in_use, trainer.profiler)):
+            state = {}
+        attributes.append(_sendable(state, known))
+    return Effects(
+        result,
+        tensors=tensors,
+        attributes=attributes,
+        metrics=trainer.logs.shown(),
+        random=random_state.capture(),
+    )
+
+
+def _sendable(state: dict[str, Any], known: list[Any]) -> dict[str, Any]:
+    if can_be_packed(state, known):
+        return dict(state)
+    return {name: value for name, value in state.items() if can_be_packed(value, known)}
+
+
+def take_over(trainer: "Trainer", known: list[Any], effects: Effects) -> Any:
+    """Makes the known objects of this process what they are in the process that ran; returns the run's result."""
+    if effects.process == os.getpid():
+        return effects.result
+    values = iter(effects.tensors)
+    for each, state in zip(known, effects.attributes, strict=True):
+        if isinstance(each, Tensor):
+            _take_value(each, next(values))
+        elif state:
+            vars(each).update(state)
+    trainer.logs.show(effects.metrics)
+    if effects.random is not None:
+        effects.random.restore()
+    return effects.result
+
+
+def _take_value(tensor: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        if tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.is_meta:
+            tensor.data = value  # a lazy module has come to know its shape
+        else:
+            tensor.data.copy_(value)

@@ -1,0 +1,342 @@
+"""DDP in real processes over gloo: launched, exact, and home again."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
+
+from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer, WorkerError
+from tests.conftest import ignoring
+from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
+
+pytestmark = ignoring()
+
+
+# The first promise
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+@pytest.mark.parametrize("make", [Mlp, Recurrent, Tied, Masked, MaskedOnTheHost], ids=lambda make: make.__name__)
+def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> None:
+    """A step of two processes is a window of two batches; the last has a batch for one of them alone."""
+    one = train(make, "single_device", 1, accumulate_grad_batches=2)
+    assert_same(one, train(make, DDPStrategy(engine=engine), 2))
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+@pytest.mark.parametrize("options", ["accumulated", "clipped", "accumulated and clipped by value"])
+def test_with_options(options: str, engine: Any) -> None:
+    given = OPTIONS[options]
+    more = {**given, "accumulate_grad_batches": 3 * given.get("accumulate_grad_batches", 1)}
+    assert_same(train(Masked, "single_device", 1, **more), train(Masked, DDPStrategy(engine=engine), 3, **given))
+
+
+class Samples(Dataset[Any]):
+    """Numbered samples."""
+
+    def __init__(self, count: int) -> None:
+        torch.manual_seed(11)
+        self.features, self.labels = torch.randn(count, 4, dtype=torch.float64), torch.randint(3, (count,))
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.features[index], self.labels[index], index
+
+
+class Numbered(L.LightningModule):
+    """Remembers which samples it saw, by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.accuracy, self.auroc = MulticlassAccuracy(3), BinaryAUROC()
+        self.seen: list[list[list[int]]] = []
+        self.same = True
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append([])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen[-1].append(batch[2].tolist())
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        strategy = self.trainer.strategy
+        self.seen[-1] = strategy.gather_objects(self.seen[-1])
+        weights = strategy.gather_objects([p.detach().clone() for p in self.parameters()])
+        self.same = self.same and all(
+            all(torch.equal(a, b) for a, b in zip(weights[0], other, strict=True)) for other in weights
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]))
+        self.accuracy(logits, batch[1])
+        self.auroc(logits[:, 0].sigmoid(), batch[1] == 0)
+        self.log("accuracy", self.accuracy)
+        self.log("auroc", self.auroc)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[2]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "precision": "64-true",
+        "max_epochs": 2,
+    }
+    return Trainer(strategy=strategy, devices=["cpu"] * devices, **{**quiet, **options})
+
+
+def numbered() -> Numbered:
+    torch.manual_seed(3)
+    return Numbered()
+
+
+@pytest.mark.parametrize(("count", "processes"), [(13, 2), (13, 3), (4, 3), (12, 3), (2, 3)])
+@pytest.mark.parametrize("shares", [False, True])
+def test_each_sample_once(count: int, processes: int, shares: bool) -> None:
+    module = numbered()
+    strategy = DDPStrategy(shares=[3, 1, 2][:processes] if shares else None)
+    run = trainer(strategy, processes)
+    run.fit(module, DataLoader(Samples(count), batch_size=2, shuffle=True))
+    assert len(module.seen) == 2
+    for epoch in module.seen:
+        drawn = [index for process in epoch for batch in process for index in batch]
+        assert sorted(drawn) == list(range(count))
+    if count > 4:
+        assert module.seen[0] != module.seen[1]  # shuffled anew
+    assert module.same
+    assert run.global_step == 2 * -(-count // (2 * processes))
+
+
+def test_uneven_shares_are_exact() -> None:
+    one, many = numbered(), numbered()
+    trainer("single_device", 1).fit(one, DataLoader(Samples(13), batch_size=6))
+    strategy = DDPStrategy(shares=[0.5, 1.5])
+    trainer(strategy, 2).fit(many, DataLoader(Samples(13), batch_size=3))
+    assert [len(batch) for batch in many.seen[0][1]] == [4, 5, 1]
+    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+
+
+def test_a_sampler_of_the_users_own() -> None:
+    module, weights = numbered(), [1.0] * 10
+    sampler = WeightedRandomSampler(weights, 10, replacement=False)
+    trainer("ddp", 2, max_epochs=1).fit(module, DataLoader(Samples(10), batch_size=2, sampler=sampler))
+    drawn = [index for process in module.seen[0] for batch in process for index in batch]
+    assert sorted(drawn) == list(range(10))
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 11])
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
+def test_evaluations_are_those_of_one_device(count: int, processes: int) -> None:
+    module = numbered()
+    loader = DataLoader(Samples(count), batch_size=2)
+    expected = trainer("single_device", 1).validate(module, loader, verbose=False)
+    run = trainer("ddp", processes)
+    actual = run.validate(module, loader, verbose=False)
+    assert actual[0].keys() == expected[0].keys() == {"val_loss", "accuracy", "auroc"}
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    assert run.callback_metrics["val_loss"] == pytest.approx(expected[0]["val_loss"])
+
+
+@pytest.mark.parametrize("count", [1, 5, 9])
+def test_predictions_come_in_the_order_of_the_data(count: int) -> None:
+    loader = DataLoader(Samples(count), batch_size=2)
+    predicted = trainer("ddp", 3).predict(numbered(), loader)
+    assert predicted is not None
+    assert torch.cat(predicted).tolist() == list(range(count))
+
+
+# What comes home
+
+
+class Remembers(L.Callback):
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.file: Any = None
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.epochs.append(trainer.current_epoch)
+        self.module = module
+        self.file = open("/dev/null")  # noqa: SIM115, cannot be sent
+
+
+def test_the_callers_objects_hold_the_result(tmp_path: Path) -> None:
+    module, callback = numbered(), Remembers()
+    before = [p.detach().clone() for p in module.parameters()]
+    tensors = list(module.parameters())
+    run = trainer("ddp", 2, callbacks=[callback], enable_checkpointing=True, default_root_dir=str(tmp_path))
+    run.fit(module, DataLoader(Samples(8), batch_size=2), DataLoader(Samples(5), batch_size=2))
+    assert all(a is b for a, b in zip(tensors, module.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert callback.epochs == [0, 1]
+    assert callback.module is module
+    assert callback.file is None
+    assert (run.current_epoch, run.global_step) == (2, 4)
+    assert run.state.finished
+    assert {"loss", "val_loss", "accuracy"} <= run.callback_metrics.keys()
+    assert Path(run.checkpoint_callback.best_model_path).exists()
+    run.save_checkpoint(tmp_path / "own.ckpt")
+    other = numbered()
+    trainer("single_device", 1, max_epochs=3).fit(
+        other, DataLoader(Samples(8), batch_size=2), ckpt_path=str(tmp_path / "own.ckpt")
+    )
+    run.fit_loop.max_epochs = 3
+    run.fit(module, DataLoader(Samples(8), batch_size=2))
+    assert run.current_epoch == 3
+
+
+# Failures
+
+
+class Fails(Numbered):
+    def __init__(self, how: Any, rank: int) -> None:
+        super().__init__()
+        self.how, self.rank = how, rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.global_rank == self.rank:
+            self.how()
+        return super().training_step(batch, batch_idx)
+
+
+class Own(Exception):
+    """Defined here, so known to the workers by value alone."""
+
+
+def raises() -> None:
+    raise Own("a mistake of the user's")
+
+
+def is_killed() -> None:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves() -> None:
+    import sys
+
+    sys.exit(3)
+
+
+def hangs() -> None:
+    import threading
+
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        (raises, Own, "a mistake of the user's"),
+        (is_killed, WorkerError, "rank 1 of 2 was killed by SIGKILL"),
+        (leaves, WorkerError, r"rank 1 of 2 failed.*sys.exit\(3\)"),
+        (hangs, WorkerError, r"rank 1 of 2 hung(?s:.*)in hangs"),
+    ],
+)
+def test_failures_are_told(how: Any, error: type[Exception], message: str, engine: Any) -> None:
+    module = Fails(how, 1)
+    strategy = DDPStrategy(engine=engine, timeout=3.0 if how is hangs else 60.0)
+    run = trainer(strategy, 2)
+    with pytest.raises(error, match=message) as caught:
+        run.fit(module, DataLoader(Samples(8), batch_size=2))
+    if how is raises:
+        assert "Raised in rank 1 of 2." in caught.value.__notes__
+        assert "in raises" in str(caught.value.__cause__)
+    assert run.state.status == "interrupted"
+    module.how = int
+    run.fit(module, DataLoader(Samples(8), batch_size=2))
+    assert run.state.finished
+
+
+def test_unused_parameters_are_named() -> None:
+    class Unused(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(2, 2)
+
+    with pytest.raises(StepError, match=r"spare\.weight, spare\.bias.*find_unused_parameters=True"):
+        trainer("ddp", 2).fit(Unused(), DataLoader(Samples(8), batch_size=2))
+    for strategy in (DDPStrategy(find_unused_parameters=True), DDPStrategy(engine="native")):
+        trainer(strategy, 2).fit(Unused(), DataLoader(Samples(7), batch_size=2))
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    module = numbered()
+    module.stream = iter(x for x in range(3))
+    with pytest.raises(ConfigurationError, match=r"stream is of type generator, which cannot be sent"):
+        trainer("ddp", 2).fit(module, DataLoader(Samples(8), batch_size=2))
+
+
+def test_modules_that_differ_are_refused() -> None:
+    class Differs(Numbered):
+        def configure_model(self) -> None:
+            if self.global_rank == 1:
+                self.extra = nn.Linear(2, 2)
+
+    with pytest.raises(ConfigurationError, match=r"Differs differs between processes: rank 0 has .* rank 1 has"):
+        trainer("ddp", 2).fit(Differs(), DataLoader(Samples(8), batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "own"}, "engine must be 'torch' or 'native'"),
+        ({"shares": [0, 0]}, "shares must be a number from 0"),
+        ({"timeout": 0}, "timeout is a positive number"),
+        ({"bucket_megabytes": 0}, "bucket_megabytes must be positive"),
+    ],
+)
+def test_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DDPStrategy(**options)
+    with pytest.raises(ConfigurationError, match="3 numbers, but there are 2 processes"):
+        trainer(DDPStrategy(shares=[1, 2, 3]), 2)
+
+
+def test_datasets_travel_in_shared_memory() -> None:
+    """What workers read is the caller's memory mapped, not a copy in each of them."""
+
+    class Large(Numbered):
+        mapped = 0
+
+        def on_train_start(self) -> None:
+            tensor: Tensor = self.trainer.train_dataloader.dataset.tensors[0]
+            address = tensor.untyped_storage().data_ptr()
+            with open("/proc/self/maps") as file:
+                for line in file:
+                    begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+                    if begin <= address < end:
+                        self.mapped = int("equipoise" in line)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+    module = Large()
+    trainer("ddp", 2).fit(module, DataLoader(TensorDataset(torch.randn(1000, 4, dtype=torch.float64)), batch_size=500))
+    assert module.mapped == 1
