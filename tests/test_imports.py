@@ -224,6 +224,8 @@ def test_private_names_of_others_are_not_used() -> None:
             continue
         foreign = bound_by_foreign_imports(path)
         for line, name, taken_from in accessed_private_names(path):
+            if (taken_from, name) == ("os", "_exit"):  # documented under that name
+                continue
             if taken_from in foreign:
                 found.append(f"{relative(path)}:{line} takes {name} of {taken_from}")
             elif name not in ours and not name.startswith("_LightningNames__"):  # our own, mangled

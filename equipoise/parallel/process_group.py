@@ -16,6 +16,7 @@ from equipoise.errors import ConfigurationError
 __all__ = ["Place", "StoreServer", "find_place", "follows_from_another", "joined"]
 
 LOOPBACK = "127.0.0.1"
+_SIGNS = ("connection closed by peer", "connection reset", "pair closure", "broken pipe", "timed out", "gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -175,13 +176,4 @@ def follows_from_another(error: BaseException) -> bool:
     """Whether an error looks like what happens to a process when another one ends or hangs."""
     if isinstance(error, dist.DistError):
         return True
-    told = str(error)
-    signs = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Timed out waiting",
-        "Broken pipe",
-        "Gloo",
-        "NCCL",
-    )
-    return isinstance(error, RuntimeError) and any(sign.lower() in told.lower() for sign in signs)
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)

@@ -9,6 +9,7 @@ The idea of buckets is that of Li et al., "PyTorch Distributed" (2020).
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,10 @@ class GradientReducer:
         learned = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = [_Bucket(group) for group in _grouped(learned, int(bucket_megabytes * 2**20))]
         self._where = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._handles = [p.register_post_accumulate_grad_hook(self._ready) for p in learned]  # type: ignore[no-untyped-call]
+        self._handles: list[Any] = []
+        for parameter in learned:
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._ready))
         self._works: list[dist.Work] = []
         self._next = 0
         self._live = False

@@ -13,8 +13,10 @@ import os
 import pickle
 import tempfile
 from collections.abc import Iterable, Sequence
+from functools import partial
 from multiprocessing import reduction
 from pickle import PickleBuffer
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -194,21 +196,31 @@ def _tensor(
 # What cannot be pickled
 
 
-def find_unpicklable(value: Any, path: str, depth: int = 8) -> tuple[str, Any]:
+def find_unpicklable(value: Any) -> tuple[str, Any]:
     """The innermost part of an object that cannot be pickled.
 
     Args:
         value: An object that cannot.
-        path: How to call it.
-        depth: How far to look.
 
     Returns:
-        The way to that part, such as `module.stream`, and the part.
+        The way to that part from the object that holds it, such as `Classifier.stream`, and the part.
     """
-    for name, part in _parts(value):
-        if depth and not can_be_packed(part):
-            return find_unpicklable(part, f"{path}{name}", depth - 1)
-    return path, value
+    path, seen = "", {id(value)}
+    while True:
+        if not path and not isinstance(value, _PLUMBING):
+            path = type(value).__name__
+        found = next(
+            ((name, part) for name, part in _parts(value) if id(part) not in seen and not can_be_packed(part)), None
+        )
+        if found is None:
+            return path or type(value).__name__, value
+        name, part = found
+        seen.add(id(part))
+        path = f"{path}{name}" if path and not isinstance(value, _PLUMBING) else ""
+        value = part
+
+
+_PLUMBING = (tuple, list, dict, partial, FunctionType)  # what holds the user's objects on their way
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
@@ -216,11 +228,13 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if isinstance(value, partial):
+        return [("", part) for part in (value.func, *value.args, *value.keywords.values())]
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return []
     closure = getattr(value, "__closure__", None) or ()
     names = getattr(getattr(value, "__code__", None), "co_freevars", ())
-    held = [(f".<{name}>", cell.cell_contents) for name, cell in zip(names, closure, strict=False)]
+    held = [(f".{name}", cell.cell_contents) for name, cell in zip(names, closure, strict=False)]
     return held + [(f".{name}", part) for name, part in vars(value).items()]
 
 
@@ -234,8 +248,10 @@ def can_be_packed(value: Any, known: Sequence[Any] = ()) -> bool:
 
 
 def _explained(value: Any, error: Exception) -> str:
-    path, part = find_unpicklable(value, "")
+    path, part = find_unpicklable(value)
+    path, kind = path.removeprefix("Request."), type(part).__name__
+    what = f"{path} is a {kind}" if path != kind else f"A {kind}"
     return (
-        f"{path.lstrip('.') or type(value).__name__} is of type {type(part).__name__}, which cannot be sent to other"
-        f" processes: {error}. Create it in `setup` or on first use, or leave it out of `__getstate__`."
+        f"{what}{', which' if path != kind else ''} cannot be sent to other processes: {error}. Create it in `setup` or"
+        " on first use, or leave it out in `__getstate__`."
     )

@@ -1,5 +1,6 @@
 """DDP in real processes over gloo: launched, exact, and home again."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer, Worke
 from tests.conftest import ignoring
 from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
 
-pytestmark = ignoring()
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 
 # The first promise
@@ -131,7 +132,7 @@ def test_uneven_shares_are_exact() -> None:
     trainer("single_device", 1).fit(one, DataLoader(Samples(13), batch_size=6))
     strategy = DDPStrategy(shares=[0.5, 1.5])
     trainer(strategy, 2).fit(many, DataLoader(Samples(13), batch_size=3))
-    assert [len(batch) for batch in many.seen[0][1]] == [4, 5, 1]
+    assert [len(batch) for batch in many.seen[0][1]] == [4, 4, 1]
     for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
 
@@ -180,7 +181,7 @@ class Remembers(L.Callback):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self.epochs.append(trainer.current_epoch)
         self.module = module
-        self.file = open("/dev/null")  # noqa: SIM115, cannot be sent
+        self.file = threading.Lock()  # cannot be sent
 
 
 def test_the_callers_objects_hold_the_result(tmp_path: Path) -> None:
@@ -199,10 +200,7 @@ def test_the_callers_objects_hold_the_result(tmp_path: Path) -> None:
     assert {"loss", "val_loss", "accuracy"} <= run.callback_metrics.keys()
     assert Path(run.checkpoint_callback.best_model_path).exists()
     run.save_checkpoint(tmp_path / "own.ckpt")
-    other = numbered()
-    trainer("single_device", 1, max_epochs=3).fit(
-        other, DataLoader(Samples(8), batch_size=2), ckpt_path=str(tmp_path / "own.ckpt")
-    )
+    assert torch.load(tmp_path / "own.ckpt", weights_only=True)["global_step"] == 4
     run.fit_loop.max_epochs = 3
     run.fit(module, DataLoader(Samples(8), batch_size=2))
     assert run.current_epoch == 3
@@ -244,8 +242,6 @@ def leaves() -> None:
 
 
 def hangs() -> None:
-    import threading
-
     threading.Event().wait()
 
 
@@ -255,7 +251,7 @@ def hangs() -> None:
     [
         (raises, Own, "a mistake of the user's"),
         (is_killed, WorkerError, "rank 1 of 2 was killed by SIGKILL"),
-        (leaves, WorkerError, r"rank 1 of 2 failed.*sys.exit\(3\)"),
+        (leaves, WorkerError, r"rank 1 of 2 failed(?s:.*)sys.exit\(3\)"),
         (hangs, WorkerError, r"rank 1 of 2 hung(?s:.*)in hangs"),
     ],
 )
@@ -289,7 +285,7 @@ def test_unused_parameters_are_named() -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     module = numbered()
     module.stream = iter(x for x in range(3))
-    with pytest.raises(ConfigurationError, match=r"stream is of type generator, which cannot be sent"):
+    with pytest.raises(ConfigurationError, match=r"^module\.stream is a generator, which cannot be sent"):
         trainer("ddp", 2).fit(module, DataLoader(Samples(8), batch_size=2))
 
 

@@ -23,8 +23,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from equipoise.parallel.internals import with_sampler
 from equipoise import Trainer
+from equipoise.parallel.internals import with_sampler
 from equipoise.trainer import data, interop
 from equipoise.trainer.batch_stream import NOTHING, BatchStream, length_of
 from tests.conftest import ignoring
