@@ -6,16 +6,19 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from equipoise.errors import ConfigurationError
 
 __all__ = ["Place", "StoreServer", "find_place", "follows_from_another", "joined"]
 
 LOOPBACK = "127.0.0.1"
+_GROUPS = count()  # joined so far, as many in every process
 _SIGNS = ("connection closed by peer", "connection reset", "pair closure", "broken pipe", "timed out", "gloo", "nccl")
 
 
@@ -145,11 +148,15 @@ def joined(
         yield
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    store: Store | None = None
+    store: Store
     with _loopback(only=port is not None):
         if port is not None:
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, use_libuv=False)
-            store = PrefixStore("equipoise", store)
+        else:
+            meeting = rendezvous("env://", place.global_rank, place.world_size, timeout=timeout)
+            store = next(meeting)[0]
+        # What an earlier group has left there would mislead this one.
+        store = PrefixStore(f"equipoise/{next(_GROUPS)}", store)
         dist.init_process_group(
             backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
         )

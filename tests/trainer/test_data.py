@@ -23,7 +23,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from equipoise import Trainer
+from equipoise import Strategy, Trainer
 from equipoise.parallel.internals import with_sampler
 from equipoise.trainer import data, interop
 from equipoise.trainer.batch_stream import NOTHING, BatchStream, length_of
@@ -170,7 +170,7 @@ def test_lengths(loader: Any, length: int | None) -> None:
 
 def loaders(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool = False) -> data.Loaders:
     source = data.Source(stage, given, Small())
-    return data.Loaders(source, given, limit=limit, overfit=overfit, shard=lambda loader, stage: loader, rank=0)
+    return data.Loaders(source, given, limit=limit, overfit=overfit, strategy=Strategy())
 
 
 @pytest.mark.parametrize(
