@@ -30,6 +30,7 @@ __all__ = [
     "shell_of",
     "take_metric_state",
     "versions",
+    "with_dataset",
     "with_sampler",
 ]
 
@@ -222,4 +223,11 @@ def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False
         state["sampler"] = sampler
         if loader.batch_sampler is not None and loader.batch_size is not None:
             state["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return other
+
+
+def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+    """A copy of a loader that reads other data, made as by `with_sampler`."""
+    other = copy.copy(loader)
+    vars(other).update(_iterator=None, dataset=dataset)
     return other

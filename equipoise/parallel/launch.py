@@ -34,6 +34,7 @@ import cloudpickle
 import torch
 
 from equipoise.errors import WorkerError
+from equipoise.parallel.surroundings import Surroundings
 from equipoise.parallel.transport import Layout, Package
 
 __all__ = ["launch"]
@@ -67,7 +68,7 @@ def launch(
     package, answer = Package(), Package()
     workers: list[_Worker] = []
     try:
-        layout = package.pack((function, is_consequence, sys.path, list(known)))
+        layout = package.pack((function, is_consequence, sys.path, Surroundings(), list(known)))
         with _hidden_main(), _preloading() as context:
             for rank in range(count):
                 workers.append(_Worker.start(context, rank, count, package, layout, answer))
@@ -236,9 +237,11 @@ def _gather(workers: list[_Worker], seconds: float | None) -> None:
 def _raise_first_cause(workers: list[_Worker], reports: list[_Report]) -> None:
     count = len(workers)
     failed = sorted((report for report in reports if report.failed), key=lambda report: report.time)
-    killed = [report for report in failed if report.signal is not None]
-    causes = killed or [report for report in failed if not report.consequence]
     silent = [worker for worker in workers if worker.report is None]
+    # A watchdog aborts a process that has waited in vain for another.
+    waited = [report for report in failed if report.signal == signal.SIGABRT and silent]
+    killed = [report for report in failed if report.signal is not None and report not in waited]
+    causes = killed or [report for report in failed if not report.consequence and report not in waited]
     if not causes and silent:
         told = f"rank {silent[0].rank} of {count} hung, while others waited for it. It is here:\n\n{silent[0].where()}"
         raise WorkerError(told) from _RemoteTraceback(failed[0].text)
@@ -301,9 +304,10 @@ def _enter(options: _Options, package: Package, answer: Package, log: Package, p
     is_consequence: Any = None
     try:
         torch.set_num_threads(options.threads)
-        function, is_consequence, path, known = package.unpack(options.layout)
+        function, is_consequence, path, surroundings, known = package.unpack(options.layout)
         package.close()
         sys.path[:] = path
+        surroundings.restore()
         value = function(rank)
         report = _Report(rank, time.monotonic(), layout=answer.pack(value, known) if rank == 0 else None)
     except BaseException as error:
@@ -321,7 +325,7 @@ def _enter(options: _Options, package: Package, answer: Package, log: Package, p
 
 def _report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseException], bool] | None) -> _Report:
     now, text = time.monotonic(), "".join(traceback.format_exception(error))
-    if isinstance(error, SystemExit):
+    if type(error) is SystemExit:  # not Lightning's error for a SIGTERM, which is one
         return _Report(rank, now, text=f"It called sys.exit({error.code!r}).\n\n{text}")
     follows = is_consequence is not None and is_consequence(error)
     plain = error.with_traceback(None)

@@ -19,7 +19,7 @@ __all__ = ["Place", "StoreServer", "find_place", "follows_from_another", "joined
 
 LOOPBACK = "127.0.0.1"
 _GROUPS = count()  # joined so far, as many in every process
-_SIGNS = ("connection closed by peer", "connection reset", "pair closure", "broken pipe", "timed out", "gloo", "nccl")
+_SIGNS = ("connection closed by peer", "connection reset", "pair closure", "broken pipe", "timed out waiting", "nccl")
 
 
 @dataclass(frozen=True)

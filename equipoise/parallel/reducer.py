@@ -51,7 +51,7 @@ class GradientReducer:
         >>> reducer = GradientReducer(module.parameters())  # doctest: +SKIP
         >>> reducer.begin()  # doctest: +SKIP
         >>> loss.backward()  # doctest: +SKIP
-        >>> total = reducer.finish(weight=len(batch))  # doctest: +SKIP
+        >>> reducer.finish()  # doctest: +SKIP
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_megabytes: float = 25.0) -> None:
@@ -92,36 +92,31 @@ class GradientReducer:
         assert work is not None
         self._works.append(work)
 
-    def finish(self, weight: float | Tensor) -> Tensor:
+    @property
+    def is_open(self) -> bool:
+        """Whether an exchange has begun and is not finished."""
+        return self._live
+
+    def finish(self) -> None:
         """Sends what is left and waits; afterwards the gradients are the sums.
 
         A parameter that no process has a gradient of is left without.
-
-        Args:
-            weight: This process's total weight in the window.
-
-        Returns:
-            The total weight of all processes, a float64 tensor without dimensions.
         """
         self._live = False
         while self._next < len(self._buckets):
             self._send()
-        # The weight and who has what travel beside the gradients, in no narrow dtype.
         parameters = list(self._where)
+        have = [parameter.grad is not None for parameter in parameters]
         device = parameters[0].device if parameters else torch.device("cpu")
-        have = [float(parameter.grad is not None) for parameter in parameters]
-        tail = torch.tensor([0.0, *have], dtype=torch.float64, device=device)
-        tail[0] = weight
-        dist.all_reduce(tail)
+        anywhere = torch.tensor(have, dtype=torch.uint8, device=device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         for work in self._works:
             work.wait()
-        anywhere = (tail[1:] > 0).tolist() if 0.0 in have else [True] * len(have)
-        used = dict(zip(parameters, anywhere, strict=True))
+        used = dict(zip(parameters, have if all(have) else anywhere.tolist(), strict=True))
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if used[parameter]:
                     parameter.grad = view
-        return tail[0]
 
     def scale(self, factor: float) -> None:
         """Multiplies all gradients."""

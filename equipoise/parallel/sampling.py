@@ -8,6 +8,7 @@ Evaluation    whole batches go to the processes in turn, so each is what it woul
 """
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from enum import Enum
 from typing import Any
@@ -83,6 +84,8 @@ class SameOrder(Sampler[Any]):
         with random_state.isolated():
             torch.manual_seed(self.seed + self.epoch)
             random.seed(self.seed + self.epoch)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed((self.seed + self.epoch) % 2**32)
             return iter(list(self.sampler))
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["Layout", "Package", "can_be_packed", "find_unpicklable"]
+__all__ = ["Layout", "Package", "can_be_packed", "dumps", "find_unpicklable", "loads"]
 
 _ALIGNMENT = 64  # bytes; no dtype wants more
 
@@ -118,14 +118,27 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
         os.pwrite(descriptor, b"\0" * (end - offset), offset)
 
 
+def dumps(value: Any) -> bytes:
+    """An object and its tensors as bytes, for other processes of this run; torch's own cannot read all dtypes back."""
+    file = io.BytesIO()
+    _Pickler(file, None).dump(value)
+    return file.getvalue()
+
+
+def loads(content: bytes) -> Any:
+    """What `dumps` was given."""
+    return _Unpickler(io.BytesIO(content), (), None).load()
+
+
 # Pickling
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Leaves the bytes of tensors on the CPU out, as pickle itself does those of numpy's arrays."""
 
-    def __init__(self, file: Any, buffers: list[PickleBuffer], known: Sequence[Any] = ()) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
+    def __init__(self, file: Any, buffers: list[PickleBuffer] | None, known: Sequence[Any] = ()) -> None:
+        apart = None if buffers is None else buffers.append
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=apart)
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}  # one object for each memory
         self._known = {id(each): index for index, each in enumerate(known)}
 
@@ -153,7 +166,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 class _Unpickler(pickle.Unpickler):
     """Reads what processes of this run wrote for one another, and nothing else."""
 
-    def __init__(self, file: Any, known: Sequence[Any], buffers: Iterable[Any]) -> None:
+    def __init__(self, file: Any, known: Sequence[Any], buffers: Iterable[Any] | None) -> None:
         super().__init__(file, buffers=buffers)
         self._known = known
 

@@ -10,17 +10,19 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.launch import launch
 from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
 from equipoise.parallel.sampling import NO_BATCH
 from equipoise.parallel.shares import even_sizes, sizes_by_shares
+from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
-from equipoise.strategies.ddp_data import gather_tensors, share_loader, synchronise_metrics
+from equipoise.strategies.ddp_data import gather_tensors, is_dealt, share_loader, synchronise_metrics
 from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, check_same_modules, copy_from_first
 from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
 
@@ -53,6 +55,8 @@ class DDPStrategy(Strategy):
         find_unused_parameters: Let parameters take no part in a step. Default: False, where that is an error.
         static_graph: Promise that every step uses the same parameters in the same way. Default: False.
         gradient_as_bucket_view: Let gradients lie in the buckets, which saves their memory. Default: True.
+        forward_sync_buffers: Give all processes the first one's buffers before each forward; for the torch engine.
+            Default: True.
         comm_hook: Called as torch's `register_comm_hook` has it; for the torch engine.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
@@ -77,6 +81,7 @@ class DDPStrategy(Strategy):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
+        forward_sync_buffers: bool = True,
         comm_hook: Callable[..., Any] | None = None,
         timeout: float = 1800.0,
         backend: str | None = None,
@@ -87,6 +92,11 @@ class DDPStrategy(Strategy):
             raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
         if not bucket_megabytes > 0:
             raise ConfigurationError(f"bucket_megabytes must be positive, not {bucket_megabytes!r}.")
+        if isinstance(shares, str):
+            raise ConfigurationError(
+                f"shares={shares!r}: strategy='ddp' takes a number for each process, such as [2, 3]; only"
+                " strategy='balanced' measures."
+            )
         if shares is not None and (
             not shares or any(isinstance(s, bool) or not 0 <= s < float("inf") for s in shares) or not sum(shares)
         ):
@@ -100,12 +110,16 @@ class DDPStrategy(Strategy):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
+            "forward_sync_buffers": forward_sync_buffers,
             "comm_hook": comm_hook,
         }
         self._place: Place | None = None
         self._all_devices: tuple[torch.device, ...] = ()
         self._engine: Engine | None = None
         self._restore_metrics: Callable[[], None] | None = None
+        self._failed = False
+        self._is_new_epoch = False
+        self._learned: list[bool] = []
 
     # Where it runs.
 
@@ -175,9 +189,13 @@ class DDPStrategy(Strategy):
         copy_from_first(module)
         self._restore_metrics = synchronise_metrics(module)
 
+    def fail(self, error: BaseException) -> None:
+        """From now on this process asks nobody: the others do not know yet; see `Strategy.fail`."""
+        self._failed = True
+
     def teardown(self, error: BaseException | None = None) -> None:
         """Lets go of hooks and buckets; see `Strategy.teardown`."""
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._failed = self._engine, None, False
         if engine is not None:
             engine.close()
         restore, self._restore_metrics = self._restore_metrics, None
@@ -192,6 +210,12 @@ class DDPStrategy(Strategy):
         if self.world_size == 1:
             return loader
         sizes = None if self.shares is None else self._sizes
+        if stage == "train" and (size := getattr(loader, "batch_size", None)):
+            each = self._sizes(size * self.world_size) if sizes else size
+            rank_zero_info(
+                f"A step has {size * self.world_size} samples: {each} in {'the' if sizes else 'each of'}"
+                f" {self.world_size} processes."
+            )
         return share_loader(
             loader, self.global_rank, self.world_size, self.seed, training=stage == "train", sizes=sizes
         )
@@ -200,15 +224,23 @@ class DDPStrategy(Strategy):
         shares = self.shares
         return even_sizes(batch_size, self.world_size) if shares is None else sizes_by_shares(batch_size, shares)
 
-    def part_of(self, batches: float, stage: str) -> float:
+    def part_of(self, batches: float, part: Any) -> float | None:
         """How many of so many batches this process evaluates; see `Strategy.part_of`."""
-        if stage == "train" or self.world_size == 1 or batches == float("inf"):
+        if self.world_size == 1 or batches == float("inf"):
             return batches
-        return len(range(self.global_rank, int(batches), self.world_size))
+        return len(range(self.global_rank, int(batches), self.world_size)) if is_dealt(part) else None
 
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copies a batch; see `Strategy.place`."""
-        return () if batch is NO_BATCH else (transfer(batch, self.devices[0]),)
+        if batch is NO_BATCH:
+            return ()
+        members = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+        if any(member is NO_BATCH for member in members):
+            raise StepError(
+                "One of several loaders has no batch for this process in this step, while others have. Take numbers of"
+                " samples that the processes share evenly, or DataLoader(drop_last=True)."
+            )
+        return (transfer(batch, self.devices[0]),)
 
     # Computation.
 
@@ -218,7 +250,20 @@ class DDPStrategy(Strategy):
             return super().forward_backward(step, parts, last)
         return self._made_engine().forward_backward(step, parts, last)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Callbacks may freeze parameters, or let them learn, when an epoch begins; see `Strategy.set_epoch`."""
+        self._is_new_epoch = True
+
     def _made_engine(self) -> Engine:
+        if self._is_new_epoch:
+            self._is_new_epoch = False
+            assert self._placed is not None
+            learned = [parameter.requires_grad for parameter in self._placed.parameters()]
+            if learned != self._learned:
+                self._learned = learned
+                if self._engine is not None:
+                    self._engine.close()
+                    self._engine = None
         if self._engine is None:
             assert self._placed is not None
             automatic = getattr(self._placed, "automatic_optimization", True)
@@ -233,6 +278,11 @@ class DDPStrategy(Strategy):
         else:
             super().backward(loss, *args, **kwargs)
 
+    def collect_gradients(self) -> None:
+        """Ends the exchange of a window's last backward; see `Strategy.collect_gradients`."""
+        if self._engine is not None:
+            self._engine.collect()
+
     def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
         """Turns the gradients of a window into their weighted mean over all processes; see the interface."""
         if self.world_size == 1:
@@ -245,9 +295,13 @@ class DDPStrategy(Strategy):
 
     # Values over processes.
 
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to ask: one process, the caller's before and after a run, or one that has failed."""
+        return self.world_size == 1 or self._failed or not dist.is_initialized()
+
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
         """Reduces a value over all processes; see `Strategy.reduce`."""
-        if self.world_size == 1 or not isinstance(tensor, Tensor):
+        if self._is_alone() or not isinstance(tensor, Tensor):
             return tensor
         name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
         summed = tensor.detach().to(self.root_device, copy=True)
@@ -256,19 +310,19 @@ class DDPStrategy(Strategy):
 
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """The values of all processes, along a new first dimension; see `Strategy.all_gather`."""
-        return tensor if self.world_size == 1 else gather_tensors(tensor, self.root_device, group, sync_grads)
+        return tensor if self._is_alone() else gather_tensors(tensor, self.root_device, group, sync_grads)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The values of all processes, in the order of their ranks; see `Strategy.gather_objects`."""
-        if self.world_size == 1:
+        if self._is_alone():
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        dist.all_gather_object(values, dumps(value))
+        return [loads(each) for each in values]
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """The value of one process, in all; see `Strategy.broadcast`."""
-        if self.world_size == 1:
+        if self._is_alone():
             return value
         values = [value]
         dist.broadcast_object_list(values, src)
@@ -276,7 +330,7 @@ class DDPStrategy(Strategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits until every process has come here."""
-        if self.world_size > 1 and dist.is_initialized():
+        if not self._is_alone():
             dist.barrier(device_ids=[self.root_device.index or 0] if self.root_device.type == "cuda" else None)
 
     # On its way to other processes.
@@ -290,6 +344,8 @@ def _run_in_process(strategy: DDPStrategy, function: Callable[[], T], port: int,
     """What a process does that the trainer has started."""
     size = strategy.world_size
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    if strategy._all_devices[0].type == "cuda":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     place = Place(rank, rank, 0, size, size)
     strategy._take(place)
     with strategy._in_group(place, port):

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.internals import with_sampler
+from equipoise.parallel.internals import with_dataset, with_sampler
 from equipoise.parallel.sampling import (
     NO_BATCH,
     BatchesInTurn,
@@ -24,7 +24,7 @@ from equipoise.parallel.sampling import (
     UnpaddedDistributedSampler,
 )
 
-__all__ = ["gather_tensors", "share_loader", "synchronise_metrics"]
+__all__ = ["gather_tensors", "is_dealt", "share_loader", "synchronise_metrics"]
 
 Sizes = Callable[[int], list[int]]
 
@@ -46,13 +46,13 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
     if not isinstance(loader, DataLoader):
         return _Turns(loader, rank, count, fill=training)
     if isinstance(loader.dataset, IterableDataset):
-        return _share_stream(loader, rank, count)
+        return _share_stream(loader, rank, count, training=training)
     if isinstance(loader.sampler, DistributedSampler) and not isinstance(loader.sampler, UnpaddedDistributedSampler):
         return loader  # the user's own
     if not training:
         return _evaluated(loader, rank, count)
     if loader.batch_sampler is None:
-        return _Turns(loader, rank, count, fill=True)
+        return _Turns(with_sampler(loader, SameOrder(loader.sampler, seed)), rank, count, fill=True)
     if loader.batch_size is None:  # a batch sampler of the user's own
         batches = SameOrder(loader.batch_sampler, seed)
         steps = -(-len(batches) // count)
@@ -77,6 +77,11 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
     return _with_batches(loader, SharedBatches(order, together, evenly, rank, loader.drop_last))
 
 
+def is_dealt(part: Any) -> bool:
+    """Whether a part of a loader consists of its batches in turn."""
+    return isinstance(part, _Turns) or isinstance(getattr(part, "batch_sampler", None), BatchesInTurn)
+
+
 def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     other = with_sampler(loader, batches, batches=True)
     vars(other)["collate_fn"] = Collate(loader.collate_fn)
@@ -91,18 +96,40 @@ def _evaluated(loader: DataLoader[Any], rank: int, count: int) -> Any:
     return with_sampler(loader, BatchesInTurn(batches, rank, count), batches=True)
 
 
-def _share_stream(loader: DataLoader[Any], rank: int, count: int) -> Any:
+def _share_stream(loader: DataLoader[Any], rank: int, count: int, *, training: bool) -> Any:
     """A loader over a stream, which must be able to share itself out."""
     share = getattr(loader.dataset, "shard", None)
     if not callable(share):
         raise ConfigurationError(
             f"{type(loader.dataset).__name__} is an IterableDataset: which samples are whose only it can tell. Give"
-            " it a method `shard(num_shards, index)` that returns the part of one process."
+            " it a method `shard(num_shards, index)` that returns the part of one process, or say"
+            " Trainer(use_distributed_sampler=False) if it reads its own part already."
         )
-    raise ConfigurationError(
-        f"{type(loader.dataset).__name__} is an IterableDataset, whose parts may differ in length; that is not"
-        " supported with strategy='ddp' yet. Use a dataset with a length."
-    )
+    own = with_dataset(loader, share(num_shards=count, index=rank))
+    return _UntilAllAreDone(own) if training else own
+
+
+class _UntilAllAreDone:
+    """A loader that ends in all processes at once: `NO_BATCH` while others still have batches.
+
+    Args:
+        loader: This process's own.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader, self.dataset, self.sampler = loader, loader.dataset, loader.sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        backend = dist.get_backend()
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        while True:
+            batch = next(batches, NO_BATCH)
+            some = torch.tensor(int(batch is not NO_BATCH), device=device)
+            dist.all_reduce(some)
+            if not int(some):
+                return
+            yield batch
 
 
 class _Turns:

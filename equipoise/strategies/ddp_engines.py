@@ -4,6 +4,7 @@ Both end a window with the same gradients in all processes: Σ wᵢgᵢ / Σ w�
 """
 
 import contextlib
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,9 @@ class Engine(Protocol):
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
         """Computes the gradients of a batch; without parts, takes part in the exchange alone."""
 
+    def collect(self) -> None:
+        """Called after a backward, before its hooks, which are to see the gradients of all processes."""
+
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """Ends a window; returns whether no process had any weight."""
 
@@ -44,6 +48,15 @@ class Engine(Protocol):
 def _is_idle(result: StepResult) -> bool:
     """Whether there is nothing to go backward through."""
     return result.loss is None or (not isinstance(result.weight, Tensor) and result.weight == 0)
+
+
+def _end(optimizer: Optimizer, total: float | Tensor) -> bool:
+    """Returns whether no process had any weight; then nobody has a gradient either, as on one device."""
+    nobody = not isinstance(total, Tensor) and total == 0
+    if nobody:
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+    return nobody
 
 
 def _correct(optimizer: Optimizer, factor: float | Tensor | None) -> None:
@@ -74,6 +87,8 @@ class TorchEngine:
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
         given = dict(options)
         hook = given.pop("comm_hook")
+        if "forward_sync_buffers" not in signature(DistributedDataParallel).parameters:  # older than torch 2.12
+            given["broadcast_buffers"] = given.pop("forward_sync_buffers")
         self.module, self.device = module, device
         self._tells_unused = not given["find_unused_parameters"] and not given["static_graph"]
         self._wrapped = DistributedDataParallel(
@@ -113,13 +128,16 @@ class TorchEngine:
                 " DDPStrategy(find_unused_parameters=True), take engine='native', or freeze them."
             )
 
+    def collect(self) -> None:
+        """See `Engine`: the wrapper has done it."""
+
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """See `Engine`. The wrapper has averaged over the processes."""
         total = torch.as_tensor(window.total, dtype=torch.float64).to(self.device, copy=True)
         dist.all_reduce(total)
         known: float | Tensor = total.item() if self.device.type == "cpu" else total
         _correct(optimizer, window.correction(known, dist.get_world_size()))
-        return not isinstance(known, Tensor) and known == 0
+        return _end(optimizer, known)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Not for this engine."""
@@ -139,29 +157,43 @@ class NativeEngine:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
-        self.device = device
+        self.device, self._automatic = device, bool(getattr(module, "automatic_optimization", True))
         self._reducer = GradientReducer(module.parameters(), options["bucket_cap_mb"])
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
         """See `Engine`."""
+        if not parts and not self._automatic:
+            raise StepError(
+                "Some processes have no batch in this step, but the module optimises by hand, where only its step knows"
+                " how often gradients are exchanged. Take a number of samples that all processes share evenly, or"
+                " DataLoader(drop_last=True)."
+            )
         result = step(parts[0]) if parts else _NOTHING
-        if last:
+        if last and self._automatic:
             self._reducer.begin()
         step.backward(result)
         return result
 
+    def collect(self) -> None:
+        """See `Engine`."""
+        if self._reducer.is_open and self._automatic:
+            self._reducer.finish()
+
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """See `Engine`. The reducer has summed over the processes."""
-        total = self._reducer.finish(window.total)
+        if self._reducer.is_open:  # there was nothing to go backward through
+            self._reducer.finish()
+        total = torch.as_tensor(window.total, dtype=torch.float64).to(self.device, copy=True)
+        dist.all_reduce(total)
         known: float | Tensor = total.item() if self.device.type == "cpu" else total
         _correct(optimizer, window.correction(known))
-        return not isinstance(known, Tensor) and known == 0
+        return _end(optimizer, known)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """See `Engine`."""
         self._reducer.begin()
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._reducer.finish(1.0)
+        self._reducer.finish()
         self._reducer.scale(1 / dist.get_world_size())
 
     def close(self) -> None:

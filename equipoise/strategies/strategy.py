@@ -175,6 +175,9 @@ class Strategy:
         module.to(self.root_device)
         self._placed = module
 
+    def fail(self, error: BaseException) -> None:
+        """This process has failed and is about to tell callbacks; others may not know, and must not be waited for."""
+
     def teardown(self, error: BaseException | None = None) -> None:
         """Releases processes, threads and devices, on any exit; the module goes back to the CPU.
 
@@ -196,12 +199,15 @@ class Strategy:
         """
         return loader
 
-    def part_of(self, batches: float, stage: str) -> float:
-        """How many of the batches of a loader this process evaluates; in training, all that its part has.
+    def part_of(self, batches: float, part: Any) -> float | None:
+        """How many of the batches of a loader this process evaluates.
 
         Args:
             batches: The number that all processes together evaluate; infinite if unknown.
-            stage: "train", "validate", "test" or "predict".
+            part: What `shard` made of the loader.
+
+        Returns:
+            The number; None where the part is a loader in its own right, whose batches may be counted.
         """
         return batches
 

@@ -46,7 +46,7 @@ class AfterBatch:
             and self.writes
             and ((progress.batches_that_stepped + 1) % self.log_every == 0 or trainer.should_stop)
         ):
-            trainer.log_metrics(self.logs.metrics())
+            trainer.log_metrics(self.logs.step_metrics())
         if self.validates and validate and self.validation_due(index):
             self.loop.validate(window_ended=last)
         if last:
@@ -72,7 +72,8 @@ class AfterBatch:
             return True  # early stopping wants to know how the model is now
         if every is None:
             assert trainer.val_check_seconds is not None
-            return time.monotonic() - loop.last_validation >= trainer.val_check_seconds
+            due = time.monotonic() - loop.last_validation >= trainer.val_check_seconds
+            return loop.context.strategy.broadcast(due)
         if math.isinf(every):
             limit = trainer.limit_train_batches
             return (index + 1) % limit == 0 if isinstance(limit, int) else is_last

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from equipoise.trainer.interop import LogOptions
 from equipoise.trainer.log_entry import Collection, Entry
 
-__all__ = ["agree"]
+__all__ = ["agree", "agree_on_steps"]
 
 
 def agree(
@@ -59,6 +59,21 @@ def agree(
             entry.computed = _merged(entry, told, device)
 
 
+def agree_on_steps(collection: Collection, gather: Callable[[Any], list[Any]], device: torch.device) -> None:
+    """Reduces the values of a step that were logged with `sync_dist=True`, over the processes that logged them.
+
+    Args:
+        collection: What this one has logged.
+        gather: Returns what all processes pass to it.
+        device: Where values are wanted.
+    """
+    syncs = {key: entry for key, entry in collection.entries.items() if entry.syncs and entry.live}
+    told = gather({key: entry.step.detach().cpu() for key, entry in syncs.items() if entry.step is not None})
+    for key, entry in syncs.items():
+        if values := [each[key].to(device) for each in told if key in each]:
+            entry.step = _combined(torch.stack(values), entry.options.reduce_fx)
+
+
 def _described(entry: Entry, names: dict[int, str]) -> dict[str, Any]:
     if entry.metric is not None and id(entry.metric) not in names:
         raise MisconfigurationException(
@@ -92,5 +107,10 @@ def _merged(entry: Entry, told: list[dict[str, Any]], device: torch.device) -> T
     if entry.weighs:
         mean: Tensor = stacked.sum(0) / sum(each["weight"] for each in told)
         return mean
-    reduction = entry.options.reduce_fx
-    return stacked.sum(0) if reduction == "sum" else stacked.amin(0) if reduction == "min" else stacked.amax(0)
+    return _combined(stacked, entry.options.reduce_fx)
+
+
+def _combined(values: Tensor, reduction: str) -> Tensor:
+    if reduction == "mean":
+        return values.mean(0)
+    return values.sum(0) if reduction == "sum" else values.amin(0) if reduction == "min" else values.amax(0)

@@ -66,7 +66,10 @@ def dump_checkpoint(context: "Context", *, weights_only: bool = False) -> dict[s
             checkpoint[context.precision.checkpoint_key] = state
         if trainer.state.fn == TrainerFn.FITTING:
             position = position_of(trainer.fit_loop_state)
-            checkpoint[OUR_KEY] = {"version": 1, "position": position, "strategy": strategy.state_dict()}
+            ours: dict[str, Any] = {"version": 1, "position": position, "strategy": strategy.state_dict()}
+            if strategy.world_size > 1:
+                ours["positions"] = strategy.gather_objects(position)  # each process goes on from its own
+            checkpoint[OUR_KEY] = ours
     _dump_hyperparameters(context, checkpoint)
     if context.datamodule is not None and (state := hooks.call_datamodule("state_dict")):
         checkpoint[type(context.datamodule).__qualname__] = state
@@ -273,7 +276,10 @@ def restore_training_state(context: "Context", checkpoint: dict[str, Any]) -> No
         )
     ours = checkpoint.get(OUR_KEY, {})
     context.strategy.load_state_dict(ours.get("strategy", {}))
-    loop.resumption = Resumption(loop, ours.get("position"), checkpoint["loops"]["fit_loop"])
+    position, positions = ours.get("position"), ours.get("positions", [])
+    if len(positions) == context.strategy.world_size:
+        position = positions[context.strategy.global_rank]
+    loop.resumption = Resumption(loop, position, checkpoint["loops"]["fit_loop"])
     _restore_optimizers(context, checkpoint)
 
 

@@ -58,7 +58,8 @@ class Context:
         call = hooks.call_module if source.owner is self.module else hooks.call_datamodule
         given = source.request(call)
         self.strategy.barrier(f"{stage}_dataloader()")
-        return Loaders(source, given, limit=limit, overfit=overfit, strategy=self.strategy)
+        share = self.trainer.use_distributed_sampler
+        return Loaders(source, given, limit=limit, overfit=overfit, strategy=self.strategy, share=share)
 
     def make_transfer(self, dataloader_idx: int = 0) -> Transfer:
         """The way of a batch to a device: conversion, the user's transfer hooks, the copy."""

@@ -73,12 +73,15 @@ class Loaders:
         limit: The `limit_*_batches` of the stage.
         overfit: Whether shuffling is to be turned off (`overfit_batches`).
         strategy: Says which part of them is this process's.
+        share: Whether it is asked; else the user's loaders give each process its own part.
 
     Raises:
         ConfigurationError: If a loader cannot be iterated, is empty, or a limit leaves nothing of it.
     """
 
-    def __init__(self, source: Source, given: Any, *, limit: float, overfit: bool, strategy: Strategy) -> None:
+    def __init__(
+        self, source: Source, given: Any, *, limit: float, overfit: bool, strategy: Strategy, share: bool = True
+    ) -> None:
         training, stage = source.stage == "train", source.stage
         combined = interop.combine(given, "max_size_cycle" if training else "sequential")
         self.sequential = interop.combined_mode(combined) == "sequential"
@@ -91,14 +94,16 @@ class Loaders:
             found = []  # a method may say so: no loader today
             rank_zero_warn(f"{source.describe()} holds no loader: nothing is read.")
         whole = [self._prepare(loader, source, overfit, strategy.global_rank) for loader in found]
-        self.flat = [strategy.shard(loader, stage) for loader in whole]
+        self.flat = [strategy.shard(loader, stage) for loader in whole] if share else whole
         self.single = len(self.flat) == 1 and (given is found[0] or self.sequential)
         self.given = self.flat[0] if self.single and given is found[0] else combined
         if self.flat:
             combined.flattened = self.flat
         # In training a limit is that of each process, in an evaluation that of all together.
-        counted = [count_batches(loader, limit, source) for loader in (self.flat if training else whole)]
-        self.num_batches = [strategy.part_of(batches, stage) for batches in counted]
+        self.num_batches = []
+        for loader, part in zip(whole, self.flat, strict=True):
+            own = None if training or not share else strategy.part_of(count_batches(loader, limit, source), part)
+            self.num_batches.append(count_batches(part, limit, source) if own is None else own)
         self._combined = combined
 
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from equipoise.parallel import random_state
 from equipoise.parallel.transport import can_be_packed
@@ -102,6 +103,7 @@ def collect(trainer: "Trainer", known: list[Any], result: Any) -> Effects:
 
 
 def _sendable(state: dict[str, Any], known: list[Any]) -> dict[str, Any]:
+    state = {name: value for name, value in state.items() if not isinstance(value, (Dataset, DataLoader))}  # no results
     if can_be_packed(state, known):
         return dict(state)
     return {name: value for name, value in state.items() if can_be_packed(value, known)}

@@ -250,6 +250,7 @@ class FitLoop:
         )
         hooks, logs, place, transfer = context.hooks, context.logs, context.strategy.place, context.make_transfer()
         batch_start, batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
+        idle_end = hooks.bind_deciders("on_train_batch_end")
         optimize, schedulers, after_batch = self._bind_optimization(), self.schedulers, AfterBatch(self)
         counts, index = progress.batch.current, progress.batch.current.ready - 1
         scheduled = self.trainer.lr_scheduler_configs  # the list itself: callbacks may add to it
@@ -263,7 +264,7 @@ class FitLoop:
             counts.ready = index + 1
             progress.batch.is_last_batch = index + 1 == stream.length
             parts = place(batch, transfer)
-            there = len(parts) > 0  # or only other processes have a batch: no hook fires, all else happens
+            there = len(parts) > 0  # or only other processes have a batch: hardly a hook fires, all else happens
             batch = parts[0] if len(parts) == 1 else batch
             logs.begin_batch(batch)
             if batch_start is not None and there and batch_start(batch, index) == -1:
@@ -278,6 +279,10 @@ class FitLoop:
                 schedulers.after_batch(index, ends=ends)
             if batch_end is not None and there:
                 batch_end(optimize.outputs(result), batch, index)
+            elif not there:
+                logs.forget_steps()
+                if idle_end is not None:
+                    idle_end({}, None, index)
             del result, batch, parts  # the graph goes before the next batch comes
             logs.end_batch()
             counts.completed = index + 1

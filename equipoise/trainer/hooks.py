@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
@@ -17,6 +17,7 @@ from equipoise.trainer import interop
 __all__ = ["Hooks", "overrides"]
 
 Hook = Callable[..., Any]
+_DECIDERS = (Checkpoint, Timer)
 
 
 def overrides(owner: object, name: str, base: type) -> bool:
@@ -77,6 +78,10 @@ class Hooks:
         ]
         return self._fire(name, self._of_callbacks(name, chosen), None)
 
+    def bind_deciders(self, name: str) -> Hook | None:
+        """The hook of the callbacks that decide together with those of other processes: checkpoints and timers."""
+        return self._fire(name, self._of_callbacks(name, [c for c in self.callbacks if isinstance(c, _DECIDERS)]), None)
+
     def bind_module(self, name: str) -> Hook | None:
         """The hook of the module alone; None if it does not override it."""
         return self._fire(name, [], self._of_module(name))
@@ -108,9 +113,9 @@ class Hooks:
             own = self.profiled(own, self.action_of_strategy(name))
         state, current, run = vars(self.module if module is None else module), interop.CURRENT_HOOK, own
 
-        def fire_step(batch: Any, *indices: int) -> Any:
+        def fire_step(batch: Any, batch_idx: int, *rest: int) -> Any:
             outer, state[current] = state[current], name
-            answer = run(batch, *indices)
+            answer = run(batch, batch_idx, *rest) if rest else run(batch, batch_idx)
             state[current] = outer
             return answer
 

@@ -51,6 +51,7 @@ class Logs:
 
     Attributes:
         agree: Computes the epoch's values over all processes; None where there is one.
+        agree_on_steps: The same for values of a step that are to be synchronised, when they go to the loggers.
         size_of: Finds the number of samples of a batch, which is the weight of its values; None where nobody can tell.
     """
 
@@ -58,6 +59,7 @@ class Logs:
         self.reduce = reduce
         self.size_of: Callable[[Any], int | None] = infer_batch_size
         self.agree: Callable[[Collection, int | None], None] | None = None
+        self.agree_on_steps: Callable[[Collection], None] | None = None
         self.collection: Collection | None = None
         self._entries: dict[tuple[str | None, str, int | None], Entry] = {}  # of the collection, by loader
         self.dataloader_idx: int | None = None
@@ -165,8 +167,6 @@ class Logs:
             if size is None:
                 size = (self._size or self._find_size()) if entry.weighs else 1
             entry.add(value, size)
-            if entry.syncs and self.reduce is not None:
-                entry.step = self.reduce(value.clone(), reduce_op=entry.options.reduce_fx)
         self.pending.clear()
 
     def _find_size(self) -> int:
@@ -208,6 +208,12 @@ class Logs:
         if self.pending:
             self.commit()
         self._batch = None
+
+    def forget_steps(self) -> None:
+        """This process had no batch in this step, so no values of its own."""
+        for entry in self.collection.entries.values() if self.collection is not None else ():
+            if entry.syncs:
+                entry.step = None
 
     def end_batches(self, *, show: bool = True) -> None:
         """The loop, or one of its loaders, came to its end: what is read from now on are values of the epoch.
@@ -272,7 +278,8 @@ class Logs:
             self.pending.clear()
         if not failed or self.in_batches:
             self.refresh()
-        self.size_of, self.agree, self.reduce = infer_batch_size, None, None  # not the run's any more
+        self.size_of, self.reduce = infer_batch_size, None  # not the run's any more
+        self.agree = self.agree_on_steps = None
         self.collection = self._batch = None  # after an error the batch that failed would be kept
         for values in self._shown.values():
             values.update(on_cpu(values))
@@ -303,6 +310,13 @@ class Logs:
         if self.collection is None:
             return {}
         return {name: value for name, value, entry in self._current(self.collection) if entry.options.logger}
+
+    def step_metrics(self) -> dict[str, Any]:
+        """What goes to the loggers after a step; asked for in all processes at once."""
+        if self.agree_on_steps is not None and self.collection is not None:
+            self.agree_on_steps(self.collection)
+            self._stale = _ALL
+        return self.metrics()
 
     @property
     def callback_metrics(self) -> dict[str, Any]:

@@ -107,8 +107,9 @@ class PredictionLoop:
         hooks.call("on_predict_epoch_start")
         for index, recorded in enumerate(passes):
             self._predict(context, recorded, index, several=several, final=index == len(passes) - 1)
-        self._predictions = [_in_turn(strategy.gather_objects(outputs)) for outputs in self._predictions]
         hooks.call("on_predict_epoch_end")
+        if self.return_predictions:
+            self._predictions = [_in_turn(strategy.gather_objects(outputs)) for outputs in self._predictions]
         results = self.predictions if self.return_predictions else None
         if not self.return_predictions:
             self._predictions = []

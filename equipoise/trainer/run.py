@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from equipoise.parallel import random_state
 from equipoise.parallel.split import Splitter
 from equipoise.trainer import interop
-from equipoise.trainer.agreement import agree
+from equipoise.trainer.agreement import agree, agree_on_steps
 from equipoise.trainer.checkpoint import (
     load_checkpoint,
     restore_modules_and_callbacks,
@@ -160,6 +160,9 @@ def _prepare(trainer: "Trainer", request: Request) -> Context:
     if strategy.world_size > 1:
         trainer.logs.reduce = strategy.reduce
         trainer.logs.agree = partial(agree, gather=strategy.gather_objects, module=module, device=strategy.root_device)
+        trainer.logs.agree_on_steps = partial(
+            agree_on_steps, gather=strategy.gather_objects, device=strategy.root_device
+        )
     context = _make_context(trainer, request)
     trainer.begin_run(context)
     check_run(context)
@@ -302,6 +305,7 @@ def _tear_down(context: Context) -> None:
 def _release_after(trainer: "Trainer", request: Request, error: BaseException) -> None:
     """The bad end: whoever wants to know is told, then everything is released, even if one of them fails."""
     trainer.state.status = TrainerStatus.INTERRUPTED
+    trainer.connected_strategy.fail(error)
     module = request.module
     if isinstance(error, KeyboardInterrupt):
         rank_zero_info("Interrupted by the keyboard: shutting down.")

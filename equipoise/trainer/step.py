@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
 
 
+_made = tuple.__new__  # a named tuple without the way through its defaults
+
+
 def make_optimization(
     context: "Context", window: Window, weigh: Weigher, *, skip_backward: bool
 ) -> "AutomaticOptimization | ManualOptimization":
@@ -94,7 +97,7 @@ class _AutomaticStep(_Step):
             loss, weight = _loss_and_weight(out)
         if self.weigh is not None:
             weight = self.weigh(part) if weight is None else check_weight(weight)
-        return StepResult(loss, weight, out)
+        return _made(StepResult, (loss, weight, out, ()))
 
     def result(self, out: Any, size: int, logged: Sequence[Any]) -> StepResult:
         """What a step on a part came to; it weighs as many samples as it has unless the user says otherwise."""
@@ -119,6 +122,8 @@ class _AutomaticStep(_Step):
             self.run_backward(loss)
         elif isinstance(weight, Tensor) or weight:
             self.run_backward(loss, self.window.add(weight), self.window.parts)
+        elif not self.alone:
+            self.window.add(0)
 
 
 class AutomaticOptimization:

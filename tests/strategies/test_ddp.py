@@ -1,5 +1,7 @@
 """DDP in real processes over gloo: launched, exact, and home again."""
 
+import csv
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,15 +9,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer, WorkerError
 from tests.conftest import ignoring
 from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
 
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples")
 
 
 # The first promise
@@ -143,6 +148,48 @@ def test_a_sampler_of_the_users_own() -> None:
     trainer("ddp", 2, max_epochs=1).fit(module, DataLoader(Samples(10), batch_size=2, sampler=sampler))
     drawn = [index for process in module.seen[0] for batch in process for index in batch]
     assert sorted(drawn) == list(range(10))
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length, shared out unevenly."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices, self.samples = indices, Samples(13)
+
+    def __iter__(self) -> Any:
+        return (self.samples[index] for index in self.indices)
+
+    def shard(self, num_shards: int, index: int) -> "Stream":
+        return Stream(self.indices[:9] if index == 0 else self.indices[9:])
+
+
+def test_a_stream_that_shares_itself_out() -> None:
+    module = numbered()
+    run = trainer(DDPStrategy(engine="native"), 2)
+    stream = DataLoader(Stream(list(range(13))), batch_size=2)
+    run.fit(module, stream, stream)
+    for epoch in module.seen:
+        assert epoch == [[[0, 1], [2, 3], [4, 5], [6, 7], [8]], [[9, 10], [11, 12]]]
+    assert module.same
+    assert run.global_step == 10
+    expected = trainer("single_device", 1).validate(module, DataLoader(Samples(13), batch_size=2), verbose=False)
+    assert run.callback_metrics["val_loss"] == pytest.approx(expected[0]["val_loss"])
+
+
+def test_a_stream_that_cannot_share_itself_out() -> None:
+    class Plain(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(Samples(4))
+
+    with pytest.raises(ConfigurationError, match=r"Plain is an IterableDataset.*`shard\(num_shards, index\)`"):
+        trainer("ddp", 2).fit(numbered(), DataLoader(Plain(), batch_size=2))
+
+
+def test_loaders_left_alone() -> None:
+    module = numbered()
+    run = trainer("ddp", 2, use_distributed_sampler=False, max_epochs=1)
+    run.fit(module, DataLoader(Samples(4), batch_size=2))
+    assert module.seen == [[[[0, 1], [2, 3]], [[0, 1], [2, 3]]]]
 
 
 # Evaluation
@@ -315,6 +362,38 @@ def test_arguments(options: dict[str, Any], message: str) -> None:
         trainer(DDPStrategy(shares=[1, 2, 3]), 2)
 
 
+def test_surroundings_are_taken_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Looks(Numbered):
+        def on_train_start(self) -> None:
+            self.found = (
+                os.environ.get("SET_IN_THE_PARENT"),
+                torch.get_float32_matmul_precision(),
+                torch.are_deterministic_algorithms_enabled(),
+            )
+            self.drawn = float(torch.rand(()))
+
+    trainer("ddp", 2).validate(numbered(), DataLoader(Samples(2)), verbose=False)  # the server is there
+    monkeypatch.setenv("SET_IN_THE_PARENT", "yes")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    modules, later = [], []
+    try:
+        for strategy, devices in (("single_device", 1), ("ddp", 2)):
+            modules.append(Looks())
+            torch.manual_seed(5)
+            run = trainer(strategy, devices, deterministic=True)
+            run.fit(modules[-1], DataLoader(Samples(8), batch_size=4 // devices))
+            later.append(float(torch.rand(())))
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.use_deterministic_algorithms(False)
+    one, many = modules
+    assert many.found == one.found == ("yes", "high", True)
+    assert many.drawn == one.drawn
+    assert later[0] == later[1]  # the caller's generators go on where the first process ended
+
+
 def test_datasets_travel_in_shared_memory() -> None:
     """What workers read is the caller's memory mapped, not a copy in each of them."""
 
@@ -336,3 +415,147 @@ def test_datasets_travel_in_shared_memory() -> None:
     module = Large()
     trainer("ddp", 2).fit(module, DataLoader(TensorDataset(torch.randn(1000, 4, dtype=torch.float64)), batch_size=500))
     assert module.mapped == 1
+
+
+# Where processes do not do the same
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_callbacks_that_decide_together(engine: Any, tmp_path: Path) -> None:
+    """In the last step one process has no batch: it saves, looks at the clock and logs with the others."""
+
+    class Logs(Numbered):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("synced", float(batch[2].sum()), sync_dist=True, reduce_fx="sum", on_epoch=False)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("checked", batch[2].double().mean(), on_step=True, on_epoch=True, sync_dist=True)
+
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    logger = CSVLogger(tmp_path, version=0)
+    run = trainer(
+        DDPStrategy(engine=engine),
+        2,
+        callbacks=[checkpoint],
+        enable_checkpointing=True,
+        max_time="00:01:00:00",
+        logger=logger,
+        log_every_n_steps=1,
+        max_epochs=1,
+    )
+    run.fit(Logs(), DataLoader(Samples(9), batch_size=2), DataLoader(Samples(5), batch_size=2))
+    assert run.global_step == 3
+    assert len(list(tmp_path.glob("*.ckpt"))) == 3
+    assert run.callback_metrics["checked"] == 2
+    assert Path(run.log_dir) == Path(logger.log_dir)
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = [row["synced"] for row in csv.DictReader(file) if row["synced"]]
+    assert [float(row) for row in rows] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8]
+
+
+def test_the_first_part_of_a_process_weighs_nothing() -> None:
+    class Empty(Numbered):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+            keep = (batch[2] != 1) & (batch[2] != 3)  # all of the second process's first batch
+            return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": int(keep.sum())}
+
+    one, many = Empty(), Empty()
+    many.load_state_dict(one.state_dict())
+    trainer("single_device", 1).fit(one, DataLoader(Samples(10), batch_size=4))
+    trainer("ddp", 2).fit(many, DataLoader(Samples(10), batch_size=2))
+    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_a_step_without_any_weight_moves_nothing(engine: Any) -> None:
+    class Skips(Numbered):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+    one, many = Skips(), Skips()
+    many.load_state_dict(one.state_dict())
+    trainer("single_device", 1).fit(one, DataLoader(Samples(12), batch_size=4))
+    trainer(DDPStrategy(engine=engine), 2).fit(many, DataLoader(Samples(12), batch_size=2))
+    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_parameters_that_begin_to_learn(engine: Any) -> None:
+    class Thaws(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            super().on_train_epoch_start()
+            self.net[0].requires_grad_(self.current_epoch > 0)
+
+    one, many = Thaws(), Thaws()
+    many.load_state_dict(one.state_dict())
+    trainer("single_device", 1).fit(one, DataLoader(Samples(12), batch_size=4))
+    trainer(DDPStrategy(engine=engine), 2).fit(many, DataLoader(Samples(12), batch_size=2))
+    assert many.same
+    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+
+
+def test_gradients_are_whole_after_the_backward() -> None:
+    class Clips(Numbered):
+        def on_after_backward(self) -> None:
+            for parameter in self.parameters():
+                parameter.grad.clamp_(-0.01, 0.01)
+
+    module = Clips()
+    trainer(DDPStrategy(engine="native"), 2).fit(module, DataLoader(Samples(12), batch_size=2))
+    assert module.same
+
+
+def test_a_distributed_sampler_of_the_users_own_in_an_evaluation() -> None:
+    module = numbered()
+
+    class Data(L.LightningDataModule):
+        def val_dataloader(self) -> Any:
+            sampler: Any = DistributedSampler(range(8), 2, self.trainer.global_rank, shuffle=False)
+            return DataLoader(Samples(8), batch_size=2, sampler=sampler)
+
+    expected = trainer("single_device", 1).validate(module, DataLoader(Samples(8), batch_size=2), verbose=False)
+    actual = trainer("ddp", 2).validate(module, datamodule=Data(), verbose=False)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+
+
+def test_a_checkpoint_on_an_error(tmp_path: Path) -> None:
+    """The process that fails does not wait for those that do not know yet."""
+    run = trainer("ddp", 2, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.raises(Own, match="a mistake"):
+        run.fit(Fails(raises, 0), DataLoader(Samples(8), batch_size=2))
+    assert (tmp_path / "on_exception.ckpt").exists()
+
+
+def test_manual_optimisation_needs_a_batch_everywhere() -> None:
+    class Manual(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    one, many = Manual(), Manual()
+    many.load_state_dict(one.state_dict())
+    trainer("single_device", 1).fit(one, DataLoader(Samples(8), batch_size=4))
+    trainer("ddp", 2).fit(many, DataLoader(Samples(8), batch_size=2))
+    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+    with pytest.raises(StepError, match=r"optimises by hand.*drop_last=True"):
+        trainer("ddp", 2).fit(Manual(), DataLoader(Samples(9), batch_size=2))

@@ -1,0 +1,166 @@
+"""Every sample once, none twice, whatever the numbers."""
+
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from equipoise.parallel.sampling import (
+    NO_BATCH,
+    BatchesInTurn,
+    Collate,
+    Filled,
+    SameOrder,
+    SharedBatches,
+    UnpaddedDistributedSampler,
+)
+from equipoise.parallel.shares import sizes_by_shares
+from equipoise.strategies.ddp_data import share_loader
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def flat(batches: Any) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+@given(count=st.integers(0, 50), processes=st.integers(1, 6), shuffle=st.booleans(), epoch=st.integers(0, 3))
+def test_samples_of_all_processes(count: int, processes: int, shuffle: bool, epoch: int) -> None:
+    samplers = [UnpaddedDistributedSampler(Numbers(count), processes, rank, shuffle) for rank in range(processes)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    drawn = [list(sampler) for sampler in samplers]
+    assert sorted(flat(drawn)) == list(range(count))
+    assert [len(sampler) for sampler in samplers] == [len(each) for each in drawn]
+    assert max(map(len, drawn)) - min(map(len, drawn)) <= 1
+    assert isinstance(samplers[0], DistributedSampler)
+
+
+def test_epochs_are_shuffled_anew() -> None:
+    sampler = UnpaddedDistributedSampler(Numbers(20), 2, 0)
+    first = list(sampler)
+    assert list(sampler) == first  # without set_epoch nothing changes
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+def test_a_users_sampler_draws_alike_everywhere() -> None:
+    class Own:
+        def __iter__(self) -> Any:
+            return iter([int(torch.randint(100, ())), random.randrange(100)])
+
+        def __len__(self) -> int:
+            return 2
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    one = list(SameOrder(Own(), seed=3))
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(2)
+    random.seed(9)
+    other = SameOrder(Own(), seed=3)
+    assert list(other) == one
+    other.set_epoch(1)
+    assert list(other) != one
+
+
+@given(
+    count=st.integers(0, 40),
+    batch_size=st.integers(1, 5),
+    shares=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any),
+    drop_last=st.booleans(),
+)
+def test_steps_shared_out(count: int, batch_size: int, shares: list[int], drop_last: bool) -> None:
+    together = batch_size * len(shares)
+    parts = [
+        SharedBatches(range(count), together, lambda n: sizes_by_shares(n, shares), rank, drop_last)
+        for rank in range(len(shares))
+    ]
+    drawn = [list(part) for part in parts]
+    assert [len(part) for part in parts] == [len(each) for each in drawn]
+    assert len({len(each) for each in drawn}) == 1
+    used = count - count % together if drop_last else count
+    steps = [flat(each[step] for each in drawn) for step in range(len(drawn[0]))]
+    assert flat(steps) == list(range(used))
+
+
+@given(count=st.integers(1, 40), batch_size=st.integers(1, 6), processes=st.integers(1, 5), drop_last=st.booleans())
+def test_loaders_in_training(count: int, batch_size: int, processes: int, drop_last: bool) -> None:
+    loader = DataLoader(Numbers(count), batch_size, shuffle=True, drop_last=drop_last)
+    shared = [share_loader(loader, rank, processes, 0, training=True) for rank in range(processes)]
+    drawn = [list(each) for each in shared]
+    assert {len(each) for each in drawn} == {len(each) for each in shared}
+    assert len({len(each) for each in drawn}) == 1
+    there = flat(batch.tolist() for each in drawn for batch in each if batch is not NO_BATCH)
+    assert len(set(there)) == len(there)
+    if not drop_last:
+        assert sorted(there) == list(range(count))
+    assert loader.batch_size == shared[0].batch_size or shared[0].batch_size is None
+
+
+@given(count=st.integers(0, 40), batch_size=st.integers(1, 6), processes=st.integers(1, 5))
+def test_loaders_in_evaluation(count: int, batch_size: int, processes: int) -> None:
+    loader = DataLoader(Numbers(count), batch_size)
+    drawn = [list(share_loader(loader, rank, processes, 0, training=False)) for rank in range(processes)]
+    expected = [batch.tolist() for batch in loader]
+    for index, batch in enumerate(expected):
+        assert drawn[index % processes][index // processes].tolist() == batch
+    assert sum(map(len, drawn)) == len(expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_samplers_of_the_users_own(training: bool) -> None:
+    batches = BatchSampler(RandomSampler(range(11)), 3, False)
+    loader = DataLoader(Numbers(11), batch_sampler=batches)
+    drawn = [list(share_loader(loader, rank, 3, 0, training=training)) for rank in range(3)]
+    there = flat(batch.tolist() for each in drawn for batch in each if batch is not NO_BATCH)
+    assert sorted(there) == list(range(11))
+    assert [len(each) for each in drawn] == ([2, 2, 2] if training else [2, 1, 1])
+
+
+def test_a_distributed_sampler_of_the_users_own_is_kept() -> None:
+    loader = DataLoader(Numbers(5), 2, sampler=DistributedSampler(range(5), 2, 0))
+    assert share_loader(loader, 0, 2, 0, training=True) is loader
+
+
+def test_what_is_no_loader_gives_batches_in_turn() -> None:
+    batches = ["a", "b", "c", "d", "e"]
+    trained = [share_loader(batches, rank, 2, 0, training=True) for rank in range(2)]
+    assert [list(each) for each in trained] == [["a", "c", "e"], ["b", "d", NO_BATCH]]
+    assert [len(each) for each in trained] == [3, 3]
+    evaluated = [share_loader(batches, rank, 2, 0, training=False) for rank in range(2)]
+    assert [list(each) for each in evaluated] == [["a", "c", "e"], ["b", "d"]]
+    assert [len(each) for each in evaluated] == [3, 2]
+
+
+def test_workers_collation_and_generators_stay() -> None:
+    generator = torch.Generator()
+    loader = DataLoader(Numbers(7), 2, shuffle=True, collate_fn=tuple, generator=generator, num_workers=1)
+    shared = share_loader(loader, 1, 4, 0, training=True)
+    assert (shared.num_workers, shared.generator) == (1, generator)
+    assert [type(batch) for batch in shared] == [tuple]
+    assert share_loader(loader, 1, 8, 0, training=True).collate_fn([]) is NO_BATCH
+
+
+def test_nothing_is_the_same_in_every_process() -> None:
+    assert pickle.loads(pickle.dumps(NO_BATCH)) is NO_BATCH
+    assert Collate(list)([1]) == [1]
+    filled = Filled(BatchSampler(SequentialSampler(range(3)), 2, False), 3)
+    assert list(filled) == [[0, 1], [2], []]
+    assert list(Filled([[1], [2]], 1)) == [[1]]
+    assert len(BatchesInTurn([1, 2, 3], 0, 2)) == 2
