@@ -143,11 +143,6 @@ class Trainer(PublicState):
             make_precision(precision, chosen[0].type),
             select.root_directory(default_root_dir),
         )
-        if sync_batchnorm and self.world_size > 1:
-            raise ConfigurationError(
-                "sync_batchnorm=True is not supported yet. Convert the module by"
-                " `torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)`, or take layers without batch statistics."
-            )
         self.num_nodes, self.sync_batchnorm = num_nodes, sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
         given = check.check_barebones(

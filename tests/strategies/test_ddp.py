@@ -559,3 +559,8 @@ def test_manual_optimisation_needs_a_batch_everywhere() -> None:
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
     with pytest.raises(StepError, match=r"optimises by hand.*drop_last=True"):
         trainer("ddp", 2).fit(Manual(), DataLoader(Samples(9), batch_size=2))
+
+
+def test_shared_batch_statistics_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"sync_batchnorm=True is not supported yet.*convert_sync_batchnorm"):
+        trainer("ddp", 2, sync_batchnorm=True).fit(numbered(), DataLoader(Samples(4), batch_size=2))
