@@ -20,12 +20,11 @@ import faulthandler
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -69,7 +68,9 @@ def launch(
     workers: list[_Worker] = []
     try:
         layout = package.pack((function, is_consequence, sys.path, Surroundings(), list(known)))
-        with _hidden_main(), _preloading() as context:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        with _hidden_main():
             for rank in range(count):
                 workers.append(_Worker.start(context, rank, count, package, layout, answer))
         return answer.unpack(_supervise(workers), known)  # type: ignore[no-any-return]
@@ -78,13 +79,6 @@ def launch(
             worker.end()
         package.close()
         answer.close()
-
-
-@contextlib.contextmanager
-def _preloading() -> Iterator[Any]:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    yield context
 
 
 @contextlib.contextmanager
@@ -138,23 +132,22 @@ class _Worker:
     rank: int
     process: Any
     connection: Connection
-    stack: Any
+    stack: Connection  # where a hung process writes what it is doing
     report: _Report | None = None
-    started: float = field(default_factory=time.monotonic)
 
     @classmethod
     def start(cls, context: Any, rank: int, count: int, package: Package, layout: Layout, answer: Package) -> "_Worker":
         here, there = context.Pipe()
-        stack = tempfile.TemporaryFile()  # noqa: SIM115, where a hung process writes what it is doing
+        stack_here, stack_there = context.Pipe(duplex=False)
         options = _Options(rank, count, layout, max(1, torch.get_num_threads() // count))
-        log = Package(os.dup(stack.fileno()))
-        process = context.Process(target=_enter, args=(options, package, answer, log, there), name=f"rank {rank}")
+        arguments = (options, package, answer, stack_there, there)
+        process = context.Process(target=_enter, args=arguments, name=f"rank {rank}")
         try:
             process.start()
         finally:
             there.close()
-            log.close()
-        return cls(rank, process, here, stack)
+            stack_there.close()
+        return cls(rank, process, here, stack_here)
 
     def read(self) -> None:
         """Takes its report, or notes how it ended without one."""
@@ -189,13 +182,12 @@ class _Worker:
     def where(self) -> str:
         """What a hung process is doing."""
         self.send_signal(signal.SIGUSR1)
-        for _ in range(100):
-            time.sleep(0.01)
-            if content := os.pread(self.stack.fileno(), 1 << 16, 0):
-                time.sleep(0.05)
-                content = os.pread(self.stack.fileno(), 1 << 16, 0)
-                return content.decode(errors="replace")
-        return "It does not answer."
+        told = b""
+        while connection.wait([self.stack], 0.2 if told else 1.0):  # it writes line by line
+            if not (piece := os.read(self.stack.fileno(), 1 << 16)):
+                break
+            told += piece
+        return told.decode(errors="replace") or "It does not answer."
 
 
 def _supervise(workers: list[_Worker]) -> Layout:
@@ -295,10 +287,10 @@ class _Options:
     threads: int
 
 
-def _enter(options: _Options, package: Package, answer: Package, log: Package, parent: Connection) -> None:
+def _enter(options: _Options, package: Package, answer: Package, stack: Connection, parent: Connection) -> None:
     """What a worker does, from its first line to its last."""
     os.setpgid(0, 0)  # Ctrl-C is the parent's to hand on, and what a worker starts ends with it
-    faulthandler.register(signal.SIGUSR1, log.descriptor)
+    faulthandler.register(signal.SIGUSR1, stack.fileno())
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     code, rank = 0, options.rank
     is_consequence: Any = None

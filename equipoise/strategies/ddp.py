@@ -18,13 +18,13 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.launch import launch
 from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
 from equipoise.parallel.sampling import NO_BATCH
-from equipoise.parallel.shares import even_sizes, sizes_by_shares
+from equipoise.parallel.shares import sizes_by_shares
 from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
 from equipoise.strategies.ddp_data import gather_tensors, is_dealt, share_loader, synchronise_metrics
 from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, check_same_modules, copy_from_first
-from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
+from equipoise.strategies.strategy import StepResult, Strategy, TrainingStep, Transfer
 
 __all__ = ["DDPStrategy"]
 
@@ -70,7 +70,6 @@ class DDPStrategy(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
-    seed = property(lambda self: int(os.environ.get("PL_GLOBAL_SEED") or 0))
 
     def __init__(
         self,
@@ -209,20 +208,16 @@ class DDPStrategy(Strategy):
         """This process's part of a loader; see `Strategy.shard`."""
         if self.world_size == 1:
             return loader
-        sizes = None if self.shares is None else self._sizes
+        shares, seed = self.shares, int(os.environ.get("PL_GLOBAL_SEED") or 0)  # where `seed_everything` leaves it
+        sizes = None if shares is None else partial(sizes_by_shares, shares=shares)
         if stage == "train" and (size := getattr(loader, "batch_size", None)):
-            each = self._sizes(size * self.world_size) if sizes else size
+            each = size if sizes is None else sizes(size * self.world_size)
             rank_zero_info(
                 f"A step has {size * self.world_size} samples: {each} in {'the' if sizes else 'each of'}"
                 f" {self.world_size} processes."
             )
-        return share_loader(
-            loader, self.global_rank, self.world_size, self.seed, training=stage == "train", sizes=sizes
-        )
-
-    def _sizes(self, batch_size: int) -> list[int]:
-        shares = self.shares
-        return even_sizes(batch_size, self.world_size) if shares is None else sizes_by_shares(batch_size, shares)
+        training = stage == "train"
+        return share_loader(loader, self.global_rank, self.world_size, seed, training=training, sizes=sizes)
 
     def part_of(self, batches: float, part: Any) -> float | None:
         """How many of so many batches this process evaluates; see `Strategy.part_of`."""
@@ -288,10 +283,6 @@ class DDPStrategy(Strategy):
         if self.world_size == 1:
             return super().finish_gradients(window, optimizer)
         return self._made_engine().finish(window, optimizer)
-
-    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
-        """Runs a step of the bare module: processes evaluate without waiting for one another."""
-        return step(parts[0])
 
     # Values over processes.
 

@@ -50,18 +50,29 @@ def _is_idle(result: StepResult) -> bool:
     return result.loss is None or (not isinstance(result.weight, Tensor) and result.weight == 0)
 
 
-def _end(optimizer: Optimizer, total: float | Tensor) -> bool:
-    """Returns whether no process had any weight; then nobody has a gradient either, as on one device."""
-    nobody = not isinstance(total, Tensor) and total == 0
+def _finish(window: Window, optimizer: Optimizer, device: torch.device, divided_by: int) -> bool:
+    """Turns summed gradients into the weighted mean over all processes; returns whether no process had any weight.
+
+    Then nobody has a gradient either, as on one device.
+
+    Args:
+        window: What this process computed.
+        optimizer: Whose gradients.
+        device: Where this process computes.
+        divided_by: By how much the exchange has divided the sums.
+    """
+    total = torch.as_tensor(window.total, dtype=torch.float64).to(device, copy=True)
+    dist.all_reduce(total)
+    known: float | Tensor = total.item() if device.type == "cpu" else total  # elsewhere reading would wait
+    parameters = parameters_of(optimizer)
+    factor = window.correction(known, divided_by)
+    if factor is not None:
+        foreach.multiply_([p.grad for p in parameters if p.grad is not None], factor)
+    nobody = not isinstance(known, Tensor) and known == 0
     if nobody:
-        for parameter in parameters_of(optimizer):
+        for parameter in parameters:
             parameter.grad = None
     return nobody
-
-
-def _correct(optimizer: Optimizer, factor: float | Tensor | None) -> None:
-    if factor is not None:
-        foreach.multiply_([p.grad for p in parameters_of(optimizer) if p.grad is not None], factor)
 
 
 class _Redirected(nn.Module):
@@ -89,7 +100,8 @@ class TorchEngine:
         hook = given.pop("comm_hook")
         if "forward_sync_buffers" not in signature(DistributedDataParallel).parameters:  # older than torch 2.12
             given["broadcast_buffers"] = given.pop("forward_sync_buffers")
-        self.module, self.device = module, device
+        self.device = device
+        self._learned = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._tells_unused = not given["find_unused_parameters"] and not given["static_graph"]
         self._wrapped = DistributedDataParallel(
             _Redirected(module), device_ids=[device] if device.type == "cuda" else None, **given
@@ -116,11 +128,10 @@ class TorchEngine:
 
     def _zero(self) -> Tensor:
         """A loss of 0 that every parameter takes part in, for a process without a batch."""
-        learned = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        return torch.stack([(parameter.flatten()[:0]).sum().to(torch.float32) for parameter in learned]).sum()
+        return torch.stack([p.flatten()[:0].sum().to(torch.float32) for p in self._learned.values()]).sum()
 
     def _check_unused(self) -> None:
-        unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        unused = [name for name, parameter in self._learned.items() if parameter.grad is None]
         if unused:
             named = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
             raise StepError(
@@ -133,11 +144,7 @@ class TorchEngine:
 
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """See `Engine`. The wrapper has averaged over the processes."""
-        total = torch.as_tensor(window.total, dtype=torch.float64).to(self.device, copy=True)
-        dist.all_reduce(total)
-        known: float | Tensor = total.item() if self.device.type == "cpu" else total
-        _correct(optimizer, window.correction(known, dist.get_world_size()))
-        return _end(optimizer, known)
+        return _finish(window, optimizer, self.device, dist.get_world_size())
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Not for this engine."""
@@ -176,18 +183,13 @@ class NativeEngine:
 
     def collect(self) -> None:
         """See `Engine`."""
-        if self._reducer.is_open and self._automatic:
+        if self._reducer.is_open:
             self._reducer.finish()
 
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """See `Engine`. The reducer has summed over the processes."""
-        if self._reducer.is_open:  # there was nothing to go backward through
-            self._reducer.finish()
-        total = torch.as_tensor(window.total, dtype=torch.float64).to(self.device, copy=True)
-        dist.all_reduce(total)
-        known: float | Tensor = total.item() if self.device.type == "cpu" else total
-        _correct(optimizer, window.correction(known))
-        return _end(optimizer, known)
+        self.collect()  # if there was nothing to go backward through
+        return _finish(window, optimizer, self.device, 1)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """See `Engine`."""

@@ -76,15 +76,16 @@ def run(trainer: "Trainer", request: Request) -> Any:
     trainer.state.fn, trainer.state.status = request.fn, TrainerStatus.RUNNING
     trainer.state.stage = _STAGE[request.fn]
     trainer.should_stop = False
-    known = known_objects(trainer, request)
+    strategy = trainer.connected_strategy
+    known = known_objects(trainer, request) if strategy.launches else []
     try:
-        effects = trainer.connected_strategy.launch(partial(_carry_out, trainer, request, known), known)
-    except BaseException as error:
+        effects = strategy.launch(partial(_carry_out, trainer, request, known), known)
+    except BaseException:
         if trainer.state.stage is not None:  # it was not released yet: it ran in other processes, or nowhere
             trainer.state.status, trainer.state.stage = TrainerStatus.INTERRUPTED, None
             for logger in trainer.loggers:
                 logger.finalize("failed")
-        raise error
+        raise
     if effects.process != os.getpid():
         trainer.begin_run(_make_context(trainer, request))
     return take_over(trainer, known, effects)

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
-from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer, WorkerError
+from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
 from tests.conftest import ignoring
+from tests.strategies.test_ddp_faults import HOW, Mistake, hangs, raises
 from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples")
@@ -115,6 +116,11 @@ def numbered() -> Numbered:
     return Numbered()
 
 
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    for expected, actual in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize(("count", "processes"), [(13, 2), (13, 3), (4, 3), (12, 3), (2, 3)])
 @pytest.mark.parametrize("shares", [False, True])
 def test_each_sample_once(count: int, processes: int, shares: bool) -> None:
@@ -138,8 +144,7 @@ def test_uneven_shares_are_exact() -> None:
     strategy = DDPStrategy(shares=[0.5, 1.5])
     trainer(strategy, 2).fit(many, DataLoader(Samples(13), batch_size=3))
     assert [len(batch) for batch in many.seen[0][1]] == [4, 4, 1]
-    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+    assert_same_weights(one, many)
 
 
 def test_a_sampler_of_the_users_own() -> None:
@@ -267,42 +272,10 @@ class Fails(Numbered):
         return super().training_step(batch, batch_idx)
 
 
-class Own(Exception):
-    """Defined here, so known to the workers by value alone."""
-
-
-def raises() -> None:
-    raise Own("a mistake of the user's")
-
-
-def is_killed() -> None:
-    import os
-    import signal
-
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leaves() -> None:
-    import sys
-
-    sys.exit(3)
-
-
-def hangs() -> None:
-    threading.Event().wait()
-
-
 @pytest.mark.parametrize("engine", ["torch", "native"])
-@pytest.mark.parametrize(
-    ("how", "error", "message"),
-    [
-        (raises, Own, "a mistake of the user's"),
-        (is_killed, WorkerError, "rank 1 of 2 was killed by SIGKILL"),
-        (leaves, WorkerError, r"rank 1 of 2 failed(?s:.*)sys.exit\(3\)"),
-        (hangs, WorkerError, r"rank 1 of 2 hung(?s:.*)in hangs"),
-    ],
-)
-def test_failures_are_told(how: Any, error: type[Exception], message: str, engine: Any) -> None:
+@pytest.mark.parametrize("name", HOW)
+def test_failures_are_told(name: str, engine: Any) -> None:
+    how, error, message = HOW[name]
     module = Fails(how, 1)
     strategy = DDPStrategy(engine=engine, timeout=3.0 if how is hangs else 60.0)
     run = trainer(strategy, 2)
@@ -466,8 +439,7 @@ def test_the_first_part_of_a_process_weighs_nothing() -> None:
     many.load_state_dict(one.state_dict())
     trainer("single_device", 1).fit(one, DataLoader(Samples(10), batch_size=4))
     trainer("ddp", 2).fit(many, DataLoader(Samples(10), batch_size=2))
-    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+    assert_same_weights(one, many)
 
 
 @pytest.mark.parametrize("engine", ["torch", "native"])
@@ -483,8 +455,7 @@ def test_a_step_without_any_weight_moves_nothing(engine: Any) -> None:
     many.load_state_dict(one.state_dict())
     trainer("single_device", 1).fit(one, DataLoader(Samples(12), batch_size=4))
     trainer(DDPStrategy(engine=engine), 2).fit(many, DataLoader(Samples(12), batch_size=2))
-    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+    assert_same_weights(one, many)
 
 
 @pytest.mark.parametrize("engine", ["torch", "native"])
@@ -503,8 +474,7 @@ def test_parameters_that_begin_to_learn(engine: Any) -> None:
     trainer("single_device", 1).fit(one, DataLoader(Samples(12), batch_size=4))
     trainer(DDPStrategy(engine=engine), 2).fit(many, DataLoader(Samples(12), batch_size=2))
     assert many.same
-    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+    assert_same_weights(one, many)
 
 
 def test_gradients_are_whole_after_the_backward() -> None:
@@ -534,7 +504,7 @@ def test_a_distributed_sampler_of_the_users_own_in_an_evaluation() -> None:
 def test_a_checkpoint_on_an_error(tmp_path: Path) -> None:
     """The process that fails does not wait for those that do not know yet."""
     run = trainer("ddp", 2, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
-    with pytest.raises(Own, match="a mistake"):
+    with pytest.raises(Mistake, match="on purpose"):
         run.fit(Fails(raises, 0), DataLoader(Samples(8), batch_size=2))
     assert (tmp_path / "on_exception.ckpt").exists()
 
@@ -555,8 +525,7 @@ def test_manual_optimisation_needs_a_batch_everywhere() -> None:
     many.load_state_dict(one.state_dict())
     trainer("single_device", 1).fit(one, DataLoader(Samples(8), batch_size=4))
     trainer("ddp", 2).fit(many, DataLoader(Samples(8), batch_size=2))
-    for expected, actual in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+    assert_same_weights(one, many)
     with pytest.raises(StepError, match=r"optimises by hand.*drop_last=True"):
         trainer("ddp", 2).fit(Manual(), DataLoader(Samples(9), batch_size=2))
 
