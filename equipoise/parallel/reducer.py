@@ -9,35 +9,66 @@ The idea of buckets is that of Li et al., "PyTorch Distributed" (2020).
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from equipoise.errors import StepError
 from equipoise.parallel import foreach
+from equipoise.parallel.weighting import Weight
 
 __all__ = ["GradientReducer"]
 
 
 class _Bucket:
-    """Parameters of one dtype and device whose gradients travel together."""
+    """Parameters of one dtype and device whose gradients travel together.
+
+    Behind the gradients travel, for each parameter, how many processes have one, and a weight.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        first = parameters[0]
+        first, sizes = parameters[0], [p.numel() for p in parameters]
         self.parameters = parameters
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        parts = torch.split(self.flat, [p.numel() for p in parameters])
+        self.flat = torch.zeros(sum(sizes) + len(parameters) + 1, dtype=first.dtype, device=first.device)
+        *parts, self.tail = torch.split(self.flat, [*sizes, len(parameters) + 1])
         self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-        self.missing = len(parameters)
+        self.full = torch.ones_like(self.tail)  # the tail where all gradients are there
+        self.weight: Weight = 1
+        self.missing = set(range(len(parameters)))
+        self.sent = self.whole = False
+
+    def begin(self, weight: Weight) -> None:
+        """No gradient is there yet."""
+        self.missing.update(range(len(self.parameters)))
+        self.sent = False
+        if isinstance(weight, Tensor) or isinstance(self.weight, Tensor) or weight != self.weight:
+            self.weight = weight
+            self.full[-1] = weight
 
     def fill(self) -> None:
         """Copies the gradients in; those that are not there count as zeros."""
-        absent = [view for view, p in zip(self.views, self.parameters, strict=True) if p.grad is None]
-        there = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
-        for view in absent:
-            view.zero_()
-        foreach.copy_([view for view, _ in there], [grad for _, grad in there])
+        grads = [p.grad for p in self.parameters]
+        there = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
+        self.sent, self.whole = True, len(there) == len(grads)
+        tail = self.full
+        if not self.whole:
+            for view in (view for view, grad in zip(self.views, grads, strict=True) if grad is None):
+                view.zero_()
+            there_or_not = [float(grad is not None) for grad in grads]
+            tail = torch.cat([torch.tensor(there_or_not).to(tail), tail[-1:]])
+        foreach.copy_([*(view for view, _ in there), self.tail], [*(grad for _, grad in there), tail])
+
+    def hand_out(self) -> None:
+        """Makes the sums the gradients; a parameter that no process has a gradient of is left without."""
+        if self.whole:  # here at least, so nothing needs to be read
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.grad = view
+        else:
+            for parameter, view, count in zip(self.parameters, self.views, self.tail[:-1].tolist(), strict=True):
+                parameter.grad = view if count else None
 
 
 class GradientReducer:
@@ -57,31 +88,52 @@ class GradientReducer:
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_megabytes: float = 25.0) -> None:
         learned = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = [_Bucket(group) for group in _grouped(learned, int(bucket_megabytes * 2**20))]
-        self._where = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._handles: list[Any] = []
-        for parameter in learned:
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(self._ready))
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(partial(self._ready, bucket, index)))
+        # The weight travels with gradients if they are of float32 or wider: 257 would become 256 in bfloat16.
+        wide = [bucket for bucket in self._buckets if bucket.flat.dtype in (torch.float32, torch.float64)]
+        self._carrier = wide[0] if wide else None
+        self._apart = torch.zeros((), dtype=torch.float64, device=learned[0].device if learned else None)
         self._works: list[dist.Work] = []
         self._next = 0
-        self._live = False
+        self._live = self._eager = False
 
     def close(self) -> None:
         """Takes its hooks away."""
         for handle in self._handles:
             handle.remove()
 
-    def begin(self) -> None:
-        """The next backward is the last of its window: its gradients are exchanged as they become ready."""
-        self._live, self._next, self._works = True, 0, []
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+    def begin(self, weight: Weight = 1, *, eager: bool = True) -> None:
+        """The next backward is the last of its window.
 
-    def _ready(self, parameter: Tensor) -> None:
-        if not self._live:
+        Args:
+            weight: A number to be summed along with the gradients. Default: 1.
+            eager: Whether its gradients are exchanged as they become ready, not only at the end.
+        """
+        self._live, self._eager, self._next, self._works = True, eager, 0, []
+        for bucket in self._buckets:
+            bucket.begin(weight if bucket is self._carrier else 1)
+        if self._carrier is None:
+            self._apart.fill_(weight)
+            dist.all_reduce(self._apart)
+
+    def total(self) -> Tensor:
+        """The weights of all processes, summed; a 0-dim tensor."""
+        return self._apart if self._carrier is None else self._carrier.tail[-1]
+
+    def _ready(self, bucket: _Bucket, index: int, parameter: Tensor) -> None:
+        if not self._live or not self._eager:
             return
-        self._where[parameter].missing -= 1  # type: ignore[index]
-        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+        if bucket.sent:
+            raise StepError(
+                f"A parameter of shape {list(parameter.shape)} got a part of its gradient after the exchange had begun."
+                " With activation checkpointing, say use_reentrant=False."
+            )
+        bucket.missing.discard(index)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send()
 
     def _send(self) -> None:
@@ -105,36 +157,30 @@ class GradientReducer:
         self._live = False
         while self._next < len(self._buckets):
             self._send()
-        parameters = list(self._where)
-        have = [parameter.grad is not None for parameter in parameters]
-        device = parameters[0].device if parameters else torch.device("cpu")
-        anywhere = torch.tensor(have, dtype=torch.uint8, device=device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-        for work in self._works:
+        for work, bucket in zip(self._works, self._buckets, strict=True):
             work.wait()
-        used = dict(zip(parameters, have if all(have) else anywhere.tolist(), strict=True))
-        for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if used[parameter]:
-                    parameter.grad = view
+            bucket.hand_out()
 
     def scale(self, factor: float) -> None:
         """Multiplies all gradients."""
-        foreach.multiply_([p.grad for p in self._where if p.grad is not None], factor)
+        parameters = (parameter for bucket in self._buckets for parameter in bucket.parameters)
+        foreach.multiply_([p.grad for p in parameters if p.grad is not None], factor)
 
 
 def _grouped(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Parameters in buckets, from the last to the first; of one dtype and device each."""
+    """Parameters in buckets, from the last to the first; of one dtype and device each.
+
+    A bucket is closed by the parameter that fills it, so that a large one need not wait for those behind it.
+    """
     groups: list[list[nn.Parameter]] = []
     size, limit = 0, min(1 << 20, most)
     for parameter in reversed(parameters):
-        bytes_ = parameter.numel() * parameter.element_size()
         last = groups[-1][0] if groups else None
         fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not fits or size + bytes_ > limit:
+        if not fits or size >= limit:
             limit = most if groups else limit
             groups.append([])
             size = 0
         groups[-1].append(parameter)
-        size += bytes_
+        size += parameter.numel() * parameter.element_size()
     return groups

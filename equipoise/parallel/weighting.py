@@ -51,6 +51,14 @@ class Window:
         """Σw of the parts so far, never rounded to the dtype of a weight."""
         return self._equal * (self._reference or 0) + self._others if self._equal else self._others
 
+    def total_with(self, weight: Weight) -> Weight:
+        """Σw as it will be once a part of this weight is added."""
+        if isinstance(weight, Tensor):
+            return self.total + weight.detach().to(_wide(weight))
+        if isinstance(self._reference, Tensor) or weight != self._reference:
+            return self.total + weight
+        return (self._equal + 1) * self._reference + self._others
+
     @property
     def is_open(self) -> bool:
         """Whether parts were added since the last reset."""

@@ -4,11 +4,14 @@ Both end a window with the same gradients in all processes: Σ wᵢgᵢ / Σ w�
 """
 
 import contextlib
+import math
+from collections.abc import Iterable
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,7 +19,7 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel import foreach
 from equipoise.parallel.reducer import GradientReducer
-from equipoise.parallel.weighting import Window
+from equipoise.parallel.weighting import Weight, Window
 from equipoise.strategies.strategy import StepResult, TrainingStep, parameters_of
 
 __all__ = ["Engine", "NativeEngine", "TorchEngine", "check_same_modules", "copy_from_first"]
@@ -50,7 +53,7 @@ def _is_idle(result: StepResult) -> bool:
     return result.loss is None or (not isinstance(result.weight, Tensor) and result.weight == 0)
 
 
-def _finish(window: Window, optimizer: Optimizer, device: torch.device, divided_by: int) -> bool:
+def _weigh(window: Window, optimizer: Optimizer, total: float | Tensor, divided_by: int) -> bool:
     """Turns summed gradients into the weighted mean over all processes; returns whether no process had any weight.
 
     Then nobody has a gradient either, as on one device.
@@ -58,32 +61,95 @@ def _finish(window: Window, optimizer: Optimizer, device: torch.device, divided_
     Args:
         window: What this process computed.
         optimizer: Whose gradients.
-        device: Where this process computes.
+        total: Σw of all processes.
         divided_by: By how much the exchange has divided the sums.
     """
-    total = torch.as_tensor(window.total, dtype=torch.float64).to(device, copy=True)
-    dist.all_reduce(total)
-    known: float | Tensor = total.item() if device.type == "cpu" else total  # elsewhere reading would wait
-    parameters = parameters_of(optimizer)
-    factor = window.correction(known, divided_by)
+    factor = window.correction(total, divided_by)
     if factor is not None:
-        foreach.multiply_([p.grad for p in parameters if p.grad is not None], factor)
-    nobody = not isinstance(known, Tensor) and known == 0
+        foreach.multiply_([p.grad for p in parameters_of(optimizer) if p.grad is not None], factor)
+    nobody = not isinstance(total, Tensor) and total == 0
     if nobody:
-        for parameter in parameters:
+        for parameter in parameters_of(optimizer):
             parameter.grad = None
     return nobody
 
 
 class _Redirected(nn.Module):
-    """A module whose forward calls whatever it is given, so that a whole step runs inside torch's wrapper."""
+    """A module whose forward calls whatever it is given, so that a whole step runs inside torch's wrapper.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: The user's module.
+        weight: What carries Σw, as the gradient of a parameter that nobody computes with. None: something else does.
+    """
+
+    def __init__(self, module: nn.Module, weight: nn.Parameter | None) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.weight = module, weight
 
     def forward(self, function: Any) -> Any:
         return function()
+
+
+class _Apart:
+    """Σw over all processes in an exchange of its own, while the backward runs.
+
+    Args:
+        device: Where this process computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._total, self._work = device, torch.zeros(()), cast("dist.Work | None", None)
+
+    def send(self, own: Weight) -> None:
+        """Sends this process's part; every process does so at the same place in its step."""
+        self._wait()  # if a closure is called again
+        self._total = torch.as_tensor(own, dtype=torch.float64).to(self.device, copy=True)
+        self._work = dist.all_reduce(self._total, async_op=True)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def total(self) -> float | Tensor:
+        """Σw."""
+        self._wait()
+        return _read(self._total)
+
+
+class _Along:
+    """Σw in the first bucket of gradients, since a small exchange costs as much as a large one.
+
+    The wrapper divides by the number of processes, which is undone. Numbers of samples come out as they are.
+
+    Args:
+        weight: The parameter whose gradient is Σw, of float32 or wider.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._weight, self._processes = weight, dist.get_world_size()
+        self._near = 4 * torch.finfo(weight.dtype).eps
+        self._sent: tuple[Weight, Tensor] = (0, torch.zeros_like(weight))  # a weight, and what is sent for it
+
+    def send(self, own: Weight) -> None:
+        """The first gradient to be ready."""
+        seen, value = self._sent
+        if isinstance(own, Tensor) or isinstance(seen, Tensor) or own != seen:
+            value = torch.as_tensor(own * self._processes).to(self._weight)
+            self._sent = (own, value)
+        self._weight.grad = None
+        torch.autograd.backward(self._weight, value)
+
+    def total(self) -> float | Tensor:
+        """Σw."""
+        assert self._weight.grad is not None
+        total = _read(self._weight.grad.detach())
+        if not isinstance(total, Tensor):
+            whole_number = math.floor(total + 0.5) if math.isfinite(total) else total
+            return whole_number if abs(total - whole_number) <= self._near * total else total
+        total = total.double()
+        whole = total.round()
+        return torch.where((total - whole).abs() <= self._near * whole, whole, total)
 
 
 class TorchEngine:
@@ -100,11 +166,15 @@ class TorchEngine:
         hook = given.pop("comm_hook")
         if "forward_sync_buffers" not in signature(DistributedDataParallel).parameters:  # older than torch 2.12
             given["broadcast_buffers"] = given.pop("forward_sync_buffers")
-        self.device = device
         self._learned = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._tells_unused = not given["find_unused_parameters"] and not given["static_graph"]
+        plain = not given["find_unused_parameters"] and not given["static_graph"]
+        self._tells_unused = plain
+        # A graph that is looked through does not hold the weight; a hook of the user's may round it.
+        weight = _weight_like(self._learned.values(), device) if plain and hook is None else None
+        self._weight = _Apart(device) if weight is None else _Along(weight)
+        self._device = device
         self._wrapped = DistributedDataParallel(
-            _Redirected(module), device_ids=[device] if device.type == "cuda" else None, **given
+            _Redirected(module, weight), device_ids=[device] if device.type == "cuda" else None, **given
         )
         if hook is not None:
             self._wrapped.register_comm_hook(None, hook)
@@ -119,32 +189,35 @@ class TorchEngine:
         with contextlib.nullcontext() if last else self._wrapped.no_sync():
             result, zero = self._wrapped(compute)
             result = StepResult(*result)
+            if last:
+                self._weight.send(step.total_with(result))
             step.backward(result)
             if zero is not None:
                 zero.backward()
         if last and zero is None and self._tells_unused:
-            self._check_unused()
+            for parameter in self._learned.values():
+                if parameter.grad is None:
+                    raise self._unused()
         return result
 
     def _zero(self) -> Tensor:
         """A loss of 0 that every parameter takes part in, for a process without a batch."""
         return torch.stack([p.flatten()[:0].sum().to(torch.float32) for p in self._learned.values()]).sum()
 
-    def _check_unused(self) -> None:
+    def _unused(self) -> StepError:
         unused = [name for name, parameter in self._learned.items() if parameter.grad is None]
-        if unused:
-            named = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            raise StepError(
-                f"Parameters that took no part in the loss: {named}. Say so with"
-                " DDPStrategy(find_unused_parameters=True), take engine='native', or freeze them."
-            )
+        named = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        return StepError(
+            f"Parameters that took no part in the loss: {named}. Say so with"
+            " DDPStrategy(find_unused_parameters=True), take engine='native', or freeze them."
+        )
 
     def collect(self) -> None:
         """See `Engine`: the wrapper has done it."""
 
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """See `Engine`. The wrapper has averaged over the processes."""
-        return _finish(window, optimizer, self.device, dist.get_world_size())
+        return _weigh(window, optimizer, self._weight.total(), dist.get_world_size())
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Not for this engine."""
@@ -152,6 +225,17 @@ class TorchEngine:
 
     def close(self) -> None:
         """See `Engine`."""
+
+
+def _weight_like(parameters: Iterable[nn.Parameter], device: torch.device) -> nn.Parameter:
+    """A parameter that shares a bucket with others, if any of them is wide enough."""
+    wide = [p.dtype for p in parameters if p.dtype in (torch.float32, torch.float64)]
+    return nn.Parameter(torch.zeros((), dtype=wide[-1] if wide else torch.float32, device=device))
+
+
+def _read(total: Tensor) -> float | Tensor:
+    """A total as a number, unless reading it would wait for a device."""
+    return total.item() if total.device.type == "cpu" else total
 
 
 class NativeEngine:
@@ -164,7 +248,9 @@ class NativeEngine:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
-        self.device, self._automatic = device, bool(getattr(module, "automatic_optimization", True))
+        self._automatic = bool(getattr(module, "automatic_optimization", True))
+        # An override may go backward several times, and only the last one completes a gradient.
+        self._in_one_go = getattr(type(module), "backward", None) is LightningModule.backward
         self._reducer = GradientReducer(module.parameters(), options["bucket_cap_mb"])
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
@@ -177,8 +263,9 @@ class NativeEngine:
             )
         result = step(parts[0]) if parts else _NOTHING
         if last and self._automatic:
-            self._reducer.begin()
+            self._reducer.begin(step.total_with(result), eager=self._in_one_go)
         step.backward(result)
+        self.collect()  # if there was nothing to go backward through
         return result
 
     def collect(self) -> None:
@@ -188,8 +275,7 @@ class NativeEngine:
 
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """See `Engine`. The reducer has summed over the processes."""
-        self.collect()  # if there was nothing to go backward through
-        return _finish(window, optimizer, self.device, 1)
+        return _weigh(window, optimizer, _read(self._reducer.total()), 1)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """See `Engine`."""

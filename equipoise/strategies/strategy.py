@@ -86,6 +86,9 @@ class TrainingStep(PartwiseStep, Protocol):
     def backward(self, result: StepResult) -> None:
         """Runs the backward of a result with its hooks and the scaler; nothing in manual optimisation."""
 
+    def total_with(self, result: StepResult) -> Weight:
+        """Σw of this process's window, a result that is about to go backward included; 0 in manual optimisation."""
+
 
 class EvaluationStep(PartwiseStep, Protocol):
     """The user's step without gradients, as a strategy sees it."""

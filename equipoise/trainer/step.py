@@ -106,6 +106,10 @@ class _AutomaticStep(_Step):
         loss, weight = (out, None) if isinstance(out, Tensor) else _loss_and_weight(out)
         return StepResult(loss, size if weight is None else check_weight(weight), out, logged)
 
+    def total_with(self, result: StepResult) -> Weight:
+        """Σw of the window, this result included."""
+        return self.window.total_with(0 if result.weight is None else result.weight)
+
     def backward(self, result: StepResult) -> None:
         """Zeroes the gradients at the beginning of a window, then runs the backward with the part's share."""
         if self.skip_backward:
@@ -357,6 +361,10 @@ class _ManualStep(_Step):
                 f" {type(out).__name__}."
             )
         return StepResult(None, None, out)
+
+    def total_with(self, result: StepResult) -> Weight:
+        """Nothing is weighed."""
+        return 0
 
     def backward(self, result: StepResult) -> None:
         """Nothing: the user did it."""
