@@ -70,9 +70,15 @@ class Calibration:
         """Whether everything was measured."""
         return self._step >= len(_TILTS)
 
-    def sizes(self, batch_size: int) -> list[int]:
-        """The sizes to measure next."""
-        tilt = _TILTS[self._step] if 0 <= self._step < len(_TILTS) else 0.0
+    def sizes(self, batch_size: int, steps: int | None = None) -> list[int]:
+        """The sizes to measure next.
+
+        Args:
+            batch_size: The number of samples.
+            steps: After how many steps. Default: those that were measured here.
+        """
+        step = self._step if steps is None else steps - 1
+        tilt = _TILTS[step] if 0 <= step < len(_TILTS) else 0.0
         shares = [1 + (tilt if index % 2 else -tilt) for index in range(len(self.devices))]
         return _within(sizes_by_shares(batch_size, shares), [times.most for times in self.times])
 

@@ -10,6 +10,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
@@ -153,6 +154,7 @@ def joined(
         if port is not None:
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, use_libuv=False)
         else:
+            _meet_under_slurm()
             meeting = rendezvous("env://", place.global_rank, place.world_size, timeout=timeout)
             store = next(meeting)[0]
         # What an earlier group has left there would mislead this one.
@@ -163,6 +165,14 @@ def joined(
     yield
     dist.barrier(device_ids=[device.index or 0] if backend == "nccl" else None)
     dist.destroy_process_group()
+
+
+def _meet_under_slurm() -> None:
+    """Lets processes that Slurm has started meet on its first machine, at a port that follows from the job."""
+    if "SLURM_PROCID" in os.environ and "SLURM_NODELIST" in os.environ:
+        first = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_NODELIST"])
+        os.environ.setdefault("MASTER_ADDR", first)
+        os.environ.setdefault("MASTER_PORT", str(15000 + int(os.environ.get("SLURM_JOB_ID", "0")[-4:])))
 
 
 @contextlib.contextmanager

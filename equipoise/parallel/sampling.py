@@ -98,28 +98,29 @@ class SharedBatches(Sampler[list[Any]]):
     Args:
         order: A sampler over all samples.
         batch_size: The number of samples in a step, of all processes together.
-        sizes: The parts of a step of so many samples.
+        sizes: The parts of a step of so many samples, by its number in the epoch.
         rank: Whose parts these are.
         drop_last: Whether a last step that is not full is left out.
     """
 
     def __init__(
-        self, order: Any, batch_size: int, sizes: Callable[[int], Sequence[int]], rank: int, drop_last: bool
+        self, order: Any, batch_size: int, sizes: Callable[[int, int], Sequence[int]], rank: int, drop_last: bool
     ) -> None:
         self.sampler, self.batch_size, self.sizes, self.rank, self.drop_last = order, batch_size, sizes, rank, drop_last
 
     def __iter__(self) -> Iterator[list[Any]]:
         step: list[Any] = []
+        number = 0
         for index in self.sampler:
             step.append(index)
             if len(step) == self.batch_size:
-                yield self._part(step)
-                step = []
+                yield self._part(step, number)
+                step, number = [], number + 1
         if step and not self.drop_last:
-            yield self._part(step)
+            yield self._part(step, number)
 
-    def _part(self, step: list[Any]) -> list[Any]:
-        sizes = self.sizes(len(step))
+    def _part(self, step: list[Any], number: int) -> list[Any]:
+        sizes = self.sizes(len(step), number)
         begin = sum(sizes[: self.rank])
         return step[begin : begin + sizes[self.rank]]
 

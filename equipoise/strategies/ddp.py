@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.parallel.calibration import SimulatedDevice
 from equipoise.parallel.launch import launch
 from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
 from equipoise.parallel.sampling import NO_BATCH
@@ -23,7 +24,9 @@ from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
 from equipoise.strategies.ddp_data import gather_tensors, is_dealt, share_loader, synchronise_metrics
-from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, check_same_modules, copy_from_first
+from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine
+from equipoise.strategies.ddp_modules import check_same_modules, copy_from_first, share_batch_statistics
+from equipoise.strategies.ddp_shares import ProcessShares, check_shares
 from equipoise.strategies.strategy import StepResult, Strategy, TrainingStep, Transfer
 
 __all__ = ["DDPStrategy"]
@@ -50,7 +53,8 @@ class DDPStrategy(Strategy):
         engine: "torch": torch's DistributedDataParallel. "native": our own reducer, which exchanges gradients once per
             window whatever happens before. Manual optimisation always takes the latter. Default: "torch".
         shares: A number from 0 for each process, relative to one another, by which the samples of a step are shared
-            out. Default: None, evenly.
+            out. "auto": measured in the first steps, so that all processes finish together and none exceeds its
+            memory; then told, to be pinned, and saved in checkpoints. Default: None, evenly.
         bucket_megabytes: The size of a bucket of gradients in MiB. Default: 25.
         find_unused_parameters: Let parameters take no part in a step. Default: False, where that is an error.
         static_graph: Promise that every step uses the same parameters in the same way. Default: False.
@@ -60,6 +64,7 @@ class DDPStrategy(Strategy):
         comm_hook: Called as torch's `register_comm_hook` has it; for the torch engine.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
+        simulated: Processes, by rank, whose devices are to be slower or smaller than they are; for trying things out.
 
     Raises:
         ConfigurationError: If an argument cannot be right, or does not fit the devices.
@@ -75,7 +80,7 @@ class DDPStrategy(Strategy):
         self,
         *,
         engine: Literal["torch", "native"] = "torch",
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | Literal["auto"] | None = None,
         bucket_megabytes: float = 25.0,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -84,6 +89,7 @@ class DDPStrategy(Strategy):
         comm_hook: Callable[..., Any] | None = None,
         timeout: float = 1800.0,
         backend: str | None = None,
+        simulated: Mapping[int, SimulatedDevice] | None = None,
     ) -> None:
         if engine not in ("torch", "native"):
             raise ConfigurationError(f"engine must be 'torch' or 'native', not {engine!r}.")
@@ -91,19 +97,10 @@ class DDPStrategy(Strategy):
             raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
         if not bucket_megabytes > 0:
             raise ConfigurationError(f"bucket_megabytes must be positive, not {bucket_megabytes!r}.")
-        if isinstance(shares, str):
-            raise ConfigurationError(
-                f"shares={shares!r}: strategy='ddp' takes a number for each process, such as [2, 3]; only"
-                " strategy='balanced' measures."
-            )
-        if shares is not None and (
-            not shares or any(isinstance(s, bool) or not 0 <= s < float("inf") for s in shares) or not sum(shares)
-        ):
-            raise ConfigurationError(
-                f"shares must be a number from 0 for each process, not all of them 0, such as [2, 3]; not {shares!r}."
-            )
+        check_shares(shares)
         self.engine, self.timeout, self.backend = engine, timeout, backend
-        self.shares = None if shares is None else list(shares)
+        self._given_shares, self.simulated = shares, dict(simulated or {})
+        self._shares: ProcessShares | None = None
         self._torch_options: dict[str, Any] = {
             "bucket_cap_mb": bucket_megabytes,
             "find_unused_parameters": find_unused_parameters,
@@ -119,6 +116,7 @@ class DDPStrategy(Strategy):
         self._failed = False
         self._is_new_epoch = False
         self._learned: list[bool] = []
+        self._restore_layers: Callable[[], None] | None = None
 
     # Where it runs.
 
@@ -136,11 +134,25 @@ class DDPStrategy(Strategy):
             self.launches = len(devices) > 1
         else:
             self._take(self._place, num_nodes)
-        if self.shares is not None and len(self.shares) != self.world_size:
+        given = self._given_shares
+        if given is not None and given != "auto" and len(given) != self.world_size:
             raise ConfigurationError(
-                f"shares={self.shares!r} are {len(self.shares)} numbers, but there are {self.world_size} processes."
+                f"shares={given!r} are {len(given)} numbers, but there are {self.world_size} processes."
                 " Give a number for each."
             )
+        before, self._shares = self.shares, self._made_shares()
+        self._shares.take(before)
+
+    def _made_shares(self) -> ProcessShares:
+        return ProcessShares(self._given_shares, self.world_size, self.global_rank, self.root_device, self.simulated)
+
+    @property
+    def shares(self) -> list[float] | None:
+        """The shares in use; None where they are even, or not measured yet."""
+        if self._shares is not None:
+            return self._shares.shares
+        given = self._given_shares
+        return None if given is None or isinstance(given, str) else list(given)
 
     def _take(self, place: Place, num_nodes: int = 1) -> None:
         devices = self._all_devices
@@ -187,6 +199,13 @@ class DDPStrategy(Strategy):
         check_same_modules(module)
         copy_from_first(module)
         self._restore_metrics = synchronise_metrics(module)
+        before, self._shares = self.shares, self._made_shares()  # this process has its rank now
+        self._shares.take(before)
+
+    def share_batch_statistics(self, module: nn.Module) -> None:
+        """Replaces BatchNorm layers while the run lasts; see `Strategy.share_batch_statistics`."""
+        if self.world_size > 1:
+            self._restore_layers = share_batch_statistics(module, self.root_device)
 
     def fail(self, error: BaseException) -> None:
         """From now on this process asks nobody: the others do not know yet; see `Strategy.fail`."""
@@ -200,6 +219,9 @@ class DDPStrategy(Strategy):
         restore, self._restore_metrics = self._restore_metrics, None
         if restore is not None:
             restore()
+        restore, self._restore_layers = self._restore_layers, None
+        if restore is not None:
+            restore()
         super().teardown(error)
 
     # Data.
@@ -208,16 +230,24 @@ class DDPStrategy(Strategy):
         """This process's part of a loader; see `Strategy.shard`."""
         if self.world_size == 1:
             return loader
-        shares, seed = self.shares, int(os.environ.get("PL_GLOBAL_SEED") or 0)  # where `seed_everything` leaves it
-        sizes = None if shares is None else partial(sizes_by_shares, shares=shares)
-        if stage == "train" and (size := getattr(loader, "batch_size", None)):
-            each = size if sizes is None else sizes(size * self.world_size)
+        training, seed = stage == "train", int(os.environ.get("PL_GLOBAL_SEED") or 0)  # of `seed_everything`
+        assert self._shares is not None
+        size = getattr(loader, "batch_size", None) if training else None
+        cut = self._given_shares is not None and (size or self._given_shares != "auto")
+        if size:
+            each = self.shares and sizes_by_shares(size * self.world_size, self.shares)
             rank_zero_info(
-                f"A step has {size * self.world_size} samples: {each} in {'the' if sizes else 'each of'}"
+                f"A step has {size * self.world_size} samples: {each or size} in {'the' if each else 'each of'}"
                 f" {self.world_size} processes."
             )
-        training = stage == "train"
-        return share_loader(loader, self.global_rank, self.world_size, seed, training=training, sizes=sizes)
+        return share_loader(
+            loader,
+            self.global_rank,
+            self.world_size,
+            seed,
+            training=training,
+            sizes=self._shares.sizes if cut else None,
+        )
 
     def part_of(self, batches: float, part: Any) -> float | None:
         """How many of so many batches this process evaluates; see `Strategy.part_of`."""
@@ -228,6 +258,11 @@ class DDPStrategy(Strategy):
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copies a batch; see `Strategy.place`."""
         if batch is NO_BATCH:
+            if self._restore_layers is not None:
+                raise StepError(
+                    "This process has no batch in a step while others have, but sync_batchnorm=True computes over all"
+                    " of them. Take DataLoader(drop_last=True), or numbers of samples that leave some for each."
+                )
             return ()
         members = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
         if any(member is NO_BATCH for member in members):
@@ -243,7 +278,12 @@ class DDPStrategy(Strategy):
         """Computes the gradients of a batch, or takes part without one; see `Strategy.forward_backward`."""
         if self.world_size == 1:
             return super().forward_backward(step, parts, last)
-        return self._made_engine().forward_backward(step, parts, last)
+        assert self._shares is not None
+        if self._given_shares is None and not self.simulated:
+            return self._made_engine().forward_backward(step, parts, last)
+        result = self._made_engine().forward_backward(self._shares.timed(step), parts, last)
+        self._shares.end_step(self.gather_objects)
+        return result
 
     def set_epoch(self, epoch: int) -> None:
         """Callbacks may freeze parameters, or let them learn, when an epoch begins; see `Strategy.set_epoch`."""
@@ -324,11 +364,22 @@ class DDPStrategy(Strategy):
         if not self._is_alone():
             dist.barrier(device_ids=[self.root_device.index or 0] if self.root_device.type == "cuda" else None)
 
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The measured shares."""
+        return {"shares": self.shares} if self._given_shares == "auto" and self.shares is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes measured shares back, if they are for as many processes; otherwise they are measured."""
+        if self._shares is not None:
+            self._shares.take(state.get("shares"))
+
     # On its way to other processes.
 
     def __getstate__(self) -> Mapping[str, Any]:
         """The options; nothing that belongs to a run."""
-        return {**vars(self), "_engine": None, "_restore_metrics": None, "_placed": None}
+        return {**vars(self), "_engine": None, "_restore_metrics": None, "_restore_layers": None, "_placed": None}
 
 
 def _run_in_process(strategy: DDPStrategy, function: Callable[[], T], port: int, rank: int) -> T:

@@ -26,7 +26,7 @@ from equipoise.parallel.sampling import (
 
 __all__ = ["gather_tensors", "is_dealt", "share_loader", "synchronise_metrics"]
 
-Sizes = Callable[[int], list[int]]
+Sizes = Callable[[int, int], list[int]]
 
 
 def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: bool, sizes: Sizes | None = None) -> Any:
@@ -38,11 +38,16 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
         count: The number of processes.
         seed: Of the order, the same in all processes.
         training: Whether samples are shared out anew in each epoch; else whole batches, in turn.
-        sizes: The parts of a step of so many samples. None: even ones.
+        sizes: The parts of a step of so many samples, by its number in the epoch. None: even ones.
 
     Raises:
         ConfigurationError: If nobody can tell which samples are whose.
     """
+    if training and sizes is not None and not (isinstance(loader, DataLoader) and loader.batch_size):
+        raise ConfigurationError(
+            f"shares need a DataLoader with a batch_size to cut, which this {type(loader).__name__} has not. Leave them"
+            " out."
+        )
     if not isinstance(loader, DataLoader):
         return _Turns(loader, rank, count, fill=training)
     if isinstance(loader.dataset, IterableDataset):
@@ -73,7 +78,7 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
         return _with_batches(shared, Filled(shared.batch_sampler, steps))
     else:
         order = UnpaddedDistributedSampler(loader.dataset, 1, 0, shuffle=shuffle, seed=seed)
-    evenly = sizes or (lambda size: [len(range(each, size, count)) for each in range(count)])
+    evenly = sizes or (lambda size, step: [len(range(each, size, count)) for each in range(count)])
     return _with_batches(loader, SharedBatches(order, together, evenly, rank, loader.drop_last))
 
 

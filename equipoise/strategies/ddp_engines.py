@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from equipoise.errors import ConfigurationError, StepError
+from equipoise.errors import StepError
 from equipoise.parallel import foreach
 from equipoise.parallel.reducer import GradientReducer
 from equipoise.parallel.weighting import Weight, Window
 from equipoise.strategies.strategy import StepResult, TrainingStep, parameters_of
 
-__all__ = ["Engine", "NativeEngine", "TorchEngine", "check_same_modules", "copy_from_first"]
+__all__ = ["Engine", "NativeEngine", "TorchEngine"]
 
 _NOTHING = StepResult(None, 0, None)
 
@@ -287,45 +287,3 @@ class NativeEngine:
     def close(self) -> None:
         """See `Engine`."""
         self._reducer.close()
-
-
-# The same module in all processes
-
-
-def check_same_modules(module: nn.Module) -> None:
-    """Checks that the module has the same parameters and buffers in all processes.
-
-    Raises:
-        ConfigurationError: In every process, naming the first difference.
-    """
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    own = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in state.items()]
-    all_of_them: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_of_them, own)
-    first = all_of_them[0]
-    for rank, other in enumerate(all_of_them):
-        if other == first:
-            continue
-        index = next((i for i, (one, two) in enumerate(zip(first, other, strict=False)) if one != two), -1)
-        one, two = (each[index] if index >= 0 else f"{len(each)} tensors" for each in (first, other))
-        raise ConfigurationError(
-            f"{type(module).__name__} differs between processes: rank 0 has {_described(one)}, rank {rank} has"
-            f" {_described(two)}. Build it from the same configuration everywhere."
-        )
-
-
-def _described(entry: Any) -> str:
-    if isinstance(entry, str):
-        return entry
-    name, shape, dtype, learned = entry
-    return f"{name} of shape {list(shape)}, {dtype.removeprefix('torch.')}{'' if learned else ', frozen or a buffer'}"
-
-
-def copy_from_first(module: nn.Module) -> None:
-    """Gives all processes the first one's parameters and buffers."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            contiguous = tensor.detach().contiguous()
-            dist.broadcast(contiguous, 0)
-            if contiguous.data_ptr() != tensor.data_ptr():
-                tensor.copy_(contiguous)

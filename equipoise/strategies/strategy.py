@@ -178,6 +178,9 @@ class Strategy:
         module.to(self.root_device)
         self._placed = module
 
+    def share_batch_statistics(self, module: nn.Module) -> None:
+        """Lets BatchNorm layers compute over all processes (`sync_batchnorm`); called after `setup`."""
+
     def fail(self, error: BaseException) -> None:
         """This process has failed and is about to tell callbacks; others may not know, and must not be waited for."""
 

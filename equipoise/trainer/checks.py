@@ -70,11 +70,6 @@ def check_run(context: "Context") -> None:
             raise ConfigurationError(
                 f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`."
             )
-    if context.trainer.sync_batchnorm and context.strategy.world_size > 1:
-        raise ConfigurationError(
-            "sync_batchnorm=True is not supported yet. Convert the module by"
-            " `torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)`, or take layers without batch statistics."
-        )
     context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
     if fn == TrainerFn.FITTING:
         _check_fit(context)

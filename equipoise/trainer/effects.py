@@ -47,6 +47,7 @@ class Effects:
         attributes: Those of each known object, in order; None where there is nothing to say.
         metrics: What the trainer's dictionaries of metrics hold.
         random: The random generators.
+        strategy: What the strategy has learned.
     """
 
     result: Any
@@ -55,6 +56,7 @@ class Effects:
     attributes: list[dict[str, Any] | None] = field(default_factory=list)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     random: random_state.RandomState | None = None
+    strategy: dict[str, Any] = field(default_factory=dict)
 
 
 def known_objects(trainer: "Trainer", request: "Request") -> list[Any]:
@@ -99,6 +101,7 @@ def collect(trainer: "Trainer", known: list[Any], result: Any) -> Effects:
         attributes=attributes,
         metrics=trainer.logs.shown(),
         random=random_state.capture(),
+        strategy=trainer.connected_strategy.state_dict(),
     )
 
 
@@ -120,6 +123,7 @@ def take_over(trainer: "Trainer", known: list[Any], effects: Effects) -> Any:
         elif state:
             vars(each).update(state)
     trainer.logs.show(effects.metrics)
+    trainer.connected_strategy.load_state_dict(effects.strategy)
     if effects.random is not None:
         effects.random.restore()
     return effects.result

@@ -123,6 +123,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         restore_modules_and_callbacks(context, checkpoint)
     context.logs.reset_metrics()
     context.strategy.setup(context.module, context.precision)
+    if context.trainer.sync_batchnorm:
+        context.strategy.share_batch_statistics(context.module)
     if request.fn == TrainerFn.FITTING:
         answer = context.hooks.call_module("configure_optimizers")
         trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(answer, context.module)

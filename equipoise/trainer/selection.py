@@ -57,7 +57,8 @@ def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_n
     """The strategy of a name, or the one that was given, connected to its devices.
 
     Args:
-        strategy: A name, an object, or "auto": `single_device` for one device, `ddp` for several.
+        strategy: A name, an object, or "auto": `single_device` for one device, `ddp` for several, with measured
+            shares where they are unequal.
         devices: The devices.
         num_nodes: The number of machines.
     """
@@ -69,9 +70,17 @@ def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_n
         name = check_choice("strategy", strategy, ["auto", *_STRATEGIES])
         if name == "auto":
             name = "single_device" if len(devices) == 1 else "ddp"
-        strategy = _STRATEGIES[name]()
+            strategy = DDPStrategy(shares="auto") if _are_unequal(devices) else _STRATEGIES[name]()
+        else:
+            strategy = _STRATEGIES[name]()
     strategy.connect(devices, num_nodes)
     return strategy
+
+
+def _are_unequal(devices: list[torch.device]) -> bool:
+    """Whether there are devices of several models."""
+    names = {torch.cuda.get_device_name(device) if device.type == "cuda" else device.type for device in devices}
+    return len(names) > 1
 
 
 # Loggers

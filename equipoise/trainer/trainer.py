@@ -35,7 +35,7 @@ class Trainer(PublicState):
     Args:
         accelerator: "cpu", "gpu", "cuda", "mps", or "auto" for what there is.
         strategy: How a step is computed on the devices: a name ("single_device", "dp", "balanced") or a Strategy.
-            "auto": `single_device` for one device, `dp` for several.
+            "auto": `single_device` for one device, `ddp` for several.
         devices: A count, -1 for all, indices ([0, 2] or "0,2"), torch devices, or "auto".
         num_nodes: The number of machines.
         precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32" (normalisation layers in float32),

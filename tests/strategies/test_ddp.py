@@ -3,6 +3,7 @@
 import csv
 import os
 import threading
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +100,18 @@ class Numbered(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "precision": "64-true",
+    "max_epochs": 2,
+}
+
+
 def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "precision": "64-true",
-        "max_epochs": 2,
-    }
-    return Trainer(strategy=strategy, devices=["cpu"] * devices, **{**quiet, **options})
+    return Trainer(strategy=strategy, devices=["cpu"] * devices, **{**QUIET, **options})
 
 
 def numbered() -> Numbered:
@@ -323,7 +326,7 @@ def test_modules_that_differ_are_refused() -> None:
     ("options", "message"),
     [
         ({"engine": "own"}, "engine must be 'torch' or 'native'"),
-        ({"shares": [0, 0]}, "shares must be a number from 0"),
+        ({"shares": [0, 0]}, "shares must be 'auto' or a number from 0"),
         ({"timeout": 0}, "timeout is a positive number"),
         ({"bucket_megabytes": 0}, "bucket_megabytes must be positive"),
     ],
@@ -530,6 +533,23 @@ def test_manual_optimisation_needs_a_batch_everywhere() -> None:
         trainer("ddp", 2).fit(Manual(), DataLoader(Samples(9), batch_size=2))
 
 
-def test_shared_batch_statistics_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"sync_batchnorm=True is not supported yet.*convert_sync_batchnorm"):
+def test_shared_batch_statistics_are_refused_on_the_cpu() -> None:
+    with pytest.raises(ConfigurationError, match=r"sync_batchnorm=True needs CUDA devices"):
         trainer("ddp", 2, sync_batchnorm=True).fit(numbered(), DataLoader(Samples(4), batch_size=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_shared_batch_statistics() -> None:
+    """Two processes on one device, over gloo: the statistics are those of both, and the layers come back."""
+    module = numbered()
+    module.net.insert(1, nn.BatchNorm1d(5))
+    one = deepcopy(module)
+    strategy = DDPStrategy(backend="gloo")
+    options = {"max_epochs": 1, "sync_batchnorm": True}
+    run = Trainer(strategy=strategy, devices=["cuda:0", "cuda:0"], **{**QUIET, **options})
+    run.fit(module, DataLoader(Samples(12), batch_size=3))
+    trainer("single_device", 1, max_epochs=1).fit(one, DataLoader(Samples(12), batch_size=6))
+    assert type(module.net[1]) is nn.BatchNorm1d
+    torch.testing.assert_close(module.net[1].running_mean, one.net[1].running_mean)
+    assert_same_weights(one, module)

@@ -1,6 +1,7 @@
 """Processes that somebody else has started: torchrun, on one machine or two."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -50,11 +51,11 @@ with open(f"{folder}/{trainer.global_rank}.json", "w") as file:
 """
 
 
-def start(tmp_path: Path, torchrun: list[str], arguments: list[str]) -> subprocess.Popen[str]:
+def start(tmp_path: Path, torchrun: list[str], arguments: list[str], **more: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-W", "ignore", *torchrun, str(script), str(tmp_path), *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **more})
 
 
 def results(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> dict[int, Any]:
@@ -96,6 +97,21 @@ def test_two_machines(tmp_path: Path) -> None:
     run += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
     found = results(tmp_path, [start(tmp_path, [*run, node], ["1", "2", "ddp"]) for node in ("0", "1")])
     expected = alone(tmp_path)
+    assert sorted(found) == [0, 1]
+    for result in found.values():
+        same(expected, result)
+
+
+def test_slurm(tmp_path: Path) -> None:
+    """Two processes as `srun` starts them; they meet where Slurm's list of machines says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "1234", "MASTER_PORT": str(port)}
+    processes = [
+        start(tmp_path, [], ["2", "1", "ddp"], SLURM_PROCID=rank, SLURM_LOCALID=rank, **slurm) for rank in ("0", "1")
+    ]
+    found, expected = results(tmp_path, processes), alone(tmp_path)
     assert sorted(found) == [0, 1]
     for result in found.values():
         same(expected, result)

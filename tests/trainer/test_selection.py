@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from equipoise import ProgressBar, SingleDeviceStrategy, Strategy, Trainer
+from equipoise import DDPStrategy, ProgressBar, SingleDeviceStrategy, Strategy, Trainer
 from equipoise.precision import make_precision
 from equipoise.trainer import selection as select
 from tests.conftest import ignoring
@@ -40,6 +40,17 @@ def test_a_strategy_by_name(name: str) -> None:
     strategy = select.select_strategy(name, [CPU], 1)
     assert type(strategy) is SingleDeviceStrategy
     assert strategy.devices == (CPU,)
+
+
+def test_several_devices_of_one_model_and_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(DDPStrategy, "__init__", lambda self, shares=None: measured.append(shares))
+    monkeypatch.setattr(DDPStrategy, "connect", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["slow", "fast", "fast"][device.index])
+    cards = [torch.device("cuda", index) for index in range(3)]
+    for devices in ([CPU, CPU], cards[1:], cards):
+        assert type(select.select_strategy("auto", devices, 1)) is DDPStrategy
+    assert measured == [None, None, "auto"]
 
 
 def test_a_strategy_of_the_users_own() -> None:
