@@ -11,9 +11,11 @@ import torch as _torch  # noqa: F401  the one import that every use of the packa
 
 if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback
+    from equipoise.callbacks.oom_recovery import OOMRecovery
     from equipoise.callbacks.progress_bar import ProgressBar
     from equipoise.callbacks.run_summary import RunSummary
     from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
+    from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
     from equipoise.parallel.calibration import SimulatedDevice
     from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
     from equipoise.strategies.data_parallel import DataParallelStrategy
@@ -29,10 +31,13 @@ __all__ = [
     "ConfigurationError",
     "DDPStrategy",
     "DataParallelStrategy",
+    "OOMRecovery",
+    "OutOfMemoryEvent",
     "ProgressBar",
     "RunSummary",
     "SimulatedDevice",
     "SingleDeviceStrategy",
+    "Split",
     "StepError",
     "StepResult",
     "Strategy",
@@ -49,10 +54,13 @@ _HOME = {
     "ConfigurationError": "equipoise.errors",
     "DDPStrategy": "equipoise.strategies.ddp",
     "DataParallelStrategy": "equipoise.strategies.data_parallel",
+    "OOMRecovery": "equipoise.callbacks.oom_recovery",
+    "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
     "ProgressBar": "equipoise.callbacks.progress_bar",
     "RunSummary": "equipoise.callbacks.run_summary",
     "SimulatedDevice": "equipoise.parallel.calibration",
     "SingleDeviceStrategy": "equipoise.strategies.single_device",
+    "Split": "equipoise.memory.out_of_memory",
     "StepError": "equipoise.errors",
     "StepResult": "equipoise.strategies.strategy",
     "Strategy": "equipoise.strategies.strategy",

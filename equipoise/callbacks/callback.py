@@ -29,10 +29,18 @@ comes last. The loop that fires them:
     teardown
 
 `validate`, `test` and `predict` run the inner part alone, under their own names. `on_exception` fires when a run
-fails or is interrupted.
+fails or is interrupted, `on_out_of_memory` when a batch does not fit.
 """
 
+from typing import TYPE_CHECKING
+
 from lightning.pytorch import Callback as _LightningCallback
+from lightning.pytorch import LightningModule
+
+from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
+
+if TYPE_CHECKING:
+    from equipoise.trainer.trainer import Trainer
 
 __all__ = ["Callback"]
 
@@ -50,3 +58,22 @@ class Callback(_LightningCallback):
         ...         if batch_idx % 100 == 0:
         ...             trainer.print(f"step {trainer.global_step}: loss {outputs['loss']:.3f}")
     """
+
+    def on_out_of_memory(
+        self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent
+    ) -> int | Split | None:
+        """A batch ran out of memory; called in the process where it did, before anything is done about it.
+
+        A trainer of which any callback overrides this notes in each step how everything was before it, to be able to do
+        the step again.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The user's module.
+            event: What happened.
+
+        Returns:
+            In how many parts the batch is to be computed, a number or a `Split`; 0 to leave it out; None to raise the
+            error. The first callback that does not return None decides.
+        """
+        return None

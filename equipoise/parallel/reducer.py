@@ -99,7 +99,7 @@ class GradientReducer:
         self._apart = torch.zeros((), dtype=torch.float64, device=learned[0].device if learned else None)
         self._works: list[dist.Work] = []
         self._next = 0
-        self._live = self._eager = False
+        self._live = self._eager = self._broken = False
 
     def close(self) -> None:
         """Takes its hooks away."""
@@ -113,10 +113,12 @@ class GradientReducer:
             weight: A number to be summed along with the gradients. Default: 1.
             eager: Whether its gradients are exchanged as they become ready, not only at the end.
         """
-        self._live, self._eager, self._next, self._works = True, eager, 0, []
-        for bucket in self._buckets:
+        self._live, self._eager = True, eager
+        if not self._broken:
+            self._next, self._works = 0, []
+        for bucket in self._buckets[self._next :]:
             bucket.begin(weight if bucket is self._carrier else 1)
-        if self._carrier is None:
+        if self._carrier is None and not self._broken:
             self._apart.fill_(weight)
             dist.all_reduce(self._apart)
 
@@ -128,6 +130,8 @@ class GradientReducer:
         if not self._live or not self._eager:
             return
         if bucket.sent:
+            if self._broken:
+                return
             raise StepError(
                 f"A parameter of shape {list(parameter.shape)} got a part of its gradient after the exchange had begun."
                 " With activation checkpointing, say use_reentrant=False."
@@ -144,6 +148,16 @@ class GradientReducer:
         assert work is not None
         self._works.append(work)
 
+    def break_off(self) -> bool:
+        """Ends an attempt that failed. The next one completes the exchange: what was sent stays as it is.
+
+        Returns:
+            Whether anything was sent.
+        """
+        self._broken = self._broken or (self._live and (self._next > 0 or self._carrier is None))
+        self._live = False
+        return self._broken
+
     @property
     def is_open(self) -> bool:
         """Whether an exchange has begun and is not finished."""
@@ -154,7 +168,7 @@ class GradientReducer:
 
         A parameter that no process has a gradient of is left without.
         """
-        self._live = False
+        self._live = self._broken = False
         while self._next < len(self._buckets):
             self._send()
         for work, bucket in zip(self._works, self._buckets, strict=True):

@@ -125,6 +125,12 @@ class Replicas:
             for have, group in alike.items():
                 _collect(group, missing=not have[0])
 
+    def discard_gradients(self) -> None:
+        """Takes the gradients from all copies."""
+        for replica in self._replicas.values():
+            for _, copied in replica.parameters:
+                copied.grad = None
+
     # Metrics.
 
     def original(self, metric: Metric) -> Metric:

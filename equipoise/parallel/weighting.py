@@ -112,6 +112,10 @@ class Window:
         self._equal = 0
         self._others = 0
 
+    def forget_reference(self) -> None:
+        """The next part fixes the reference weight anew."""
+        self._reference = None
+
     def state_dict(self) -> dict[str, Any]:
         """The reference weight, on which the bits of later steps depend, and the parts of an unfinished window."""
         return {"reference": _number(self._reference), "equal": self._equal, "others": _number(self._others)}

@@ -23,7 +23,7 @@ from equipoise.parallel.shares import sizes_by_shares
 from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
-from equipoise.strategies.ddp_data import gather_tensors, is_dealt, share_loader, synchronise_metrics
+from equipoise.strategies.ddp_data import gather_tensors, is_dealt, reduce_tensor, share_loader, synchronise_metrics
 from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine
 from equipoise.strategies.ddp_modules import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp_shares import ProcessShares, check_shares
@@ -32,13 +32,6 @@ from equipoise.strategies.strategy import StepResult, Strategy, TrainingStep, Tr
 __all__ = ["DDPStrategy"]
 
 T = TypeVar("T")
-_OPERATIONS = {
-    "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 
 
 class DDPStrategy(Strategy):
@@ -116,6 +109,7 @@ class DDPStrategy(Strategy):
         self._failed = False
         self._is_new_epoch = False
         self._learned: list[bool] = []
+        self._armed = False
         self._restore_layers: Callable[[], None] | None = None
 
     # Where it runs.
@@ -213,7 +207,7 @@ class DDPStrategy(Strategy):
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Lets go of hooks and buckets; see `Strategy.teardown`."""
-        engine, self._engine, self._failed = self._engine, None, False
+        engine, self._engine, self._failed, self._armed = self._engine, None, False, False
         if engine is not None:
             engine.close()
         restore, self._restore_metrics = self._restore_metrics, None
@@ -281,9 +275,16 @@ class DDPStrategy(Strategy):
         assert self._shares is not None
         if self._given_shares is None and not self.simulated:
             return self._made_engine().forward_backward(step, parts, last)
-        result = self._made_engine().forward_backward(self._shares.timed(step), parts, last)
-        self._shares.end_step(self.gather_objects)
-        return result
+        self._shares.begin_step(step.batch_idx, self.gather_objects)
+        return self._made_engine().forward_backward(self._shares.timed(step), parts, last)
+
+    def arm_recovery(self) -> None:
+        """From now on gradients are exchanged by the native engine, which can take a step again."""
+        self._armed = True
+
+    def discard_gradients(self) -> bool:
+        """Breaks off an exchange, to be gone on with; see `Strategy.discard_gradients`."""
+        return self._engine is not None and self._engine.break_off()
 
     def set_epoch(self, epoch: int) -> None:
         """Callbacks may freeze parameters, or let them learn, when an epoch begins; see `Strategy.set_epoch`."""
@@ -302,7 +303,7 @@ class DDPStrategy(Strategy):
         if self._engine is None:
             assert self._placed is not None
             automatic = getattr(self._placed, "automatic_optimization", True)
-            made = TorchEngine if self.engine == "torch" and automatic else NativeEngine
+            made = TorchEngine if self.engine == "torch" and automatic and not self._armed else NativeEngine
             self._engine = made(self._placed, self.root_device, self._torch_options)
         return self._engine
 
@@ -334,10 +335,7 @@ class DDPStrategy(Strategy):
         """Reduces a value over all processes; see `Strategy.reduce`."""
         if self._is_alone() or not isinstance(tensor, Tensor):
             return tensor
-        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
-        summed = tensor.detach().to(self.root_device, copy=True)
-        dist.all_reduce(summed, _OPERATIONS[name], group=group)
-        return summed / self.world_size if name in ("mean", "avg") else summed
+        return reduce_tensor(tensor, self.root_device, group, reduce_op)
 
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """The values of all processes, along a new first dimension; see `Strategy.all_gather`."""

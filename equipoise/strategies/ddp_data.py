@@ -24,7 +24,7 @@ from equipoise.parallel.sampling import (
     UnpaddedDistributedSampler,
 )
 
-__all__ = ["gather_tensors", "is_dealt", "share_loader", "synchronise_metrics"]
+__all__ = ["gather_tensors", "is_dealt", "reduce_tensor", "share_loader", "synchronise_metrics"]
 
 Sizes = Callable[[int, int], list[int]]
 
@@ -168,6 +168,30 @@ class _Turns:
 
 
 # Values
+
+
+_OPERATIONS = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+def reduce_tensor(tensor: Tensor, device: torch.device, group: Any, reduce_op: Any) -> Tensor:
+    """The reduction of a tensor over all processes.
+
+    Args:
+        tensor: The tensor, which stays as it is.
+        device: Where this process computes.
+        group: The process group. None: all processes.
+        reduce_op: "mean", "avg", "sum", "min" or "max", or torch's operation of that name.
+    """
+    name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+    reduced = tensor.detach().to(device, copy=True)
+    dist.all_reduce(reduced, _OPERATIONS[name], group=group)
+    return reduced / dist.get_world_size(group) if name in ("mean", "avg") else reduced
 
 
 def gather_tensors(value: Any, device: torch.device, group: Any, sync_grads: bool) -> Any:

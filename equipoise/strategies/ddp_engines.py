@@ -44,6 +44,9 @@ class Engine(Protocol):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """A backward whose gradients are averaged at once."""
 
+    def break_off(self) -> bool:
+        """Ends an attempt that failed; returns whether gradients of it are on their way."""
+
     def close(self) -> None:
         """Lets go of the module."""
 
@@ -223,6 +226,10 @@ class TorchEngine:
         """Not for this engine."""
         raise NotImplementedError("Manual optimisation takes the native engine.")
 
+    def break_off(self) -> bool:
+        """Not for this engine, whose buckets cannot be filled again."""
+        raise NotImplementedError("Steps are done again by the native engine.")
+
     def close(self) -> None:
         """See `Engine`."""
 
@@ -283,6 +290,10 @@ class NativeEngine:
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._reducer.finish()
         self._reducer.scale(1 / dist.get_world_size())
+
+    def break_off(self) -> bool:
+        """See `Engine`. What was sent stays as it is: those gradients were whole."""
+        return self._reducer.break_off()
 
     def close(self) -> None:
         """See `Engine`."""

@@ -70,6 +70,7 @@ class ProcessShares:
         self._processes, self._rank, self._simulated = processes, rank, simulated.get(rank)
         # Two, since what a process learns of its own memory must not change a cut that others do not know of.
         self._plan, self._own = (Calibration([device] * processes, simulated) for _ in range(2))
+        self._batch_idx: int | None = None
         self._measured = self._before = self._asked = self._since = self._largest = 0
 
     def sizes(self, size: int, step: int) -> list[int]:
@@ -108,13 +109,15 @@ class ProcessShares:
             run = lambda: device.compute(function, size)  # noqa: E731
         return self._own.measured(self._rank, run, size)() if self.is_measuring else run()
 
-    def end_step(self, gather: Gather) -> None:
-        """A step was computed; after the last that is measured all processes agree on shares.
+    def begin_step(self, batch_idx: int, gather: Gather) -> None:
+        """A step begins, or another part of it; after the last that is measured all processes agree on shares.
 
         Args:
+            batch_idx: The number of the batch.
             gather: Returns what all processes pass to it.
         """
-        if not self.is_measuring:
+        before, self._batch_idx = self._batch_idx, batch_idx
+        if before in (None, batch_idx) or not self.is_measuring:
             return
         self._own.end_step(self._largest)
         self._measured += 1

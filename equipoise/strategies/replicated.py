@@ -23,6 +23,7 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.device_threads import DeviceThreads
 from equipoise.parallel.gather import gather
 from equipoise.parallel.replicas import Replicas, check_replicable
+from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter, size_to_cut, split, why_not
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
@@ -180,6 +181,27 @@ class ReplicatedStrategy(Strategy):
             result = self._run(step, parts)
         step.backward(result)
         return result
+
+    def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
+        """Cuts every device's part; see `Strategy.cut`."""
+        if not isinstance(parts, _Parts):
+            return super().cut(parts, count, splitter)
+        cuts = [[size for size in even_sizes(size, count) if size] for size in parts.sizes]
+        pieces = [splitter.parts(part, sizes) for part, sizes in zip(parts, cuts, strict=True)]
+        return [
+            _Parts.of(
+                [each[index] for each in pieces if index < len(each)],
+                [device for device, each in zip(parts.indices, pieces, strict=True) if index < len(each)],
+                [sizes[index] for sizes in cuts if index < len(sizes)],
+            )
+            for index in range(max(map(len, pieces)))
+        ]
+
+    def discard_gradients(self) -> bool:
+        """Lets go of the gradients of copies; see `Strategy.discard_gradients`."""
+        if self._replicas is not None:
+            self._replicas.discard_gradients()
+        return False
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Computes every part on its device; see `Strategy.evaluate`."""

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel import foreach
+from equipoise.parallel.shares import even_sizes
+from equipoise.parallel.split import Splitter
 from equipoise.parallel.weighting import Weight, Window
 from equipoise.precision import Precision
 
@@ -78,10 +80,16 @@ class PartwiseStep(Protocol):
 
 
 class TrainingStep(PartwiseStep, Protocol):
-    """The user's training step, as a strategy sees it."""
+    """The user's training step, as a strategy sees it.
+
+    Attributes:
+        batch_idx: The number of the batch.
+    """
 
     def __call__(self, part: Any) -> StepResult:
         """Runs `training_step` on a whole batch."""
+
+    batch_idx: int
 
     def backward(self, result: StepResult) -> None:
         """Runs the backward of a result with its hooks and the scaler; nothing in manual optimisation."""
@@ -282,6 +290,40 @@ class Strategy:
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps an optimiser, handing it the closure if there is one."""
         return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+
+    def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
+        """Cuts a batch that was placed, to be computed piece by piece where it does not fit as a whole.
+
+        Args:
+            parts: What `place` returned.
+            count: The number of pieces, at most as many as the largest part has samples.
+            splitter: Cuts batches.
+
+        Returns:
+            The pieces, each like what `place` returns; a part of few samples has none in the last ones.
+        """
+        pieces: list[list[Any]] = [[] for _ in range(count)]
+        for part in parts:
+            sizes = [size for size in even_sizes(splitter.size_to_cut(part), count) if size]
+            for piece, cut in zip(pieces, splitter.parts(part, sizes), strict=False):
+                piece.append(cut)
+        return [tuple(piece) for piece in pieces if piece]
+
+    def arm_recovery(self) -> None:
+        """Steps may be done again from now on; called before the first one."""
+
+    def discard_gradients(self) -> bool:
+        """Lets go of gradients that a failed attempt has left anywhere but in the module's own parameters.
+
+        Returns:
+            Whether other processes have a part of them already, which this one's next attempt completes.
+        """
+        return False
+
+    def empty_cache(self) -> None:
+        """Gives memory that the allocators hold in reserve back to the devices."""
+        if any(device.type == "cuda" for device in self.devices):
+            torch.cuda.empty_cache()
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Runs an evaluation step without gradients and returns its output."""

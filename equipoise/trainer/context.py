@@ -35,6 +35,7 @@ class Context:
         hooks: Who overrides what.
         logs: What was logged.
         sources: Where the loaders of each stage come from.
+        fitting: What was learned of the sizes that fit into memory, in training and in evaluations.
     """
 
     trainer: "Trainer"
@@ -45,6 +46,7 @@ class Context:
     hooks: Hooks
     logs: Logs
     sources: dict[str, Source] = field(default_factory=dict)
+    fitting: dict[str, Any] = field(default_factory=dict)
 
     def request_loaders(self, stage: str, limit: float, *, overfit: bool = False) -> Loaders:
         """Asks the source of a stage for its loaders and makes them ready.

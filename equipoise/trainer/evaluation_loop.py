@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from equipoise.trainer.batch_stream import BatchStream
 from equipoise.trainer.data import Loaders
-from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, without_gradients
+from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, evaluator, without_gradients
 from equipoise.trainer.log_entry import Collection
 from equipoise.trainer.progress import BatchProgress
 from equipoise.trainer.results import print_results
@@ -129,7 +129,8 @@ class EvaluationLoop:
     ) -> None:
         """Evaluates the batches of one loader."""
         hooks, logs, strategy, trainer, word = context.hooks, context.logs, context.strategy, self.trainer, self.word
-        place, transfer, evaluate = strategy.place, context.make_transfer(dataloader_idx), strategy.evaluate
+        place, transfer = strategy.place, context.make_transfer(dataloader_idx)
+        evaluate = evaluator(context, self.stage)
         batch_start, batch_end = hooks.bind(f"on_{word}_batch_start"), hooks.bind(f"on_{word}_batch_end")
         step = EvaluationStep(context, f"{word}_step", wanted=hooks.reads_outputs(f"on_{word}_batch_end"))
         progress, counts = self.progress, self.progress.current

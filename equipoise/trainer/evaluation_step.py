@@ -1,6 +1,7 @@
 """What validation, test and prediction share: the step without gradients, the modules' modes, the loader's index."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +10,16 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.gather import PartialOutputs
 from equipoise.strategies.strategy import StepResult
 from equipoise.trainer.parts import UserStep
+from equipoise.trainer.recovery import EvaluationRecovery
+from equipoise.trainer.smaller_parts import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
 
-__all__ = ["EvaluationStep", "Modes", "check_dataloader_idx", "without_gradients"]
+__all__ = ["EvaluationStep", "Modes", "check_dataloader_idx", "evaluator", "without_gradients"]
 
 
 class EvaluationStep(UserStep):
@@ -34,7 +38,11 @@ class EvaluationStep(UserStep):
     def combine(self, *args: Any, **kwargs: Any) -> StepResult:
         """Puts the results of all parts together; see `UserStep`."""
         result = super().combine(*args, **kwargs)
-        return result._replace(outputs=result.outputs.gathered() if self.wanted else None)
+        return result if self.in_pieces else result._replace(outputs=self.finished(result.outputs))
+
+    def finished(self, outputs: PartialOutputs) -> Any:
+        """The outputs of all parts of a batch, put together."""
+        return outputs.gathered() if self.wanted else None
 
     def __call__(self, part: Any) -> Any:
         """Runs the step."""
@@ -62,6 +70,16 @@ class Modes:
         """Sets every submodule back; one that has come since stays as it is."""
         for name, child in module.named_modules():
             child.training = self._modes.get(name, child.training)
+
+
+def evaluator(context: "Context", name: str) -> Callable[[Any, Sequence[Any]], Any]:
+    """What evaluates a batch: the strategy, with recovery from errors of memory where somebody decides about them.
+
+    Args:
+        context: The run.
+        name: The stage, such as "val".
+    """
+    return EvaluationRecovery(context, name) if is_armed(context) else context.strategy.evaluate
 
 
 def without_gradients(*, inference_mode: bool) -> AbstractContextManager[Any]:

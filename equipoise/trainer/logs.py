@@ -176,13 +176,23 @@ class Logs:
         self._size = self.size_of(self._batch) or extract_batch_size(self._batch)
         return self._size
 
-    def begin_part(self) -> None:
-        """What this thread logs from now on belongs to one part of a batch."""
-        self._parts[get_ident()] = []
+    def begin_part(self) -> list[Logged] | None:
+        """What this thread logs from now on belongs to one part of a batch; returns what `end_part` is to be given."""
+        thread = get_ident()
+        outer, self._parts[thread] = self._parts.get(thread), []
+        return outer
 
-    def end_part(self) -> list[Logged]:
-        """The part is done; returns what it logged."""
-        return self._parts.pop(get_ident())
+    def end_part(self, outer: list[Logged] | None) -> list[Logged]:
+        """The part is done; returns what it logged.
+
+        Args:
+            outer: The part of which this was a part; None if there is none.
+        """
+        thread = get_ident()
+        logged = self._parts.pop(thread)
+        if outer is not None:
+            self._parts[thread] = outer
+        return logged
 
     # What the loops say.
 

@@ -9,17 +9,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from equipoise.errors import ConfigurationError
+from equipoise.trainer import interop
 
 if TYPE_CHECKING:
     from equipoise.trainer.hooks import Hooks
     from equipoise.trainer.progress import Progress
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["NoOptimizer", "Schedulers", "move_state", "parse_optimizers"]
+__all__ = ["NoOptimizer", "Schedulers", "move_state", "parse_optimizers", "takes_no_closure"]
 
 _FORMS = (
     "It may return an optimiser; a list or tuple of optimisers; two lists, ([optimiser], [scheduler]); a dictionary"
@@ -288,3 +289,12 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[key] = value.to(device)
+
+
+def takes_no_closure(optimizer: Optimizer) -> bool:
+    """Whether nobody can tell that an optimiser was stepped without a closure."""
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and not isinstance(optimizer, LBFGS)
+        and not interop.has_step_hooks(optimizer)
+    )

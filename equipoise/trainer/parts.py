@@ -45,6 +45,7 @@ class UserStep:
         self.forward_context = context.precision.forward_context
         self.indices: tuple[int, ...] = (0,)
         self._name, self._hooks, self._logs = name, context.hooks, context.logs
+        self.in_pieces = False  # of a batch that does not fit: outputs are put together once, at the end
         self._replicas: dict[nn.Module, Callable[..., Any]] = {}
 
     def run(self, part: Any) -> Any:
@@ -57,6 +58,10 @@ class UserStep:
         except RuntimeError as error:
             explain(error, self.module, part)
             raise
+
+    def finished(self, outputs: PartialOutputs) -> Any:
+        """The outputs of all parts of a batch, as they are handed on."""
+        return outputs
 
     def on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
         """Runs the method of a replica on one part of a batch; what it logs stays with the result.
@@ -87,11 +92,11 @@ class UserStep:
 
     def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Logged]]:
         """Runs a function; returns its answer, and what it logged."""
-        self._logs.begin_part()
+        outer = self._logs.begin_part()
         try:
             answer = function()
         finally:
-            logged = self._logs.end_part()
+            logged = self._logs.end_part(outer)
         return answer, logged
 
     def log_together(

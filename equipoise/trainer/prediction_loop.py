@@ -14,7 +14,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import with_sampler
 from equipoise.trainer.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data import Loaders
-from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, without_gradients
+from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, evaluator, without_gradients
 from equipoise.trainer.progress import BatchProgress
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class PredictionLoop:
     ) -> None:
         """Predicts the batches of one loader."""
         hooks, strategy, transfer = context.hooks, context.strategy, context.make_transfer(dataloader_idx)
+        evaluate = evaluator(context, "predict")
         batch_start, batch_end = hooks.bind("on_predict_batch_start"), hooks.bind("on_predict_batch_end")
         step, counts, stream = EvaluationStep(context, "predict_step"), self.progress.current, recorded.stream
         which, index, cpu = (dataloader_idx,) if several else (), -1, torch.device("cpu")
@@ -139,7 +140,7 @@ class PredictionLoop:
             if batch_start is not None:
                 batch_start(batch, *indices)
             counts.started += 1
-            output = strategy.evaluate(step, parts)
+            output = evaluate(step, parts)
             if output is None:
                 rank_zero_warn("`predict_step` returned None. If that was on purpose, ignore this warning.")
             counts.processed += 1

@@ -19,13 +19,18 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, Window
 from equipoise.strategies.strategy import StepResult, Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.backward import Backward
 from equipoise.trainer.diagnosis import explain
+from equipoise.trainer.manual_step import ManualOptimization
+from equipoise.trainer.optimizers import takes_no_closure
 from equipoise.trainer.parts import UserStep
+from equipoise.trainer.recovery import Recovery
+from equipoise.trainer.smaller_parts import is_armed
 from equipoise.trainer.weights import Weigher, check_weight
 
 if TYPE_CHECKING:
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
 
+
+ForwardBackward = Callable[[Any, Sequence[Any], bool], StepResult]
 
 _made = tuple.__new__  # a named tuple without the way through its defaults
 
@@ -53,15 +60,7 @@ def make_optimization(
     return ManualOptimization(context)
 
 
-class _Step(UserStep):
-    """The user's training step, as strategies see it."""
-
-    def __init__(self, context: "Context") -> None:
-        super().__init__(context, "training_step")
-        self.batch_idx = 0
-
-
-class _AutomaticStep(_Step):
+class _AutomaticStep(UserStep):
     """Runs the training step and, as `backward`, everything from zeroing the gradients to `on_after_backward`."""
 
     def __init__(
@@ -73,9 +72,11 @@ class _AutomaticStep(_Step):
         *,
         skip_backward: bool,
     ) -> None:
-        super().__init__(context)
+        super().__init__(context, "training_step")
+        self.batch_idx = 0
         self.alone = context.strategy.world_size == 1
-        self.weigh = None if window.parts == 1 and self.alone else weigh
+        self.weigher = weigh
+        self.weigh = self.usual_weigher = None if window.parts == 1 and self.alone else weigh
         self.window, self.zero_grad, self.skip_backward = window, zero_grad, skip_backward
         self.run_backward = Backward(context)
         self.first = True  # whether the gradients of an earlier window are still there
@@ -130,6 +131,26 @@ class _AutomaticStep(_Step):
             self.window.add(0)
 
 
+class _WatchedStep(_AutomaticStep):
+    """Tells how far it came.
+
+    Attributes:
+        phase: "forward" or "backward".
+    """
+
+    phase: Phase = "forward"
+
+    def __call__(self, part: Any) -> StepResult:
+        """Runs the training step on a batch."""
+        self.phase = "forward"
+        return super().__call__(part)
+
+    def backward(self, result: StepResult) -> None:
+        """Runs the backward."""
+        self.phase = "backward"
+        super().backward(result)
+
+
 class AutomaticOptimization:
     """The trainer zeroes gradients, runs the backward, clips and steps.
 
@@ -142,21 +163,28 @@ class AutomaticOptimization:
         self.scaler, self.counts = context.precision.scaler, trainer.progress.optimizer_step.current
         self.zero_grads = trainer.progress.zero_grad.current
         window.agree = None if self.strategy.world_size == 1 else self.strategy.broadcast
-        self.forward_backward, kind = self.strategy.forward_backward, type(self.strategy)
+        kind = type(self.strategy)
         # What a strategy leaves as it is and would do nothing is not called.
         alone = kind.finish_gradients is Strategy.finish_gradients and window.parts == 1
         self.finish = None if alone else self.strategy.finish_gradients
         neutral = kind.optimizer_step is Strategy.optimizer_step
         self.step_optimizer = None if neutral else self.strategy.optimizer_step
         self.optimizer: Optimizer = trainer.optimizers[0]
-        self.step = _AutomaticStep(context, window, weigh, self._zero_grad, skip_backward=skip_backward)
+        armed = is_armed(context) and not skip_backward
+        self.step = (_WatchedStep if armed else _AutomaticStep)(
+            context, window, weigh, self._zero_grad, skip_backward=skip_backward
+        )
+        self.recovery = Recovery(context, self.step) if armed else None
+        self.forward_backward: ForwardBackward = self.recovery or self.strategy.forward_backward
+        if self.recovery is not None:
+            self.finish, self.step_optimizer = self.strategy.finish_gradients, self.recovery.optimizer_step
         self.before_zero_grad = hooks.bind("on_before_zero_grad")
         self.user_zero_grad = hooks.bind_module("optimizer_zero_grad")
         self.before_step = hooks.bind("on_before_optimizer_step")
         self.user_clip = hooks.bind_module("configure_gradient_clipping")
         self.user_step = hooks.bind_module("optimizer_step")
         self.own_zero_grad = getattr(self.optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
-        self.direct = self.user_step is None and (self.scaler is not None or _takes_no_closure(self.optimizer))
+        self.direct = self.user_step is None and (self.scaler is not None or takes_no_closure(self.optimizer))
         self.lightning_optimizer = None if self.direct else trainer.lightning_optimizers[0]
         self.backward = self.step.run_backward
         self.gathers = hooks.reads_outputs("on_train_batch_end")  # what parts of a batch returned
@@ -194,6 +222,8 @@ class AutomaticOptimization:
         counts.completed = counts.ready
         if self.finish is not None:
             self.window.reset()
+            if self.recovery is not None:
+                self.recovery.end_window()
         return result
 
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
@@ -205,7 +235,7 @@ class AutomaticOptimization:
             self.window.load_state_dict(before)  # LBFGS computes a batch several times, and it counts once
             self.step.first = batch_idx % self.window.parts == 0
             with torch.enable_grad():
-                results[:] = [self.strategy.forward_backward(self.step, parts, True)]
+                results[:] = [self.forward_backward(self.step, parts, True)]
             return self._seen_loss(results[0])
 
         if self.user_step is not None:
@@ -300,76 +330,6 @@ class AutomaticOptimization:
         return outputs
 
 
-class ManualOptimization:
-    """The user's training step runs backward and steps the optimisers."""
-
-    def __init__(self, context: "Context") -> None:
-        hooks = context.hooks
-        self.trainer, self.strategy, self.scaler = context.trainer, context.strategy, context.precision.scaler
-        self.step = _ManualStep(context)
-        self.backward = Backward(context)
-        self.before_step = hooks.bind("on_before_optimizer_step")
-        self.counts = context.trainer.progress.manual_step.current
-
-    def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
-        """Runs the training step on a batch."""
-        self.step.batch_idx, self.step.indices = batch_idx, (batch_idx,)
-        return self.strategy.forward_backward(self.step, parts, last)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """What a LightningOptimizer calls."""
-
-        def wrapped() -> Any:
-            answer = closure()
-            if self.scaler is not None and not interop.unscales_by_itself(optimizer):
-                self.scaler.unscale_(optimizer)
-            if self.before_step is not None:
-                self.before_step(optimizer)
-            return answer
-
-        self.counts.ready += 1
-        if self.scaler is not None:
-            wrapped()
-            answer = self.scaler.step(optimizer, **kwargs)
-            self.scaler.update()
-        elif closure is interop.NO_CLOSURE and _takes_no_closure(optimizer):
-            wrapped()
-            answer = self.strategy.optimizer_step(optimizer, **kwargs)
-        else:
-            answer = self.strategy.optimizer_step(optimizer, wrapped, **kwargs)
-        self.counts.completed = self.counts.ready
-        return answer
-
-    def outputs(self, result: StepResult) -> dict[str, Any]:
-        """What `on_train_batch_end` receives."""
-        out = result.outputs
-        outputs = dict(out) if isinstance(out, Mapping) else {} if out is None else {"loss": out}
-        if "loss" in outputs:
-            outputs["loss"] = outputs["loss"].detach()
-        return outputs
-
-
-class _ManualStep(_Step):
-    """Runs the training step, in which the user does everything."""
-
-    def __call__(self, part: Any) -> StepResult:
-        """Runs the training step on a part."""
-        out = self.run(part)
-        if out is not None and not isinstance(out, (Tensor, Mapping)):
-            raise StepError(
-                "In manual optimisation `training_step` returns a tensor, a dictionary or nothing, not"
-                f" {type(out).__name__}."
-            )
-        return StepResult(None, None, out)
-
-    def total_with(self, result: StepResult) -> Weight:
-        """Nothing is weighed."""
-        return 0
-
-    def backward(self, result: StepResult) -> None:
-        """Nothing: the user did it."""
-
-
 def _loss_and_weight(out: Any) -> tuple[Tensor, Weight | None]:
     """The loss and its weight in what `training_step` returned, which is no tensor."""
     if not isinstance(out, Mapping):
@@ -389,12 +349,3 @@ def _loss_and_weight(out: Any) -> tuple[Tensor, Weight | None]:
             f" {type(loss).__name__}."
         )
     return loss, out.get("loss_weight")
-
-
-def _takes_no_closure(optimizer: Optimizer) -> bool:
-    """Whether nobody can tell that an optimiser was stepped without a closure."""
-    return (
-        type(optimizer).__module__.startswith("torch.optim.")
-        and not isinstance(optimizer, LBFGS)
-        and not interop.has_step_hooks(optimizer)
-    )

@@ -1,0 +1,87 @@
+"""What to do when a batch does not fit into memory."""
+
+from typing import TYPE_CHECKING, Literal
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from equipoise.callbacks.callback import Callback
+from equipoise.errors import ConfigurationError
+from equipoise.memory.devices import format_bytes
+from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
+
+if TYPE_CHECKING:
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = ["OOMRecovery"]
+
+_MANY = 2**40
+
+
+class OOMRecovery(Callback):
+    """Lets training go on when a batch runs out of memory.
+
+    The step is done again from where it began, the batch in 2, 4, 8, … parts, down to one sample each. Gradients are
+    those of the whole batch, whatever its parts; no sample is lost, and what the failed attempt logged or drew is
+    forgotten. The size that worked is kept for batches of that kind, and tried twice as large after some good steps.
+
+    BatchNorm sees the parts, each with statistics of its own. A second call of a random generator, as in dropout, sees
+    parts, too: a step that is cut draws other numbers than one that is not.
+
+    Args:
+        policy: "split": as told above. "skip": the batch is left out, counted and reported. "raise": an error that says
+            what would help. Default: "split".
+        grow_after: Good steps after which a larger size is tried; twice as many each time that fails. Default: 100.
+        most_skipped: With "skip": more batches in a run are an error. Default: 10.
+
+    Attributes:
+        events: What happened, in order: an `OutOfMemoryEvent` for each failed attempt.
+        skipped: How many batches were left out.
+
+    Raises:
+        ConfigurationError: If an argument cannot be right.
+
+    Example:
+        >>> from equipoise import OOMRecovery, Trainer
+        >>> trainer = Trainer(callbacks=[OOMRecovery()], logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        policy: Literal["split", "skip", "raise"] = "split",
+        *,
+        grow_after: int = 100,
+        most_skipped: int = 10,
+    ) -> None:
+        if policy not in ("split", "skip", "raise"):
+            raise ConfigurationError(f"policy must be 'split', 'skip' or 'raise', not {policy!r}.")
+        for name, value in (("grow_after", grow_after), ("most_skipped", most_skipped)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigurationError(f"{name} is a whole number from 0, not {value!r}.")
+        self.policy, self.grow_after, self.most_skipped = policy, grow_after, most_skipped
+        self.events: list[OutOfMemoryEvent] = []
+        self.skipped = 0
+
+    def on_out_of_memory(self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent) -> Split | None:
+        """Decides; see `Callback.on_out_of_memory`."""
+        self.events.append(event)
+        if self.policy == "skip" and event.phase in ("forward", "backward"):
+            self.skipped += 1
+            if self.skipped > self.most_skipped:
+                return None
+            rank_zero_warn(f"{told(event)} It is left out; {self.skipped} so far.")
+            return Split(0)
+        if self.policy != "split" or event.phase == "optimizer step" or event.parts >= event.most_parts:
+            return None
+        parts = min(2 * event.parts, event.most_parts)
+        rank_zero_warn(f"{told(event)} It is computed in {parts} parts.")
+        return Split(parts, self.grow_after)
+
+
+def told(event: OutOfMemoryEvent) -> str:
+    """An event in a sentence."""
+    size = "" if event.batch_size is None else f" of {event.batch_size} samples"
+    asked = "" if not event.requested or event.requested >= _MANY else f", asking for {format_bytes(event.requested)}"
+    parts = f" in {event.parts} parts" if event.parts > 1 else ""
+    where = f"{event.device}{f' of rank {event.global_rank}' if event.global_rank else ''}"
+    return f"Batch {event.batch_idx}{size}{parts} ran out of memory on {where} in {event.phase}{asked}."

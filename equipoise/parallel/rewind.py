@@ -1,0 +1,154 @@
+"""Everything a step may change beside parameters and gradients, noted so that the step can be done again.
+
+Noted in every step while recovery is armed, so it must cost little: numpy's generator, whose state takes 30 µs to read,
+is compared as raw memory and read only if it has moved; buffers are copied in one operation. BatchNorm changes its
+statistics without a trace in their version counters, so they are always copied.
+"""
+
+import ctypes
+import random
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from equipoise.parallel import foreach
+from equipoise.parallel.internals import MetricState, buffers_of, restore_metric_state, take_metric_state
+
+__all__ = ["Rewind"]
+
+_TWISTER = 2500  # bytes of a Mersenne twister: 624 words and a position
+
+
+class Rewind:
+    """Notes random generators, buffers and metrics, and brings them back.
+
+    Args:
+        module: The user's module, on its device.
+        devices: The devices it is computed on.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(2)
+        >>> rewind = Rewind(layer, [torch.device("cpu")])
+        >>> rewind.mark()
+        >>> _ = layer(torch.rand(3, 2))
+        >>> rewind.restore()
+        >>> layer.running_mean
+        tensor([0., 0.])
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        owners: list[dict[str, Any]] = [buffers_of(part) for part in module.modules()]
+        self._places = [(owner, name) for owner in owners for name, buffer in owner.items() if buffer is not None]
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._python, self._numpy = _of_python(), _of_numpy()
+        self._buffers: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._states: list[MetricState] = []
+
+    def mark(self) -> None:
+        """Notes how everything is now."""
+        self._cpu_state = torch.get_rng_state()
+        self._cuda_states = [torch.cuda.get_rng_state(index) for index in self._cuda]
+        self._python.mark()
+        if self._numpy is not None:
+            self._numpy.mark()
+        elif "numpy.random" in sys.modules:
+            self._numpy = _of_numpy()
+        if self._places:
+            self._copy_buffers()
+        if self._metrics:
+            self._states = [_state_of(metric) for metric in self._metrics]
+
+    def _copy_buffers(self) -> None:
+        buffers = [owner[name] for owner, name in self._places]
+        if len(self._copies) != len(buffers) or any(
+            copy.shape != now.shape or copy.device != now.device or copy.dtype != now.dtype
+            for copy, now, before in zip(self._copies, buffers, self._buffers, strict=True)
+            if now is not before
+        ):
+            self._copies = [torch.empty_like(buffer) for buffer in buffers]
+        self._buffers = buffers
+        with torch.no_grad():
+            foreach.copy_(self._copies, buffers)
+
+    def restore(self) -> None:
+        """Brings everything back to how it was."""
+        torch.set_rng_state(self._cpu_state)
+        for index, state in zip(self._cuda, self._cuda_states, strict=True):
+            torch.cuda.set_rng_state(state, index)
+        random.setstate(self._python.state)
+        if self._numpy is not None and self._numpy.state is not None:
+            sys.modules["numpy.random"].set_state(self._numpy.state)
+        with torch.no_grad():
+            foreach.copy_(self._buffers, self._copies)
+        for (owner, name), buffer in zip(self._places, self._buffers, strict=True):
+            owner[name] = buffer  # a step may have put another one there
+        for metric, gathered in zip(self._metrics, self._states, strict=True):
+            restore_metric_state(metric, _copied(gathered))
+
+
+def _state_of(metric: Metric) -> MetricState:
+    state = take_metric_state(metric)
+    restore_metric_state(metric, state)
+    return _copied(state)
+
+
+def _copied(state: MetricState) -> MetricState:
+    """The same, tensors and lists copied, since updates change them in place."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+        for name, value in state.items()
+    }
+
+
+class _Twister:
+    """A global Mersenne twister: read whole only if its memory has changed.
+
+    Args:
+        address: Where its 2500 bytes lie. 0: nobody knows, so it is always read whole.
+        read: Returns the whole state.
+        holds_spare: Whether a state holds a number that was drawn in advance.
+
+    Attributes:
+        state: What `read` returned; None before the first mark.
+    """
+
+    def __init__(self, address: int, read: Callable[[], Any], holds_spare: Callable[[Any], bool]) -> None:
+        self._address, self._read, self._holds_spare = address, read, holds_spare
+        self._raw = b""
+        self.state: Any = None
+
+    def mark(self) -> None:
+        """Notes the state."""
+        raw = ctypes.string_at(self._address, _TWISTER) if self._address else b""
+        # A number that was drawn in advance and kept may be used up without a trace in the twister.
+        if self.state is None or not raw or raw != self._raw or self._holds_spare(self.state):
+            self._raw, self.state = raw, self._read()
+
+
+def _of_python() -> _Twister:
+    """That of `random`, whose object holds a position and the words, right behind what every object begins with."""
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    address = id(generator) + object.__basicsize__
+    *words, position = generator.getstate()[1]
+    if generator.__sizeof__() < object.__basicsize__ + _TWISTER or (
+        struct.unpack("=I624I", ctypes.string_at(address, _TWISTER)) != (position, *words)
+    ):
+        address = 0  # another Python, another layout
+    return _Twister(address, random.getstate, lambda state: state[2] is not None)
+
+
+def _of_numpy() -> _Twister | None:
+    """That of numpy's global functions; None where nobody has imported them."""
+    module: Any = sys.modules.get("numpy.random")
+    if module is None:
+        return None
+    generator = module.get_bit_generator()
+    address = generator.ctypes.state_address if type(generator).__name__ == "MT19937" else 0
+    return _Twister(address, lambda: module.get_state(legacy=False), lambda state: bool(state.get("has_gauss")))

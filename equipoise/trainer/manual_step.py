@@ -1,0 +1,98 @@
+"""Manual optimisation: the user's training step goes backward and steps the optimisers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from equipoise.errors import StepError
+from equipoise.parallel.weighting import Weight
+from equipoise.strategies.strategy import StepResult
+from equipoise.trainer import interop
+from equipoise.trainer.backward import Backward
+from equipoise.trainer.optimizers import takes_no_closure
+from equipoise.trainer.parts import UserStep
+from equipoise.trainer.recovery import refuse_by_hand
+from equipoise.trainer.smaller_parts import is_armed
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
+
+__all__ = ["ManualOptimization"]
+
+
+class ManualOptimization:
+    """The user's training step runs backward and steps the optimisers."""
+
+    def __init__(self, context: "Context") -> None:
+        hooks = context.hooks
+        self.trainer, self.strategy, self.scaler = context.trainer, context.strategy, context.precision.scaler
+        self.step = _ManualStep(context)
+        compute = self.strategy.forward_backward
+        self.forward_backward = refuse_by_hand(context, compute) if is_armed(context) else compute
+        self.backward = Backward(context)
+        self.before_step = hooks.bind("on_before_optimizer_step")
+        self.counts = context.trainer.progress.manual_step.current
+
+    def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
+        """Runs the training step on a batch."""
+        self.step.batch_idx, self.step.indices = batch_idx, (batch_idx,)
+        return self.forward_backward(self.step, parts, last)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """What a LightningOptimizer calls."""
+
+        def wrapped() -> Any:
+            answer = closure()
+            if self.scaler is not None and not interop.unscales_by_itself(optimizer):
+                self.scaler.unscale_(optimizer)
+            if self.before_step is not None:
+                self.before_step(optimizer)
+            return answer
+
+        self.counts.ready += 1
+        if self.scaler is not None:
+            wrapped()
+            answer = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+        elif closure is interop.NO_CLOSURE and takes_no_closure(optimizer):
+            wrapped()
+            answer = self.strategy.optimizer_step(optimizer, **kwargs)
+        else:
+            answer = self.strategy.optimizer_step(optimizer, wrapped, **kwargs)
+        self.counts.completed = self.counts.ready
+        return answer
+
+    def outputs(self, result: StepResult) -> dict[str, Any]:
+        """What `on_train_batch_end` receives."""
+        out = result.outputs
+        outputs = dict(out) if isinstance(out, Mapping) else {} if out is None else {"loss": out}
+        if "loss" in outputs:
+            outputs["loss"] = outputs["loss"].detach()
+        return outputs
+
+
+class _ManualStep(UserStep):
+    """Runs the training step, in which the user does everything."""
+
+    def __init__(self, context: "Context") -> None:
+        super().__init__(context, "training_step")
+        self.batch_idx = 0
+
+    def __call__(self, part: Any) -> StepResult:
+        """Runs the training step on a part."""
+        out = self.run(part)
+        if out is not None and not isinstance(out, (Tensor, Mapping)):
+            raise StepError(
+                "In manual optimisation `training_step` returns a tensor, a dictionary or nothing, not"
+                f" {type(out).__name__}."
+            )
+        return StepResult(None, None, out)
+
+    def total_with(self, result: StepResult) -> Weight:
+        """Nothing is weighed."""
+        return 0
+
+    def backward(self, result: StepResult) -> None:
+        """Nothing: the user did it."""

@@ -1,0 +1,256 @@
+"""Doing a step again in smaller parts when memory runs out: a transaction.
+
+    window begins       note random generators, buffers, metrics, logs
+    batch               compute it, in as many parts as batches of its kind last needed
+      out of memory     let go of the failed attempt, ask the callbacks, bring everything back,
+                        compute the window anew: its earlier batches as they were, this one in more parts
+
+What a batch computed in parts comes to is what it comes to in one: gradients by weight, logs by their own reduction.
+The hooks around a backward fire for each part. Where an error is raised after all, it says what would help.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from equipoise.memory.out_of_memory import is_out_of_memory
+from equipoise.parallel.internals import versions
+from equipoise.parallel.rewind import Rewind
+from equipoise.strategies.strategy import StepResult, parameters_of
+from equipoise.trainer.smaller_parts import Failure, Parts, raise_with_advice
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
+
+__all__ = ["EvaluationRecovery", "Recovery", "refuse_by_hand"]
+
+
+@dataclass
+class _Batch:
+    """A batch of the window."""
+
+    parts: Sequence[Any]
+    batch_idx: int
+    count: int = 1
+
+
+@dataclass
+class _Window:
+    """The batches of a window that were computed so far."""
+
+    batches: list[_Batch] = field(default_factory=list)
+    pending: int = 0  # what was logged before it
+    disturbed: bool = False
+
+
+class Recovery:
+    """Computes gradients like the strategy's `forward_backward`, whatever memory does.
+
+    Args:
+        context: The run.
+        step: The user's training step.
+    """
+
+    def __init__(self, context: "Context", step: Any) -> None:
+        self.context, self.step, self.window = context, step, step.window
+        self.logs, self.strategy = context.logs, context.strategy
+        self.strategy.arm_recovery()
+        self.rewind = Rewind(context.module, context.strategy.devices)
+        self.parts = Parts(context, self._compute)
+        self._open = _Window()
+        self._last = True
+
+    def _compute(self, parts: Sequence[Any], last: bool) -> StepResult:
+        return self.strategy.forward_backward(self.step, parts, last and self._last)
+
+    def __call__(self, step: Any, parts: Sequence[Any], last: bool) -> StepResult:
+        """Computes the gradients of a batch; see `Strategy.forward_backward`."""
+        opened = self._open
+        if step.batch_idx % self.window.parts == 0:
+            self.rewind.mark()
+            opened.batches.clear()
+        opened.pending = len(self.logs.pending)
+        count = self.parts.count(parts) if parts else 1
+        opened.batches.append(_Batch(parts, step.batch_idx, count))
+        self._last, begin = last, len(opened.batches) - 1
+        while True:
+            step.phase = "forward"
+            try:
+                result = self._run(begin)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = Failure.of(error)
+            begin = 0
+            self._prepare(failure)
+        if parts:
+            self.parts.good(parts)
+        if last:
+            opened.batches.clear()
+        return result
+
+    def _run(self, begin: int) -> StepResult:
+        """Computes the window's batches from one on; earlier ones without logging again."""
+        step, batches, result = self.step, self._open.batches, StepResult(None, 0, None)
+        current = batches[-1]
+        for self._running in batches[begin:]:
+            batch = self._running
+            step.batch_idx, step.indices = batch.batch_idx, (batch.batch_idx,)
+            if batch is current:
+                result = self._run_batch(batch)
+            else:
+                wanted, self._last = self._last, False
+                step.apart(lambda batch=batch: self._run_batch(batch))
+                self._last = wanted
+        return result
+
+    def _run_batch(self, batch: _Batch) -> StepResult:
+        if batch.count == 0 and self.strategy.world_size == 1:  # left out, as if its step had returned None
+            self.step.backward(nothing := StepResult(None, 0, None))
+            return nothing
+        if batch.count <= 1:
+            return self._compute(batch.parts if batch.count else (), True)
+        self.step.weigh = self.step.weigher
+        return self.parts.run(self.step, batch.parts, batch.count)
+
+    def _prepare(self, failure: Failure) -> None:
+        """Asks what to do, and brings everything back to how the window found it."""
+        batch, step = self._running, self.step
+        event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count)
+        answer = self.parts.ask(event)
+        sent = self._roll_back()
+        if answer is None or (sent and not answer.parts):  # others have a part of this batch's gradients already
+            raise_with_advice(failure, event)
+        batch.count = answer.parts
+        if answer.parts > 1:
+            self.parts.failed(batch.parts, answer)
+        self.parts.let_go()
+
+    def _roll_back(self) -> bool:
+        """Brings everything back; returns whether other processes have a part of the gradients."""
+        step = self.step
+        del self.logs.pending[self._open.pending :]
+        self.rewind.restore()
+        self.window.reset()
+        if not step.first:  # else the gradients are still those that the zeroing is to find
+            for optimizer in self.context.trainer.optimizers:
+                for parameter in parameters_of(optimizer):
+                    parameter.grad = None
+        return self.strategy.discard_gradients()
+
+    def end_window(self) -> None:
+        """The optimiser has stepped."""
+        self.step.weigh = self.step.usual_weigher
+        if self.step.weigh is None:
+            self.window.forget_reference()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Steps an optimiser; once more if memory ran out before anything was changed."""
+        if closure is not None:
+            return self.strategy.optimizer_step(optimizer, closure, **kwargs)
+        before = _versions(optimizer)
+        try:
+            return self.strategy.optimizer_step(optimizer, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure.of(error)
+        event = self.parts.event(failure, "optimizer step", self.step.batch_idx, (), 1)
+        self.parts.ask(event)  # to be known; nothing can be cut here
+        parameters, state = _versions(optimizer)
+        if before[0] is None or before[0] != parameters:
+            raise_with_advice(failure, event)
+        if not before[1]:  # its state was just being made
+            optimizer.state.clear()
+        elif before[1] != state:
+            raise_with_advice(failure, event)
+        self.parts.let_go()
+        return self.strategy.optimizer_step(optimizer, **kwargs)
+
+
+def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]:
+    """How often parameters and the optimiser's state were changed."""
+    state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+    return versions(parameters_of(optimizer)), versions(state)
+
+
+class EvaluationRecovery:
+    """Evaluates batches like the strategy's `evaluate`, whatever memory does; sizes are learned apart from training's.
+
+    Args:
+        context: The run.
+        name: The stage, such as "val".
+    """
+
+    def __init__(self, context: "Context", name: str) -> None:
+        self.strategy, self.logs = context.strategy, context.logs
+        self.rewind = Rewind(context.module, context.strategy.devices)
+        self.parts = Parts(context, self._compute, name)
+
+    def _compute(self, piece: Sequence[Any], last: bool) -> StepResult:
+        return StepResult(None, self.parts.size(piece), self.strategy.evaluate(self._step, piece))
+
+    def __call__(self, step: Any, parts: Sequence[Any]) -> Any:
+        """The output of an evaluation step; see `Strategy.evaluate`."""
+        self.rewind.mark()
+        self._step, pending, count = step, len(self.logs.pending), self.parts.count(parts)
+        while True:
+            try:
+                if count <= 1:
+                    output = self.strategy.evaluate(step, parts)
+                else:
+                    output = self.parts.run(step, parts, count).outputs
+                self.parts.good(parts)
+                return output
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = Failure.of(error)
+            event = self.parts.event(failure, "evaluation", step.indices[0], parts, count)
+            answer = self.parts.ask(event)
+            del self.logs.pending[pending:]
+            self.rewind.restore()
+            if answer is None or not answer.parts:  # what is left out would be missing in the metrics
+                raise_with_advice(failure, event)
+            count = answer.parts
+            if count > 1:
+                self.parts.failed(parts, answer)
+            self.parts.let_go()
+
+
+def refuse_by_hand(context: "Context", run: Callable[..., StepResult]) -> Callable[..., StepResult]:
+    """The training step of a module that optimises by hand: nobody can do it again, so an error says what would help.
+
+    Args:
+        context: The run.
+        run: Runs the step on a batch.
+    """
+    helper = Parts(context, lambda piece, last: StepResult(None, None, None))
+
+    def checked(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
+        try:
+            return run(step, parts, last)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure.of(error)
+        event = helper.event(failure, "forward", step.batch_idx, parts, 1)
+        helper.ask(event)
+        by_hand(failure, event)
+
+    return checked
+
+
+def by_hand(failure: Failure, event: Any) -> NoReturn:
+    """Raises the error of a step that optimises by hand."""
+    raise_with_advice(
+        failure,
+        event,
+        "The module optimises by hand (automatic_optimization=False): its step may have changed parameters already, so"
+        " it cannot be done again. A smaller batch_size, precision='bf16-mixed' or activation checkpointing would"
+        " help.",
+    )

@@ -1,0 +1,254 @@
+"""Batches that do not fit into memory: computed in parts, of sizes that are learned; or errors that say what helps."""
+
+import gc
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor
+
+from equipoise.callbacks.callback import Callback
+from equipoise.errors import StepError
+from equipoise.memory.devices import format_bytes
+from equipoise.memory.out_of_memory import (
+    OutOfMemoryEvent,
+    Phase,
+    Split,
+    device_of,
+    free_bytes,
+    requested_bytes,
+)
+from equipoise.parallel.gather import PartialOutputs
+from equipoise.parallel.split import Splitter, entries_of
+from equipoise.strategies.strategy import StepResult, Strategy
+from equipoise.trainer.hooks import overrides
+
+if TYPE_CHECKING:
+    from equipoise.trainer.context import Context
+
+__all__ = ["Failure", "Parts", "is_armed", "raise_with_advice"]
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def is_armed(context: "Context") -> bool:
+    """Whether a callback decides what happens when memory runs out."""
+    return any(overrides(callback, "on_out_of_memory", Callback) for callback in context.hooks.callbacks)
+
+
+@dataclass
+class Failure:
+    """What is kept of an error: no traceback, whose frames would keep the tensors of the failed attempt."""
+
+    error: BaseException
+    message: str
+    lines: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """Takes from an error what is to be kept."""
+        lines = "".join(traceback.format_exception(error))
+        while error.__cause__ is not None:  # an error that was explained on its way
+            error = error.__cause__
+        error.__traceback__ = error.__context__ = None
+        return cls(error, str(error), lines)
+
+
+@dataclass
+class _Size:
+    """How many samples fit at once, for batches of one kind."""
+
+    samples: int
+    grow_after: int
+    good: int = 0
+    before: int = 0  # the size that is known to fit, while a larger one is tried
+
+
+class Parts:
+    """Computes batches in as many parts as they need, and learns how many that is.
+
+    Args:
+        context: The run.
+        compute: Computes a batch, or a part of one: `compute(parts, is_last_part)`.
+        name: Whose sizes are learned. Default: "training".
+    """
+
+    def __init__(
+        self, context: "Context", compute: Callable[[Sequence[Any], bool], Any], name: str = "training"
+    ) -> None:
+        self.context, self.compute = context, compute
+        self.strategy: Strategy = context.strategy
+        self.splitter = Splitter(context.module, context.strategy.dim)
+        self._sizes: dict[Shapes, _Size] = context.fitting.setdefault(name, {})
+
+    def count(self, parts: Sequence[Any]) -> int:
+        """In how many parts a batch is to be computed, by what is known of its kind."""
+        if not self._sizes or (known := self._sizes.get(_kind(parts))) is None:
+            return 1
+        return -(-self.size(parts) // known.samples)
+
+    def size(self, parts: Sequence[Any]) -> int:
+        """The number of samples of a batch that must be cut."""
+        return sum(self.splitter.size_to_cut(part) for part in parts)
+
+    def most(self, parts: Sequence[Any]) -> tuple[int | None, int, str]:
+        """A batch's number of samples, in how many parts it can be computed at most, and why not in more."""
+        try:
+            sizes = [self.splitter.size_to_cut(part) for part in parts]
+        except StepError as error:
+            return None, 1, str(error)
+        return sum(sizes), max(sizes, default=1), ""
+
+    def good(self, parts: Sequence[Any]) -> None:
+        """A batch went well; after enough of them a larger size is tried."""
+        if self._sizes and (known := self._sizes.get(_kind(parts))) is not None:
+            known.good += 1
+            if known.before and self.size(parts) > known.before:
+                known.before = 0  # the larger size fits
+            if not known.before and known.grow_after and known.good >= known.grow_after:
+                known.before, known.samples, known.good = known.samples, 2 * known.samples, 0
+
+    def failed(self, parts: Sequence[Any], split: Split) -> None:
+        """A batch is to be computed in more parts."""
+        kind, samples = _kind(parts), max(1, -(-self.size(parts) // split.parts))
+        known = self._sizes.get(kind)
+        if known is None:
+            self._sizes[kind] = _Size(samples, split.grow_after)
+            return
+        if known.before:
+            known.grow_after *= 2
+        known.samples, known.good, known.before = known.before or samples, 0, 0
+
+    def run(self, step: Any, parts: Sequence[Any], count: int) -> StepResult:
+        """Computes a batch in so many parts.
+
+        Args:
+            step: The user's step.
+            parts: The batch, as the strategy has placed it.
+            count: In how many parts.
+        """
+        pieces = self.strategy.cut(parts, count, self.splitter)
+        results: list[StepResult] = []
+        step.in_pieces = True
+        for index, piece in enumerate(pieces):
+            last = index + 1 == len(pieces)
+            result, logged = step.apart(lambda piece=piece, last=last: self.compute(piece, last))
+            results.append(_detached(result)._replace(logged=logged))
+            del result
+        sizes = [self.size(piece) for piece in pieces]
+        device, dim = self.strategy.root_device, self.strategy.dim
+        bare = [result._replace(outputs=None) for result in results]
+        combined: StepResult = step.combine(bare, sizes, device, dim=dim, original=lambda metric: metric)
+        step.in_pieces = False
+        outputs = _in_order(pieces, results, sizes, device, dim)
+        return combined._replace(outputs=step.finished(outputs))
+
+    def event(self, failure: Failure, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int) -> Any:
+        """An event for callbacks."""
+        size, most, obstacle = self.most(parts)
+        return OutOfMemoryEvent(
+            phase=phase,
+            device=device_of(failure.message) or str(self.strategy.root_device),
+            batch_idx=batch_idx,
+            batch_size=size,
+            parts=count,
+            most_parts=most,
+            obstacle=obstacle,
+            requested=requested_bytes(failure.message),
+            free=free_bytes(failure.message),
+            message=failure.message,
+            global_rank=self.strategy.global_rank,
+        )
+
+    def ask(self, event: OutOfMemoryEvent) -> Split | None:
+        """What the callbacks decide; None: raise."""
+        for callback in self.context.hooks.callbacks:
+            if overrides(callback, "on_out_of_memory", Callback):
+                answer = callback.on_out_of_memory(  # type: ignore[attr-defined]
+                    self.context.trainer, self.context.module, event
+                )
+                if answer is not None:
+                    return answer if isinstance(answer, Split) else Split(int(answer))
+        return None
+
+    def let_go(self) -> None:
+        """Frees what the failed attempt held, in cycles and in the allocator's cache."""
+        gc.collect()
+        self.strategy.empty_cache()
+
+
+def _kind(parts: Sequence[Any]) -> Shapes:
+    """What batches have in common that need as much memory for each sample."""
+    return tuple(tuple(tensor.shape[1:]) for part in parts for _, tensor in entries_of(part))
+
+
+def _detached(result: Any) -> StepResult:
+    """A result without its graph."""
+    loss = None if result.loss is None else result.loss.detach()
+    outputs = result.outputs
+    if isinstance(outputs, PartialOutputs):
+        detached = [apply_to_collection(out, Tensor, Tensor.detach) for out in outputs.outputs]
+        return StepResult(loss, result.weight, replace(outputs, outputs=detached))
+    return StepResult(loss, result.weight, apply_to_collection(outputs, Tensor, Tensor.detach))
+
+
+def _in_order(
+    pieces: Sequence[Any], results: Sequence[StepResult], sizes: Sequence[int], device: torch.device, dim: int
+) -> PartialOutputs:
+    """The outputs of pieces in the order of the data, where each piece holds some samples of every device."""
+    entries: list[tuple[int, int, Any, int, Any]] = []
+    for number, (piece, result, size) in enumerate(zip(pieces, results, sizes, strict=True)):
+        outputs, weight = result.outputs, 1 if result.weight is None else result.weight
+        if isinstance(outputs, PartialOutputs):
+            apart = zip(piece.indices, outputs.outputs, outputs.sizes, outputs.weights, strict=True)
+            entries += [(index, number, out, part_size, part_weight) for index, out, part_size, part_weight in apart]
+        else:
+            entries.append((0, number, outputs, size, weight))
+    entries.sort(key=lambda entry: entry[:2])
+    _, _, parts, part_sizes, weights = zip(*entries, strict=True)
+    made = PartialOutputs(parts, part_sizes, device, dim, weights)
+    made.check()
+    return made
+
+
+def raise_with_advice(failure: Failure, event: OutOfMemoryEvent, advice: str = "") -> NoReturn:
+    """Raises the error of an allocator, with what would help.
+
+    Args:
+        failure: The error.
+        event: What happened.
+        advice: What would help. Default: what does in general.
+
+    Raises:
+        OutOfMemoryError: Torch's.
+    """
+    asked = f" It asked for {format_bytes(event.requested)}." if event.requested else ""
+    free = f" There were {format_bytes(event.free)} free." if event.free is not None else ""
+    size = f" of {event.batch_size} samples" if event.batch_size is not None else ""
+    parts = f", computed in {event.parts} parts," if event.parts > 1 else ""
+    raise torch.OutOfMemoryError(
+        f"Batch {event.batch_idx}{size}{parts} ran out of memory on {event.device} in {event.phase}.{asked}{free}"
+        f" {advice or _advice(event)}\n\nThe allocator said: {event.message}\n\n{failure.lines}"
+    ) from None
+
+
+def _advice(event: OutOfMemoryEvent) -> str:
+    if event.phase == "optimizer step":
+        return (
+            "Parameters, gradients and the optimiser's state do not fit. An optimiser with less state (SGD, or"
+            " foreach=False), precision='bf16-true', or sharded states would help; smaller batches would not."
+        )
+    if event.obstacle:
+        return event.obstacle
+    if event.parts >= event.most_parts > 1 or event.batch_size == 1:
+        return (
+            "A single sample does not fit. Mixed precision (precision='bf16-mixed'), activation checkpointing, shorter"
+            " or smaller samples, or a model over several devices would help."
+        )
+    return (
+        "What would help, the most effective first: OOMRecovery(policy='split'), a smaller batch_size with"
+        " accumulate_grad_batches, precision='bf16-mixed', activation checkpointing."
+    )

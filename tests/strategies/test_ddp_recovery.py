@@ -1,0 +1,118 @@
+"""Some processes run out of memory, others do not: none waits for ever, and gradients are exact and the same in all."""
+
+import random
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from equipoise import DDPStrategy, OOMRecovery, StepError
+from tests.conftest import ignoring
+from tests.strategies.test_ddp import Samples, assert_same_weights, trainer
+
+pytestmark = ignoring("Batch \\d+ of \\d+ samples")
+
+
+class Fragile(L.LightningModule):
+    """Runs out of memory in some steps of some processes.
+
+    Args:
+        failing: Process, step and place: "forward", "backward" or "late", when all gradients but the first layer's are
+            there.
+        most: More samples than this do not fit into process 1.
+    """
+
+    def __init__(self, failing: set[tuple[int, int, str]], most: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.rest = nn.Linear(4, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.failing, self.most, self.same = failing, most, True
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.first(batch[0])
+        place = ""
+        for each in ("forward", "backward", "late") if len(batch[0]) > 1 else ():
+            if (self.global_rank, self.global_step, each) in self.failing:
+                self.failing.discard((self.global_rank, self.global_step, each))
+                place = each
+        if self.global_rank == 1 and len(batch[0]) > self.most:
+            place = place or "late"
+        if place == "late":
+            hidden.register_hook(self.fail)
+        loss = nn.functional.cross_entropy(self.rest(hidden), batch[1])
+        if place == "forward":
+            raise torch.OutOfMemoryError("injected in forward")
+        if place == "backward":
+            loss.register_hook(self.fail)
+        if not place:
+            self.seen.append(batch[2].tolist())
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    @staticmethod
+    def fail(gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("injected in backward")
+
+    def on_train_epoch_end(self) -> None:
+        strategy = self.trainer.strategy
+        weights = strategy.gather_objects([p.detach().clone() for p in self.parameters()])
+        self.same = self.same and all(
+            all(torch.equal(a, b) for a, b in zip(weights[0], other, strict=True)) for other in weights
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(module: Fragile, strategy: Any, devices: int, **options: Any) -> Any:
+    fitted = trainer(strategy, devices, **options)
+    fitted.fit(module, DataLoader(Samples(29), batch_size=12 // devices))
+    return fitted
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "late"])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_gradients_are_those_of_one_device(processes: int, place: str) -> None:
+    """Tiny buckets: in the late phase most gradients are with the others already when memory runs out."""
+    one, many = Fragile(set(), 99), Fragile({(0, 1, place), (1, 2, place), (0, 2, place), (1, 0, place)}, 3)
+    expected = run(one, "single_device", 1)
+    actual = run(many, DDPStrategy(bucket_megabytes=1e-5), processes, callbacks=[recovery := OOMRecovery()])
+    assert_same_weights(one, many)
+    assert many.same
+    assert recovery.events
+    assert {event.phase for event in recovery.events} <= {"forward", "backward"}
+    assert float(actual.callback_metrics["loss_epoch"]) == pytest.approx(
+        float(expected.callback_metrics["loss_epoch"]), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("seed", [random.randrange(10**6) for _ in range(6)])
+def test_any_failures(seed: int) -> None:
+    """The seed stands in the test's name."""
+    draw = random.Random(seed)
+    processes, window = draw.choice([2, 3]), draw.randint(1, 3)
+    places = [(r, s, p) for r in range(processes) for s in range(6) for p in ("forward", "backward", "late")]
+    one, many = Fragile(set(), 99), Fragile(set(draw.sample(places, 5)), draw.randint(1, 6))
+    run(one, "single_device", 1, accumulate_grad_batches=window)
+    strategy = DDPStrategy(bucket_megabytes=draw.choice([1e-5, 1]))
+    run(many, strategy, processes, accumulate_grad_batches=window, callbacks=[OOMRecovery(grow_after=2)])
+    assert_same_weights(one, many)
+    assert many.same
+
+
+def test_a_batch_of_which_others_have_a_part_cannot_be_left_out() -> None:
+    module = Fragile({(1, 1, "late")}, 99)
+    with pytest.raises(torch.OutOfMemoryError, match="injected in backward"):
+        run(module, DDPStrategy(bucket_megabytes=1e-5), 2, callbacks=[OOMRecovery("skip")])
+    module = Fragile({(1, 1, "forward")}, 99)
+    run(module, "ddp", 2, callbacks=[OOMRecovery("skip")])
+    assert module.same
+
+
+def test_without_a_callback_that_decides() -> None:
+    with pytest.raises((torch.OutOfMemoryError, StepError), match="injected in forward"):
+        run(Fragile({(1, 1, "forward")}, 99), "ddp", 2)

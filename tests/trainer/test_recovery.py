@@ -1,0 +1,381 @@
+"""Steps done again in parts when memory runs out: errors that are injected at any place of any step."""
+
+import random
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from equipoise import BalancedDataParallelStrategy, Callback, OOMRecovery, Strategy, Trainer
+from tests.conftest import ignoring
+from tests.test_transparency import (
+    CLASSES,
+    FEATURES,
+    SIZES,
+    TOKENS,
+    Base,
+    Batches,
+    Convolution,
+    Frozen,
+    Gradients,
+    Masked,
+    MaskedOnTheHost,
+    Mlp,
+    Recurrent,
+    Tied,
+    assert_same,
+)
+
+pytestmark = ignoring("Batch \\d+ of \\d+ samples")
+
+
+class OutOfMemory:
+    """Injects errors into training steps.
+
+    Args:
+        most: More samples than this do not fit.
+        failing: Calls of the step that fail unless they have a single sample, counted from 0.
+        phase: Where: "forward", "late" (all of forward was done) or "backward".
+    """
+
+    def __init__(self, most: int = 10**6, failing: tuple[int, ...] = (), phase: str = "forward") -> None:
+        self.most, self.failing, self.phase, self.calls = most, failing, phase, 0
+        self.sizes: list[int] = []
+
+    def wrap(self, module: Any) -> Any:
+        step = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            size = len(batch["features"])
+            fails = size > self.most or (size > 1 and self.calls in self.failing)
+            self.calls += 1
+            if fails and self.phase == "forward":
+                raise torch.OutOfMemoryError(f"injected for {size} samples")
+            out = step(batch, batch_idx)
+            if fails and self.phase == "late":
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
+            if fails:
+                loss = out if isinstance(out, Tensor) else out["loss"]
+                loss.register_hook(self.fail)
+            else:
+                self.sizes.append(size)
+            return out
+
+        module.training_step = training_step
+        return module
+
+    @staticmethod
+    def fail(gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("injected in the backward")
+
+
+def train(
+    make: Callable[[], Base],
+    injected: OutOfMemory | None = None,
+    strategy: Strategy | str = "single_device",
+    devices: int = 1,
+    sizes: list[int] = SIZES,
+    callbacks: tuple[Any, ...] = (),
+    **options: Any,
+) -> tuple[Base, list[dict[str, Tensor | None]], Trainer]:
+    torch.manual_seed(7)
+    module, gradients = make(), Gradients()
+    if injected is not None:
+        injected.wrap(module)
+        callbacks = (*callbacks, OOMRecovery(grow_after=3))
+    trainer = Trainer(
+        strategy=strategy,
+        devices=["cpu"] * devices,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[gradients, *callbacks],
+        **{"precision": "64-true", "max_epochs": 2, **options},
+    )
+    trainer.fit(module, DataLoader(Batches(sizes), batch_size=None))
+    return module, gradients.seen, trainer
+
+
+MODULES = [Mlp, Convolution, Recurrent, Tied, Frozen, Masked, MaskedOnTheHost]
+PHASES = ["forward", "late", "backward"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
+def test_gradients_are_those_of_whole_batches(make: type[Base], phase: str) -> None:
+    injected = OutOfMemory(most=4, phase=phase)
+    assert_same(train(make), train(make, injected))
+    assert max(injected.sizes) <= 4
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("make", [Mlp, Masked])
+def test_with_options(make: type[Base], phase: str) -> None:
+    for options in ({"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}):
+        assert_same(train(make, **options), train(make, OutOfMemory(most=4, phase=phase), **options))
+
+
+@pytest.mark.parametrize("seed", [random.randrange(10**6) for _ in range(25)])
+def test_any_failures(seed: int) -> None:
+    """Errors at random steps, in random phases, of random batches; the seed stands in the test's name."""
+    draw = random.Random(seed)
+    make = draw.choice([Mlp, Recurrent, Masked, MaskedOnTheHost])
+    failing = tuple(draw.sample(range(30), draw.randint(0, 6)))
+    injected = OutOfMemory(draw.randint(1, 12), failing, draw.choice(PHASES))
+    options: dict[str, Any] = {"accumulate_grad_batches": draw.randint(1, 3), "max_epochs": 1}
+    options["sizes"] = [draw.randint(8, 14) for _ in range(draw.randint(1, 4))]
+    strategy, devices = draw.choice([("single_device", 1), ("dp", 2), ("balanced", 3)])
+    if strategy == "balanced":
+        strategy = BalancedDataParallelStrategy(shares=[1, 3, 2])
+    assert_same(train(make, **options), train(make, injected, strategy, devices, **options))
+
+
+class Noisy(Mlp):
+    """With dropout, batch statistics, metrics and logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Flatten(), nn.Linear(TOKENS * FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES)
+        )
+        self.accuracy = MulticlassAccuracy(CLASSES)
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch["features"])
+        loss = nn.functional.cross_entropy(logits, batch["label"]) + 0 * (random.random() + float(torch.rand(())))
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("most", logits.detach().max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.accuracy(logits, batch["label"])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+
+class TwoParts(Callback):
+    """Fits nothing but halves."""
+
+    def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> int | None:
+        return 2 if event.parts == 1 else None
+
+
+class SameAgain(Callback):
+    """Tries the same once more."""
+
+    def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> int | None:
+        return 1
+
+
+def assert_identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    for (name, expected), actual in zip(one[0].state_dict().items(), other[0].state_dict().values(), strict=True):
+        assert torch.equal(expected, actual), name
+    assert {k: float(v) for k, v in one[2].callback_metrics.items()} == {
+        k: float(v) for k, v in other[2].callback_metrics.items()
+    }
+    assert torch.equal(torch.get_rng_state(), torch.get_rng_state())
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_attempt_that_failed_leaves_no_trace(phase: str, window: int) -> None:
+    """Done again without being cut, a step is the same to the bit: noise, statistics, logs and metrics."""
+    states = []
+    runs = []
+    for injected in (None, OutOfMemory(failing=(0, 3, 5, 6, 11), phase=phase)):
+        torch.manual_seed(7)
+        random.seed(7)
+        module, gradients = Noisy(), Gradients()
+        callbacks: list[Any] = [gradients]
+        if injected is not None:
+            injected.wrap(module)
+            callbacks.append(SameAgain())
+        runs.append((module, gradients.seen, fit(module, callbacks, accumulate_grad_batches=window)))
+        states.append((torch.get_rng_state(), random.getstate()))
+    assert_identical(*runs)
+    assert torch.equal(states[0][0], states[1][0])
+    assert states[0][1] == states[1][1]
+
+
+def fit(module: Any, callbacks: list[Any], **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        devices=1,
+        accelerator="cpu",
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **{**quiet, "precision": "64-true", "max_epochs": 2, **options},
+    )
+    trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None))
+    return trainer
+
+
+def test_growing_again() -> None:
+    """After three good steps a larger size is tried; where that fails, twice as many are waited for."""
+    injected = OutOfMemory(most=6)
+    recovery = OOMRecovery(grow_after=3)
+    module = injected.wrap(Mlp())
+    fit(module, [recovery], max_epochs=12)
+    assert max(injected.sizes) <= 6
+    tries = [event for event in recovery.events if event.parts == 1]
+    assert 2 <= len(tries) <= 8
+
+
+def test_skipping() -> None:
+    injected = OutOfMemory(failing=(1, 4))
+    recovery, module = OOMRecovery("skip"), injected.wrap(Mlp())
+    trainer = fit(module, [recovery, gradients := Gradients()], max_epochs=1)
+    assert recovery.skipped == 2
+    assert trainer.global_step == len(SIZES)
+    assert gradients.seen[1]["net.1.weight"] is None
+    with pytest.raises(torch.OutOfMemoryError, match=r"Batch 2 of 7 samples ran out of memory on cpu in forward"):
+        fit(OutOfMemory(failing=(0, 1, 2)).wrap(Mlp()), [OOMRecovery("skip", most_skipped=2)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "most", "message"),
+    [
+        (
+            "raise",
+            5,
+            r"Batch 0 of 11 samples ran out of memory on cpu in forward\. What would help, the most",
+        ),
+        ("split", 0, r"Batch 0 of 11 samples, computed in 11 parts, ran out .* A single sample does not fit"),
+    ],
+)
+def test_errors_say_what_would_help(policy: Any, most: int, message: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=message) as error:
+        fit(OutOfMemory(most).wrap(Mlp()), [OOMRecovery(policy)])
+    assert "injected for" in str(error.value)
+    assert "training_step" in str(error.value)  # where it was
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    class Images(Mlp):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise torch.OutOfMemoryError("injected")
+
+    class Loader:
+        def __iter__(self) -> Any:
+            return iter([{"images": [torch.zeros(3, 4), torch.zeros(3, 5)], "label": torch.zeros(2)}])
+
+    trainer = Trainer(
+        devices=1, accelerator="cpu", callbacks=[OOMRecovery()], logger=False, enable_checkpointing=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(torch.OutOfMemoryError, match=r"Define `batch_size\(self, batch\)`"):
+        trainer.fit(Images(), Loader())
+
+
+def test_other_errors_are_left_alone() -> None:
+    class Wrong(Mlp):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        fit(Wrong(), [OOMRecovery()])
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_errors_in_the_step_of_the_optimizer(changes: bool) -> None:
+    """Done once more if nothing had changed yet."""
+
+    class Module(Mlp):
+        def configure_optimizers(self) -> Any:
+            optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.1)
+            step, calls = optimizer.step, count()
+
+            def low_on_memory() -> Any:
+                if next(calls) == 1:
+                    if changes:
+                        with torch.no_grad():
+                            next(self.parameters()).add_(1)
+                    raise torch.OutOfMemoryError("injected in the step")
+                return step()
+
+            optimizer.step = low_on_memory
+            return optimizer
+
+    recovery = OOMRecovery()
+    if changes:
+        with pytest.raises(torch.OutOfMemoryError, match=r"in optimizer step.*smaller batches would not"):
+            fit(Module(), [recovery])
+    else:
+        fit(Module(), [recovery], max_epochs=1)
+        assert [event.phase for event in recovery.events] == ["optimizer step"]
+
+
+def test_lightning_callbacks_are_not_asked() -> None:
+    class Own(L.Callback):
+        def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> int:
+            return 2
+
+    injected = OutOfMemory(most=6)
+    fit(injected.wrap(Mlp()), [Own()])
+    assert max(injected.sizes) <= 6
+
+
+class Evaluated(Mlp):
+    """Validates with a metric and a mean; more than so many samples do not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.most = MulticlassAccuracy(CLASSES), 10**6
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch["features"])
+        self.accuracy(logits, batch["label"])
+        self.log("accuracy", self.accuracy)
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch["label"]))
+        if len(logits) > self.most:
+            raise torch.OutOfMemoryError("injected")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch["label"]) > self.most:
+            raise torch.OutOfMemoryError("injected")
+        return self(batch["features"])
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single_device", 1), ("dp", 2)])
+def test_evaluations(strategy: str, devices: int) -> None:
+    """Metrics, means and predictions are those of whole batches; training's size is not touched."""
+    found = []
+    for most in (10**6, 2):
+        torch.manual_seed(7)
+        module, recovery = Evaluated(), OOMRecovery()
+        module.most = most
+        trainer = Trainer(
+            strategy=strategy, devices=["cpu"] * devices, callbacks=[recovery], logger=False, precision="64-true",
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        data = DataLoader(Batches(SIZES), batch_size=None)
+        results = trainer.validate(module, data, verbose=False)[0]
+        predictions = trainer.predict(module, data)
+        assert predictions is not None
+        found.append((results, predictions))
+        assert {event.phase for event in recovery.events} == ({"evaluation"} if most == 2 else set())
+    (expected, outputs), (actual, others) = found
+    assert actual == pytest.approx(expected, rel=1e-12)
+    for one, other in zip(outputs, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_manual_optimisation_says_that_it_cannot() -> None:
+    class ByHand(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise torch.OutOfMemoryError("injected")
+
+    with pytest.raises(torch.OutOfMemoryError, match="optimises by hand"):
+        fit(ByHand(), [OOMRecovery()])
