@@ -22,6 +22,7 @@ __all__ = [
     "buffers_of",
     "children_of",
     "has_hooks",
+    "hooks_of",
     "is_compiled",
     "merge_metric_states",
     "other_state",
@@ -83,6 +84,15 @@ def is_compiled(module: nn.Module) -> bool:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody registered a hook on a parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:
+    """The hooks on a parameter's gradient, each with the method that registers it."""
+    before = parameter._backward_hooks or {}
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return [("register_hook", hook) for hook in before.values()] + [
+        ("register_post_accumulate_grad_hook", hook) for hook in after.values()
+    ]
 
 
 # Metrics

@@ -17,6 +17,7 @@ groups may abort or hang an ordinary exit.
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, get_start_method, set_start_method
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ import cloudpickle
 import torch
 
 from equipoise.errors import WorkerError
+from equipoise.parallel import log_forwarding
 from equipoise.parallel.surroundings import Surroundings
 from equipoise.parallel.transport import Layout, Package
 
@@ -41,6 +43,7 @@ __all__ = ["launch"]
 T = TypeVar("T")
 
 _PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "lightning.pytorch", __name__]
+_HIDING = threading.Lock()  # one thread's workers must not start while another shows the script again
 _GATHERING = 1.0  # seconds in which the causes of a failure are gathered
 _LEAVING = 3.0  # seconds that an interrupted worker has to release what it holds
 
@@ -85,14 +88,15 @@ def launch(
 def _hidden_main() -> Iterator[None]:
     """Keeps multiprocessing from importing the user's script in the workers, where it would run once more."""
     main = sys.modules["__main__"]
-    file, spec = vars(main).pop("__file__", None), main.__spec__
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        main.__spec__ = spec
-        if file is not None:
-            main.__file__ = file
+    with _HIDING:
+        file, spec = vars(main).pop("__file__", None), main.__spec__
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
 
 
 # The parent's side.
@@ -139,7 +143,8 @@ class _Worker:
     def start(cls, context: Any, rank: int, count: int, package: Package, layout: Layout, answer: Package) -> "_Worker":
         here, there = context.Pipe()
         stack_here, stack_there = context.Pipe(duplex=False)
-        options = _Options(rank, count, layout, max(1, torch.get_num_threads() // count))
+        threads = max(1, torch.get_num_threads() // count)
+        options = _Options(rank, count, layout, threads, get_start_method(), log_forwarding.levels())
         arguments = (options, package, answer, stack_there, there)
         process = context.Process(target=_enter, args=arguments, name=f"rank {rank}")
         try:
@@ -152,7 +157,11 @@ class _Worker:
     def read(self) -> None:
         """Takes its report, or notes how it ended without one."""
         try:
-            self.report = self.connection.recv()
+            received = self.connection.recv()
+            if isinstance(received, logging.LogRecord):
+                log_forwarding.hand_on(received)
+            else:
+                self.report = received
             return
         except (EOFError, OSError):
             pass
@@ -170,10 +179,9 @@ class _Worker:
         """Waits for a worker that is done; kills any other that still runs, with all that it started."""
         if self.report is not None and not self.report.failed:
             self.process.join(_LEAVING)
-        if self.process.is_alive() or (self.report is not None and self.report.signal is not None):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.send_signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it has started, too
+        self.send_signal(signal.SIGKILL)
         self.process.join()
         self.connection.close()
         self.stack.close()
@@ -237,18 +245,41 @@ def _raise_first_cause(workers: list[_Worker], reports: list[_Report]) -> None:
     if not causes and silent:
         told = f"rank {silent[0].rank} of {count} hung, while others waited for it. It is here:\n\n{silent[0].where()}"
         raise WorkerError(told) from _RemoteTraceback(failed[0].text)
+    if not causes and len(failed) == count and all(_WAITED in report.text for report in failed):
+        raise WorkerError(
+            f"All {count} processes waited for others, in different places, until time was up. Each came this far,"
+            f" so they do not do the same:\n\n{_places(failed)}"
+        ) from _RemoteTraceback(failed[0].text)
     cause = (causes or failed)[0]
     name = f"rank {cause.rank} of {count}"
     if cause.signal is not None:
-        raise WorkerError(
-            f"{name} was killed by {signal.Signals(cause.signal).name}. If nobody did so on purpose, the system may"
-            " have run out of memory."
-        )
+        raise WorkerError(f"{name} was killed by {signal.Signals(cause.signal).name}.{_hint(cause.signal)}")
     if cause.error is None:
         raise WorkerError(f"{name} failed:\n\n{cause.text}")
     error = cloudpickle.loads(cause.error)
     error.add_note(f"Raised in {name}.")
     raise error from _RemoteTraceback(cause.text)
+
+
+_WAITED = "Timed out waiting"
+
+
+def _hint(number: int) -> str:
+    """What a signal may mean."""
+    if number == signal.SIGKILL:
+        return " If nobody did so on purpose, the system may have run out of memory."
+    if number == signal.SIGABRT:
+        return " A library gave up: processes may have exchanged tensors of different shapes; its message is above."
+    return ""
+
+
+def _places(reports: list[_Report]) -> str:
+    """Where each process waited: the last line of its traceback that is not torch's."""
+    told = []
+    for report in sorted(reports, key=lambda report: report.rank):
+        frames = [frame for frame in report.text.split('  File "')[1:] if f"{os.sep}torch{os.sep}" not in frame]
+        told.append(f'rank {report.rank}:   File "{frames[-1].rstrip()}' if frames else f"rank {report.rank}")
+    return "\n".join(told)
 
 
 class _RemoteTraceback(Exception):
@@ -285,6 +316,8 @@ class _Options:
     count: int
     layout: Layout
     threads: int
+    start_method: str
+    levels: dict[str, int]
 
 
 def _enter(options: _Options, package: Package, answer: Package, stack: Connection, parent: Connection) -> None:
@@ -296,6 +329,9 @@ def _enter(options: _Options, package: Package, answer: Package, stack: Connecti
     is_consequence: Any = None
     try:
         torch.set_num_threads(options.threads)
+        set_start_method(options.start_method, force=True)  # loaders start their workers as they do in the parent
+        if rank == 0:
+            log_forwarding.install(parent.send, options.levels)
         function, is_consequence, path, surroundings, known = package.unpack(options.layout)
         package.close()
         sys.path[:] = path

@@ -155,16 +155,35 @@ def joined(
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, use_libuv=False)
         else:
             _meet_under_slurm()
-            meeting = rendezvous("env://", place.global_rank, place.world_size, timeout=timeout)
-            store = next(meeting)[0]
-        # What an earlier group has left there would mislead this one.
-        store = PrefixStore(f"equipoise/{next(_GROUPS)}", store)
+            store = _meet(place, timeout)
+        # What an earlier group, or attempt of torchrun's, has left there would mislead this one.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"equipoise/{attempt}/{next(_GROUPS)}", store)
         dist.init_process_group(
             backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
         )
     yield
     dist.barrier(device_ids=[device.index or 0] if backend == "nccl" else None)
     dist.destroy_process_group()
+
+
+def _meet(place: Place, timeout: timedelta) -> Store:
+    """Meets the other processes where the environment says."""
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ConfigurationError(
+            f"The environment says RANK={place.global_rank} and WORLD_SIZE={place.world_size}, but not"
+            f" {' and '.join(missing)}, where the processes are to meet. Start the script with torchrun, which sets all"
+            " of them."
+        )
+    try:
+        store: Store = next(rendezvous("env://", place.global_rank, place.world_size, timeout=timeout))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is taken by another program. Choose another port."
+        ) from error
+    return store
 
 
 def _meet_under_slurm() -> None:

@@ -51,6 +51,10 @@ class _Bucket:
     def fill(self) -> None:
         """Copies the gradients in; those that are not there count as zeros."""
         grads = [p.grad for p in self.parameters]
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            raise StepError(
+                "The native engine exchanges dense gradients only. Take Embedding(sparse=False), or engine='torch'."
+            )
         there = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
         self.sent, self.whole = True, len(there) == len(grads)
         tail = self.full

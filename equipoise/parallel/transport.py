@@ -16,14 +16,15 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from multiprocessing import reduction
 from pickle import PickleBuffer
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.internals import hooks_of
 
 __all__ = ["Layout", "Package", "can_be_packed", "dumps", "find_unpicklable", "loads"]
 
@@ -157,6 +158,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 value.stride(),
                 value.requires_grad,
             )
+        if type(value) is nn.Parameter and (hooks := hooks_of(value)):  # which torch's own pickling drops
+            return _parameter, (value.detach(), value.requires_grad, hooks)
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
             content: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
             return _storage, (PickleBuffer(content),)
@@ -206,6 +209,13 @@ def _tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+def _parameter(data: Tensor, requires_grad: bool, hooks: list[tuple[str, Any]]) -> nn.Parameter:
+    parameter = nn.Parameter(data, requires_grad)
+    for register, hook in hooks:
+        getattr(parameter, register)(hook)
+    return parameter
+
+
 # What cannot be pickled
 
 
@@ -218,22 +228,38 @@ def find_unpicklable(value: Any) -> tuple[str, Any]:
     Returns:
         The way to that part from the object that holds it, such as `Classifier.stream`, and the part.
     """
-    path, seen = "", {id(value)}
+    chain, names = [value], [""]
     while True:
-        if not path and not isinstance(value, _PLUMBING):
-            path = type(value).__name__
-        found = next(
-            ((name, part) for name, part in _parts(value) if id(part) not in seen and not can_be_packed(part)), None
-        )
+        # Whoever refers back to what holds it would seem to be in the way itself.
+        found = next(((n, part) for n, part in _parts(value) if _is_in_the_way(part, chain)), None)
         if found is None:
-            return path or type(value).__name__, value
-        name, part = found
-        seen.add(id(part))
-        path = f"{path}{name}" if path and not isinstance(value, _PLUMBING) else ""
-        value = part
+            return _told(chain, names), value
+        names.append(found[0])
+        chain.append(value := found[1])
+
+
+def _is_in_the_way(part: Any, chain: list[Any]) -> bool:
+    return all(part is not each for each in chain) and not can_be_packed(part, chain)
 
 
 _PLUMBING = (tuple, list, dict, partial, FunctionType)  # what holds the user's objects on their way
+
+
+def _told(chain: list[Any], names: list[str]) -> str:
+    """The way to the last of a chain, from the first object of the user's on."""
+    first = next((index for index, each in enumerate(chain) if not _is_ours(each)), len(chain) - 1)
+    if isinstance(chain[first], type):
+        return f"{chain[first].__name__}{''.join(names[first + 1 :])}"
+    way = "".join(names[first + 1 :])
+    for registered in ("._modules", "._parameters", "._buffers"):
+        while (at := way.find(f"{registered}['")) >= 0:
+            end = way.index("']", at)
+            way = f"{way[:at]}.{way[at + len(registered) + 2 : end]}{way[end + 2 :]}"
+    return f"{type(chain[first]).__name__}{way}"
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, _PLUMBING) or type(value).__module__.split(".")[0] == "equipoise"
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
@@ -241,14 +267,35 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return [("{...}", part) for part in value]
     if isinstance(value, partial):
         return [("", part) for part in (value.func, *value.args, *value.keywords.values())]
-    if isinstance(value, type) or not hasattr(value, "__dict__"):
-        return []
-    closure = getattr(value, "__closure__", None) or ()
-    names = getattr(getattr(value, "__code__", None), "co_freevars", ())
-    held = [(f".{name}", cell.cell_contents) for name, cell in zip(names, closure, strict=False)]
-    return held + [(f".{name}", part) for name, part in vars(value).items()]
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, MethodType):
+        return [("", value.__self__), ("", value.__func__)]
+    if isinstance(value, type):  # others are looked up by name
+        members = vars(value).items() if value.__module__ == "__main__" else ()
+        return [(f".{name}", part) for name, part in members if name not in ("__dict__", "__weakref__")]
+    slots = [slot for kind in type(value).__mro__ for slot in _slots(kind) if hasattr(value, slot)]
+    held = [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+    return [*held, *((f".{slot}", getattr(value, slot)) for slot in slots), ("", type(value))]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _parts_of_function(function: FunctionType) -> list[tuple[str, Any]]:
+    """What a function that is sent as a whole takes along: its closure and the globals that it names."""
+    closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    held = [(f".{name}", cell.cell_contents) for name, cell in closure]
+    named = [
+        (f".{name}", function.__globals__[name]) for name in function.__code__.co_names if name in function.__globals__
+    ]
+    return [*held, *named, *((f".{name}", part) for name, part in vars(function).items())]
 
 
 def can_be_packed(value: Any, known: Sequence[Any] = ()) -> bool:

@@ -24,7 +24,7 @@ from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
 from equipoise.strategies.ddp_data import gather_tensors, is_dealt, reduce_tensor, share_loader, synchronise_metrics
-from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine
+from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, goes_backward_once
 from equipoise.strategies.ddp_modules import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp_shares import ProcessShares, check_shares
 from equipoise.strategies.strategy import StepResult, Strategy, TrainingStep, Transfer
@@ -88,6 +88,8 @@ class DDPStrategy(Strategy):
             raise ConfigurationError(f"engine must be 'torch' or 'native', not {engine!r}.")
         if not timeout > 0:
             raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
+        if comm_hook is not None and engine == "native":
+            raise ConfigurationError("comm_hook is for torch's wrapper: leave it out, or take engine='torch'.")
         if not bucket_megabytes > 0:
             raise ConfigurationError(f"bucket_megabytes must be positive, not {bucket_megabytes!r}.")
         check_shares(shares)
@@ -107,7 +109,7 @@ class DDPStrategy(Strategy):
         self._engine: Engine | None = None
         self._restore_metrics: Callable[[], None] | None = None
         self._failed = False
-        self._is_new_epoch = False
+        self._parameters: list[nn.Parameter] = []
         self._learned: list[bool] = []
         self._armed = False
         self._restore_layers: Callable[[], None] | None = None
@@ -191,7 +193,7 @@ class DDPStrategy(Strategy):
         if self.world_size == 1:
             return
         check_same_modules(module)
-        copy_from_first(module)
+        copy_from_first((*module.parameters(), *module.buffers()))
         self._restore_metrics = synchronise_metrics(module)
         before, self._shares = self.shares, self._made_shares()  # this process has its rank now
         self._shares.take(before)
@@ -266,6 +268,11 @@ class DDPStrategy(Strategy):
             )
         return (transfer(batch, self.devices[0]),)
 
+    def begin_evaluation(self) -> None:
+        """Gives all processes the first one's buffers, which are those that are saved; see the interface."""
+        if not self._is_alone() and self._placed is not None:
+            copy_from_first(self._placed.buffers())
+
     # Computation.
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
@@ -286,25 +293,20 @@ class DDPStrategy(Strategy):
         """Breaks off an exchange, to be gone on with; see `Strategy.discard_gradients`."""
         return self._engine is not None and self._engine.break_off()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Callbacks may freeze parameters, or let them learn, when an epoch begins; see `Strategy.set_epoch`."""
-        self._is_new_epoch = True
-
     def _made_engine(self) -> Engine:
-        if self._is_new_epoch:
-            self._is_new_epoch = False
-            assert self._placed is not None
-            learned = [parameter.requires_grad for parameter in self._placed.parameters()]
-            if learned != self._learned:
-                self._learned = learned
-                if self._engine is not None:
-                    self._engine.close()
-                    self._engine = None
+        learned = [parameter.requires_grad for parameter in self._parameters]
+        if self._engine is not None and learned != self._learned:  # somebody has frozen some, or let them learn
+            self._engine.close()
+            self._engine = None
         if self._engine is None:
-            assert self._placed is not None
-            automatic = getattr(self._placed, "automatic_optimization", True)
-            made = TorchEngine if self.engine == "torch" and automatic and not self._armed else NativeEngine
-            self._engine = made(self._placed, self.root_device, self._torch_options)
+            module = self._placed
+            assert module is not None
+            self._parameters = list(module.parameters())
+            self._learned = [parameter.requires_grad for parameter in self._parameters]
+            # Torch's wrapper takes a step once, and one backward for it.
+            plain = getattr(module, "automatic_optimization", True) and goes_backward_once(module)
+            made = TorchEngine if self.engine == "torch" and plain and not self._armed else NativeEngine
+            self._engine = made(module, self.root_device, self._torch_options)
         return self._engine
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

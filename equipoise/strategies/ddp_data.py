@@ -1,6 +1,7 @@
 """What DDP does to loaders, metrics and values."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -228,31 +229,38 @@ def synchronise_metrics(module: nn.Module) -> Callable[[], None]:
         A function that leaves them as they were.
     """
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    before = [(metric.dist_sync_fn, metric.distributed_available_fn) for metric in metrics]
+    before = [(m.dist_sync_fn, m.distributed_available_fn, m.dist_sync_on_step) for m in metrics]
+    ours = [metric for metric in metrics if metric.dist_sync_fn is None]
+    for metric in ours:
+        metric.dist_sync_fn, metric.distributed_available_fn = _gather_states, dist.is_initialized
+        vars(metric)["sync"] = partial(_fill_and_sync, metric)
     for metric in metrics:
-        if metric.dist_sync_fn is None:
-            metric.dist_sync_fn = _gather_states
-            metric.distributed_available_fn = _Ready(metric)
+        metric.dist_sync_on_step = False  # processes have unequal numbers of batches
 
     def restore() -> None:
-        for metric, (gather, available) in zip(metrics, before, strict=True):
+        for metric, (gather, available, on_step) in zip(metrics, before, strict=True):
             metric.dist_sync_fn, metric.distributed_available_fn = gather, available
+            metric.dist_sync_on_step = on_step
+        for metric in ours:
+            vars(metric).pop("sync", None)
 
     return restore
 
 
-class _Ready:
-    """Asked before a metric's states are exchanged: a list that holds nothing yet takes part as well."""
+def _fill_and_sync(metric: Metric, *, should_sync: bool = True, **kwargs: Any) -> None:
+    """Exchanges a metric's states, which goes entry by entry: lists take part in equal lengths, none without an entry.
 
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-
-    def __call__(self) -> bool:
-        if dist.is_initialized():
-            for name, state in self.metric.metric_state.items():
-                if isinstance(state, list) and not state:
-                    setattr(self.metric, name, [torch.zeros(0, device=self.metric.device)])
-        return dist.is_initialized()
+    What they are filled up with is empty, and left out of what is gathered.
+    """
+    lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
+    if should_sync and lists and dist.is_initialized():
+        lengths: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(lengths, {name: len(state) for name, state in lists.items()})
+        for name, state in lists.items():
+            longest = max(1, *(each[name] for each in lengths))
+            like = state[0] if state else torch.zeros(0, device=metric.device)
+            setattr(metric, name, [*state, *([like.new_zeros(0)] * (longest - len(state)))])
+    type(metric).sync(metric, should_sync=should_sync, **kwargs)
 
 
 def _gather_states(state: Tensor, group: Any = None) -> list[Tensor]:

@@ -22,7 +22,7 @@ from equipoise.parallel.reducer import GradientReducer
 from equipoise.parallel.weighting import Weight, Window
 from equipoise.strategies.strategy import StepResult, TrainingStep, parameters_of
 
-__all__ = ["Engine", "NativeEngine", "TorchEngine"]
+__all__ = ["Engine", "NativeEngine", "TorchEngine", "goes_backward_once"]
 
 _NOTHING = StepResult(None, 0, None)
 
@@ -49,6 +49,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Lets go of the module."""
+
+
+def goes_backward_once(module: nn.Module) -> bool:
+    """Whether the module leaves the backward to the trainer; an override may go several times."""
+    return getattr(type(module), "backward", None) is LightningModule.backward
 
 
 def _is_idle(result: StepResult) -> bool:
@@ -170,6 +175,7 @@ class TorchEngine:
         if "forward_sync_buffers" not in signature(DistributedDataParallel).parameters:  # older than torch 2.12
             given["broadcast_buffers"] = given.pop("forward_sync_buffers")
         self._learned = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._is_static = given["static_graph"]
         plain = not given["find_unused_parameters"] and not given["static_graph"]
         self._tells_unused = plain
         # A graph that is looked through does not hold the weight; a hook of the user's may round it.
@@ -184,6 +190,11 @@ class TorchEngine:
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
         """See `Engine`."""
+        if self._is_static and not last:
+            raise StepError(
+                "static_graph=True does not go with accumulate_grad_batches: torch's wrapper would see other steps."
+                " Leave one of them out, or take engine='native'."
+            )
 
         def compute() -> tuple[StepResult, Tensor | None]:
             result = step(parts[0]) if parts else _NOTHING
@@ -257,7 +268,7 @@ class NativeEngine:
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
         self._automatic = bool(getattr(module, "automatic_optimization", True))
         # An override may go backward several times, and only the last one completes a gradient.
-        self._in_one_go = getattr(type(module), "backward", None) is LightningModule.backward
+        self._in_one_go = goes_backward_once(module)
         self._reducer = GradientReducer(module.parameters(), options["bucket_cap_mb"])
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:

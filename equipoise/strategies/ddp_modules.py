@@ -1,11 +1,12 @@
 """What DDP does to a module: the same in all processes, and layers that compute over all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
 
@@ -18,6 +19,12 @@ def check_same_modules(module: nn.Module) -> None:
     Raises:
         ConfigurationError: In every process, naming the first difference.
     """
+    for name, tensor in module.named_parameters():
+        if is_lazy(tensor):
+            raise ConfigurationError(
+                f"{name} has no shape yet, so processes cannot agree on it. Run a batch through {type(module).__name__}"
+                " before fit, or give the layer its sizes."
+            )
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     own = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in state.items()]
     all_of_them: list[Any] = [None] * dist.get_world_size()
@@ -41,10 +48,14 @@ def _described(entry: Any) -> str:
     return f"{name} of shape {list(shape)}, {dtype.removeprefix('torch.')}{'' if learned else ', frozen or a buffer'}"
 
 
-def copy_from_first(module: nn.Module) -> None:
-    """Gives all processes the first one's parameters and buffers."""
+def copy_from_first(tensors: Iterable[Tensor]) -> None:
+    """Gives all processes the first one's values.
+
+    Args:
+        tensors: Parameters or buffers, the same in all processes.
+    """
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors:
             contiguous = tensor.detach().contiguous()
             dist.broadcast(contiguous, 0)
             if contiguous.data_ptr() != tensor.data_ptr():

@@ -228,6 +228,9 @@ class Strategy:
     def set_epoch(self, epoch: int) -> None:
         """Tells samplers that `shard` put in which epoch begins."""
 
+    def begin_evaluation(self) -> None:
+        """Makes the module the same in all processes, as far as training lets it differ."""
+
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Puts a batch where it is needed.
 

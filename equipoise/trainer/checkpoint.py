@@ -280,6 +280,13 @@ def restore_training_state(context: "Context", checkpoint: dict[str, Any]) -> No
     if len(positions) == context.strategy.world_size:
         position = positions[context.strategy.global_rank]
     loop.resumption = Resumption(loop, position, checkpoint["loops"]["fit_loop"])
+    written_by, processes = len(positions) or 1, context.strategy.world_size
+    if position is not None and written_by != processes and loop.resumption.in_epoch and not loop.batches_done():
+        raise ConfigurationError(
+            f"The checkpoint was written in the middle of an epoch by {written_by} processes, and there are {processes}"
+            f" now: some samples of the epoch would be lost, others seen twice. Resume with {written_by}, or from a"
+            " checkpoint of an epoch's end."
+        )
     _restore_optimizers(context, checkpoint)
 
 

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from equipoise.errors import WorkerError
 from equipoise.parallel import random_state
+from equipoise.parallel.internals import STRUCTURE
 from equipoise.parallel.transport import can_be_packed
+from equipoise.trainer.log_entry import on_cpu
 
 if TYPE_CHECKING:
     from equipoise.trainer.run import Request
@@ -48,6 +52,7 @@ class Effects:
         metrics: What the trainer's dictionaries of metrics hold.
         random: The random generators.
         strategy: What the strategy has learned.
+        module_state: The module's whole state, where layers that it made in the run cannot be sent.
     """
 
     result: Any
@@ -57,6 +62,7 @@ class Effects:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     random: random_state.RandomState | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
+    module_state: dict[str, Any] | None = None
 
 
 def known_objects(trainer: "Trainer", request: "Request") -> list[Any]:
@@ -95,6 +101,9 @@ def collect(trainer: "Trainer", known: list[Any], result: Any) -> Effects:
         elif any(each is other for other in (trainer.connected_strategy, trainer.precision_in_use, trainer.profiler)):
             state = {}
         attributes.append(_sendable(state, known))
+    modules = [(each, sent) for each, sent in zip(known, attributes, strict=True) if isinstance(each, nn.Module)]
+    complete = all(sent is not None and set(STRUCTURE) <= set(sent) for _, sent in modules)
+    whole = None if complete or not modules else on_cpu(modules[0][0].state_dict())
     return Effects(
         result,
         tensors=tensors,
@@ -102,6 +111,7 @@ def collect(trainer: "Trainer", known: list[Any], result: Any) -> Effects:
         metrics=trainer.logs.shown(),
         random=random_state.capture(),
         strategy=trainer.connected_strategy.state_dict(),
+        module_state=whole,
     )
 
 
@@ -122,11 +132,26 @@ def take_over(trainer: "Trainer", known: list[Any], effects: Effects) -> Any:
             _take_value(each, next(values))
         elif state:
             vars(each).update(state)
+    if effects.module_state is not None:
+        _take_state(next(each for each in known if isinstance(each, nn.Module)), effects.module_state)
     trainer.logs.show(effects.metrics)
     trainer.connected_strategy.load_state_dict(effects.strategy)
     if effects.random is not None:
         effects.random.restore()
     return effects.result
+
+
+def _take_state(module: nn.Module, state: dict[str, Any]) -> None:
+    """Loads the state of a module of which some layers could not be sent; `configure_model` makes them here, too."""
+    try:
+        if set(module.state_dict()) != set(state) and isinstance(module, LightningModule):
+            module.configure_model()
+        module.load_state_dict(state)
+    except Exception as error:
+        raise WorkerError(
+            f"Training is done, but layers that {type(module).__name__} made in the meantime can neither be sent to"
+            " this process nor be made here by `configure_model`. Make them in `__init__`, or save a checkpoint."
+        ) from error
 
 
 def _take_value(tensor: Tensor, value: Tensor) -> None:

@@ -109,6 +109,7 @@ class EvaluationLoop:
         check_dataloader_idx(
             module, (f"{word}_step", f"on_{word}_batch_start", f"on_{word}_batch_end"), several=several
         )
+        context.strategy.begin_evaluation()
         hooks.call_module(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
         hooks.call(f"on_{word}_epoch_start")

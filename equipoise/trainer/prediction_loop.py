@@ -102,6 +102,7 @@ class PredictionLoop:
         )
         self._predictions = [[] for _ in passes]
         self.epoch_batch_indices = [[] for _ in passes]
+        context.strategy.begin_evaluation()
         hooks.call_module("on_predict_model_eval")
         hooks.call("on_predict_start")
         hooks.call("on_predict_epoch_start")

@@ -150,8 +150,9 @@ class PublicState(Stages, Limits, LightningNames):
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of this process."""
-        return len(self.connected_strategy.devices)
+        """The number of devices on this machine."""
+        strategy = self.connected_strategy
+        return max(len(strategy.devices), strategy.world_size // int(getattr(self, "num_nodes", 1)))
 
     @property
     def precision(self) -> str:

@@ -69,8 +69,10 @@ def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_n
             )
         name = check_choice("strategy", strategy, ["auto", *_STRATEGIES])
         if name == "auto":
-            name = "single_device" if len(devices) == 1 else "ddp"
-            strategy = DDPStrategy(shares="auto") if _are_unequal(devices) else _STRATEGIES[name]()
+            if len(devices) == 1:
+                strategy = SingleDeviceStrategy()
+            else:
+                strategy = DDPStrategy(shares="auto" if _are_unequal(devices) else None)
         else:
             strategy = _STRATEGIES[name]()
     strategy.connect(devices, num_nodes)

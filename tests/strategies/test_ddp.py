@@ -308,7 +308,7 @@ def test_unused_parameters_are_named() -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     module = numbered()
     module.stream = iter(x for x in range(3))
-    with pytest.raises(ConfigurationError, match=r"^module\.stream is a generator, which cannot be sent"):
+    with pytest.raises(ConfigurationError, match=r"^Numbered\.stream is a generator, which cannot be sent"):
         trainer("ddp", 2).fit(module, DataLoader(Samples(8), batch_size=2))
 
 

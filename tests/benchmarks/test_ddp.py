@@ -1,0 +1,86 @@
+"""The DDP benchmark runs, tells what is too slow, and leaves no process."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "ddp"
+MODULES = ("main", "launches")
+LOGGERS = ("lightning.pytorch", "equipoise")
+
+
+@pytest.fixture
+def benchmark() -> Iterator[dict[str, ModuleType]]:
+    """The benchmark's modules, by name; gone again afterwards."""
+    threads, loggers = torch.get_num_threads(), [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
+        yield {name: import_module(name) for name in MODULES}
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    for name in MODULES:
+        del sys.modules[name]
+    torch.set_num_threads(threads)
+
+
+def test_the_clock_covers_the_steps_after_the_warm_up(benchmark: dict[str, ModuleType]) -> None:
+    main = benchmark["main"]
+    clock = main.Clock(warm_up=2, steps=4)
+    with mock.patch.object(main.time, "perf_counter", side_effect=[5.0, 5.6]):
+        for step in range(8):
+            clock.tick()
+            assert (clock.start == 5.0) == (step >= 2)
+            assert (clock.seconds > 0) == (step >= 6)
+    assert clock.seconds == pytest.approx(0.15)
+
+
+def test_the_data_last_for_all_steps(benchmark: dict[str, ModuleType]) -> None:
+    main = benchmark["main"]
+    assert len(main.data(3)) == 3 * main.BATCH * main.PROCESSES
+    for make in main.NETWORKS.values():
+        assert make()(main.data(1)[:5][0]).shape == (5, 10)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "table.md"
+    assert benchmark["main"].main(["--rounds", "1", "--steps", "2", "--markdown", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "A second fit, of two steps, takes" in printed
+    table, sentence = page.read_text().split("\n\n")
+    titles, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    assert titles == ["network", "by hand, ms", "torch", "native", "torch / by hand", "native / torch"]
+    assert [name for name, *_ in rows] == ["MLP", "convolutions"]
+    assert all(float(cell) > 0 for _, *cells in rows for cell in cells)
+    assert sentence.startswith("A second fit")
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.04, 0), (1.06, 1)])
+@pytest.mark.filterwarnings("ignore")
+def test_a_broken_bound(factor: float, code: int, benchmark: dict[str, ModuleType]) -> None:
+    """One way is slower than another by a factor; nothing is measured."""
+    main = benchmark["main"]
+
+    def by_trainer(engine: str, *_: object) -> float:
+        return factor if engine == "torch" else 0.9
+
+    with (
+        mock.patch.object(main, "by_hand", return_value=1.0),
+        mock.patch.object(main, "by_trainer", by_trainer),
+        mock.patch.object(main, "second_start", return_value=0.5),
+    ):
+        assert main.main(["--rounds", "1", "--check"]) == code
+        assert main.main(["--rounds", "1"]) == 0
+
+
+def test_launches_end_in_order(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark["launches"].main(["--count", "2"]) == 0
+    assert "2 launches, all ended in order; processes left: 0." in capsys.readouterr().out

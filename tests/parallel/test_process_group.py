@@ -1,0 +1,246 @@
+"""A process group: who can reach its store, whose it is, and what it leaves behind."""
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from equipoise.parallel.launch import launch
+from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
+
+CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=30)
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+ALONE = Place(0, 0, 0, 1, 1)
+
+
+def started(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> Any:
+    """What the first process answers to `function(place, port, *arguments)`; they meet at a store of ours."""
+    store = StoreServer()
+    worker = partial(_start, function, store.port, arguments, processes)
+    return launch(worker, processes, is_consequence=follows_from_another)
+
+
+def _start(function: Any, port: int, arguments: Any, processes: int, rank: int) -> Any:
+    return function(Place(rank, rank, 0, processes, processes), port, *arguments)
+
+
+def in_group(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> list[Any]:
+    """What all processes of a group answer to `function(rank, *arguments)`, in order."""
+    answers: list[Any] = started(_join, function, arguments, processes=processes)
+    return answers
+
+
+def _join(place: Place, port: int, function: Any, arguments: Any) -> list[Any]:
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        return gathered(function(place.global_rank, *arguments))
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all processes."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def summed() -> float:
+    """1 + 2 + ..., over all processes."""
+    value = torch.tensor(dist.get_rank() + 1.0)
+    dist.all_reduce(value)
+    return float(value)
+
+
+# Who can reach it
+
+
+def addresses() -> set[str]:
+    """Those at which this process can be reached, or has been."""
+    return {each.laddr.ip for each in psutil.Process().net_connections("tcp")}
+
+
+def ports() -> dict[int, str]:
+    """Those on which this process listens, with the addresses."""
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr.port: each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def test_the_store_listens_to_this_machine_alone() -> None:
+    before = ports()
+    store = StoreServer()
+    opened = {port: address for port, address in ports().items() if port not in before}
+    assert opened == {store.port: "127.0.0.1"}
+    port = store.port
+    del store
+    assert port not in ports()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_stores_have_ports_of_their_own() -> None:
+    stores = [StoreServer() for _ in range(3)]
+    assert len({store.port for store in stores}) == 3
+
+
+def reached(rank: int) -> tuple[float, set[str]]:
+    return summed(), addresses()
+
+
+def test_processes_talk_over_the_loopback_interface() -> None:
+    for total, found in in_group(reached):
+        assert total == 3
+        assert found <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+# Whose it is
+
+
+def twice(place: Place, port: int) -> tuple[list[float], bool, list[Any], bool]:
+    """A group of others around ours, then one of ours on the same store."""
+    store = dist.PrefixStore("others", dist.TCPStore("127.0.0.1", port, timeout=PATIENCE, use_libuv=False))
+    dist.init_process_group("gloo", store=store, rank=place.global_rank, world_size=place.world_size)
+    found = find_place({})
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        sums = [summed()]
+    stays = dist.is_initialized()
+    sums.append(summed())
+    with pytest.raises(ZeroDivisionError), joined(place, CPU, timeout=PATIENCE, port=port):
+        raise ZeroDivisionError
+    sums.append(summed())
+    dist.destroy_process_group()
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        sums.append(summed())
+        places = gathered(found)
+    return sums, stays, places, dist.is_initialized()
+
+
+def test_a_group_of_others_is_left_to_them() -> None:
+    sums, stays, places, remains = started(twice)
+    assert sums == [3, 3, 3, 3]
+    assert stays
+    assert places == [Place(0, 0, 0, 2, None), Place(1, 1, 0, 2, None)]
+    assert not remains
+
+
+def one_after_another(place: Place, port: int) -> list[tuple[float, bool]]:
+    found = []
+    for count in (3, 2, 1, 3):
+        if place.global_rank < count:
+            own = Place(place.global_rank, place.local_rank, 0, count, count)
+            with joined(own, CPU, timeout=PATIENCE, port=port):
+                total = summed()
+            found.append((total, dist.is_initialized()))
+        else:
+            elsewhere = StoreServer()
+            with joined(ALONE, CPU, timeout=PATIENCE, port=elsewhere.port):  # groups are counted by each process
+                pass
+    return found
+
+
+def test_groups_one_after_another_on_one_store() -> None:
+    """Also of other sizes: what an earlier one has left there misleads nobody."""
+    assert started(one_after_another, processes=3) == [(6, False), (3, False), (1, False), (6, False)]
+
+
+def meets_by_environment(place: Place, port: int) -> list[float]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(place.global_rank), WORLD_SIZE="2")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun, which holds the store
+    sums = []
+    for _ in range(2):
+        with joined(place, CPU, timeout=PATIENCE):
+            sums.append(summed())
+    return sums
+
+
+def test_the_environment_says_where_to_meet() -> None:
+    assert started(meets_by_environment) == [3, 3]
+
+
+def leaves_a_word(port: int, attempt: int, rank: int) -> bool:
+    """Whether a group finds what one of an earlier attempt has left in the store."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(attempt))
+    with joined(ALONE, CPU, timeout=PATIENCE):
+        store = dist.distributed_c10d._get_default_store()
+        found = store.check(["word"])
+        store.set("word", "left")
+    return bool(found)
+
+
+def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
+    """Torchrun's store lives on; addresses of processes that are gone would be taken for those of their successors."""
+    store = StoreServer()
+    assert [launch(partial(leaves_a_word, store.port, attempt), 1) for attempt in range(3)] == [False] * 3
+
+
+# What it leaves behind
+
+
+def interfaces(place: Place, port: int) -> list[str | None]:
+    """What the environment says before a group, in it and after it."""
+    found = [os.environ.get(INTERFACE)]
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        found.append(os.environ.get(INTERFACE))
+    return [*found, os.environ.get(INTERFACE)]
+
+
+@pytest.mark.parametrize("chosen", [None, LOOPBACK])
+def test_the_interface_is_restored(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INTERFACE, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(INTERFACE, chosen)
+    assert started(interfaces) == [chosen] * 3
+    assert os.environ.get(INTERFACE) == chosen
+
+
+def test_the_interface_is_restored_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INTERFACE, raising=False)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        short, port = timedelta(seconds=0.1), nobody.getsockname()[1]
+        with pytest.raises(dist.DistError) as caught, joined(ALONE, CPU, timeout=short, port=port):
+            pass
+    assert INTERFACE not in os.environ
+    assert follows_from_another(caught.value)
+    assert not dist.is_initialized()
+
+
+def waits_in_vain(place: Place, port: int) -> tuple[bool, bool]:
+    """The other one does not come to the second exchange."""
+    follows = False
+    try:
+        with joined(place, CPU, timeout=PATIENCE, port=port):
+            summed()
+            if place.global_rank == 1:
+                raise ValueError
+            summed()
+    except (RuntimeError, ValueError) as error:
+        follows = follows_from_another(error)
+    return follows, dist.is_initialized()
+
+
+def test_a_group_that_failed_is_not_left_in_order() -> None:
+    """Leaving would wait for the others."""
+    assert started(waits_in_vain) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (dist.DistNetworkError("no answer"), True),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), True),
+        (RuntimeError("NCCL communicator was aborted"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ConnectionResetError("Connection reset by peer"), False),  # of the user's own connections
+        (ValueError("broken pipe"), False),
+    ],
+)
+def test_what_follows_from_another(error: Exception, follows: bool) -> None:
+    assert follows_from_another(error) == follows
