@@ -147,6 +147,9 @@ def _take_state(module: nn.Module, state: dict[str, Any]) -> None:
         if set(module.state_dict()) != set(state) and isinstance(module, LightningModule):
             module.configure_model()
         module.load_state_dict(state)
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor) and tensor.dtype != state[name].dtype:
+                tensor.data = state[name]
     except Exception as error:
         raise WorkerError(
             f"Training is done, but layers that {type(module).__name__} made in the meantime can neither be sent to"
