@@ -91,7 +91,7 @@ class BatchStream:
 
     def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:
         if self.length is not None:
-            self._iterator = itertools.islice(batches, self.length - read)
+            self._iterator = itertools.islice(batches, max(0, self.length - read))
             return
         self._iterator = self._read_ahead(batches, read, ahead)
         next(self._iterator)  # runs up to the first batch
