@@ -27,7 +27,7 @@ train: $(READY)
 	$(BIN)/equipoise fit
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,74 @@
+"""Allocators that really fail: a process with little address space, a device of which a part may be used."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = """
+import json, resource, sys
+import lightning as L, psutil, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from equipoise import OOMRecovery, Trainer
+
+device, limited = sys.argv[1], sys.argv[2] == "limited"
+
+class Wide(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 20_000), nn.ReLU(), nn.Linear(20_000, 1))
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+torch.set_num_threads(1)
+module, recovery = Wide(), OOMRecovery()
+data = DataLoader(TensorDataset(torch.randn(2 * 3000, 8, generator=torch.Generator().manual_seed(1))), batch_size=3000)
+trainer = Trainer(accelerator=device, devices=1, max_epochs=1, callbacks=[recovery], logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+module.net(torch.zeros(2, 8)).sum().backward()  # libraries take their own memory first
+if limited and device == "cpu":
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 300 * 2**20, -1))
+elif limited:
+    torch.cuda.set_per_process_memory_fraction(300 * 2**20 / torch.cuda.get_device_properties(0).total_memory)
+trainer.fit(module, data)
+events = [[e.phase, e.parts, e.requested] for e in recovery.events]
+print(json.dumps({"events": events, "weight": float(module.net[2].weight.double().sum())}))
+"""
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, object]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def check(tmp_path: Path, device: str) -> None:
+    free, limited = run(tmp_path, device, "free"), run(tmp_path, device, "limited")
+    assert free["events"] == []
+    events = limited["events"]
+    assert isinstance(events, list)
+    assert events
+    for phase, _, requested in events:
+        assert phase in ("forward", "backward")
+        assert requested > 2**20
+    assert limited["weight"] == pytest.approx(free["weight"], rel=1e-4)
+
+
+def test_little_address_space(tmp_path: Path) -> None:
+    check(tmp_path, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_part_of_a_device(tmp_path: Path) -> None:
+    check(tmp_path, "cuda")
