@@ -80,7 +80,7 @@ class GradientReducer:
 
     Args:
         parameters: All that are learned, in the same order in all processes.
-        bucket_megabytes: The size of a bucket in MiB. Default: 25. The first ones are smaller, to begin early.
+        bucket_megabytes: The size of a bucket in MiB. Default: 25.
 
     Example:
         >>> reducer = GradientReducer(module.parameters())  # doctest: +SKIP
@@ -188,10 +188,11 @@ class GradientReducer:
 def _grouped(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
     """Parameters in buckets, from the last to the first; of one dtype and device each.
 
-    A bucket is closed by the parameter that fills it, so that a large one need not wait for those behind it.
+    A bucket is closed by the parameter that fills it, so that a large one need not wait for those behind it. On CUDA
+    the first one is small, to begin early; on a CPU the exchange takes its time from the backward, so fewer are better.
     """
     groups: list[list[nn.Parameter]] = []
-    size, limit = 0, min(1 << 20, most)
+    size, limit = 0, most if all(p.device.type == "cpu" for p in parameters) else min(1 << 20, most)
     for parameter in reversed(parameters):
         last = groups[-1][0] if groups else None
         fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)

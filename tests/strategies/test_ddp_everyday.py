@@ -1,7 +1,9 @@
 """DDP with what people bring: layers, loaders, metrics, schedulers and logs of their own."""
 
 import logging
+import socket
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -287,8 +289,18 @@ def test_processes_that_wait_in_different_places() -> None:
 def test_where_to_meet_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    from datetime import timedelta
-
     group = joined(Place(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=5))
     with pytest.raises(ConfigurationError, match="but not MASTER_ADDR and MASTER_PORT"), group:
         pass
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        group = joined(Place(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=5))
+        with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} is taken by another program"), group:
+            pass
