@@ -295,7 +295,10 @@ class DDPStrategy(Strategy):
 
     def _made_engine(self) -> Engine:
         learned = [parameter.requires_grad for parameter in self._parameters]
-        if self._engine is not None and learned != self._learned:  # somebody has frozen some, or let them learn
+        automatic = getattr(self._placed, "automatic_optimization", True)
+        # Whoever optimises by hand freezes parameters in every step, to no effect on what is exchanged.
+        pairs = zip(learned, self._learned, strict=True)
+        if self._engine is not None and any(now != then and (now or automatic) for now, then in pairs):
             self._engine.close()
             self._engine = None
         if self._engine is None:
@@ -304,7 +307,7 @@ class DDPStrategy(Strategy):
             self._parameters = list(module.parameters())
             self._learned = [parameter.requires_grad for parameter in self._parameters]
             # Torch's wrapper takes a step once, and one backward for it.
-            plain = getattr(module, "automatic_optimization", True) and goes_backward_once(module)
+            plain = automatic and goes_backward_once(module)
             made = TorchEngine if self.engine == "torch" and plain and not self._armed else NativeEngine
             self._engine = made(module, self.root_device, self._torch_options)
         return self._engine
@@ -325,7 +328,8 @@ class DDPStrategy(Strategy):
         """Turns the gradients of a window into their weighted mean over all processes; see the interface."""
         if self.world_size == 1:
             return super().finish_gradients(window, optimizer)
-        return self._made_engine().finish(window, optimizer)
+        assert self._engine is not None
+        return self._engine.finish(window, optimizer)
 
     # Values over processes.
 

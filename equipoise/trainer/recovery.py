@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.memory.out_of_memory import is_out_of_memory
@@ -43,7 +43,6 @@ class _Window:
 
     batches: list[_Batch] = field(default_factory=list)
     pending: int = 0  # what was logged before it
-    disturbed: bool = False
 
 
 class Recovery:
@@ -61,21 +60,25 @@ class Recovery:
         self.rewind = Rewind(context.module, context.strategy.devices)
         self.parts = Parts(context, self._compute)
         self._open = _Window()
-        self._last = True
+        self._ends = True  # whether the window ends with the present batch
+        self._start: tuple[dict[str, Any], list[Tensor | None]] | None = None  # of a window that was begun elsewhere
+        self._marked = False
 
     def _compute(self, parts: Sequence[Any], last: bool) -> StepResult:
-        return self.strategy.forward_backward(self.step, parts, last and self._last)
+        ends = last and self._ends and self._running is self._open.batches[-1]
+        return self.strategy.forward_backward(self.step, parts, ends)
 
     def __call__(self, step: Any, parts: Sequence[Any], last: bool) -> StepResult:
         """Computes the gradients of a batch; see `Strategy.forward_backward`."""
         opened = self._open
-        if step.batch_idx % self.window.parts == 0:
+        if (fresh := step.batch_idx % self.window.parts == 0) or not self._marked:
             self.rewind.mark()
             opened.batches.clear()
+            self._marked, self._start = True, None if fresh else self._state()  # or resumed in its midst
         opened.pending = len(self.logs.pending)
         count = self.parts.count(parts) if parts else 1
         opened.batches.append(_Batch(parts, step.batch_idx, count))
-        self._last, begin = last, len(opened.batches) - 1
+        self._ends, begin = last, len(opened.batches) - 1
         while True:
             step.phase = "forward"
             try:
@@ -103,9 +106,7 @@ class Recovery:
             if batch is current:
                 result = self._run_batch(batch)
             else:
-                wanted, self._last = self._last, False
                 step.apart(lambda batch=batch: self._run_batch(batch))
-                self._last = wanted
         return result
 
     def _run_batch(self, batch: _Batch) -> StepResult:
@@ -136,11 +137,23 @@ class Recovery:
         del self.logs.pending[self._open.pending :]
         self.rewind.restore()
         self.window.reset()
-        if not step.first:  # else the gradients are still those that the zeroing is to find
-            for optimizer in self.context.trainer.optimizers:
-                for parameter in parameters_of(optimizer):
-                    parameter.grad = None
+        if self._start is not None:
+            state, gradients = self._start
+            self.window.load_state_dict(state)
+            for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+        elif not step.first:  # else the gradients are still those that the zeroing is to find
+            for parameter in self._parameters():
+                parameter.grad = None
         return self.strategy.discard_gradients()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for optimizer in self.context.trainer.optimizers for p in parameters_of(optimizer)]
+
+    def _state(self) -> tuple[dict[str, Any], list[Tensor | None]]:
+        """What an earlier run has left of the window: its weights and gradients."""
+        gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters()]
+        return self.window.state_dict(), gradients
 
     def end_window(self) -> None:
         """The optimiser has stepped."""
@@ -164,10 +177,10 @@ class Recovery:
         parameters, state = _versions(optimizer)
         if before[0] is None or before[0] != parameters:
             raise_with_advice(failure, event)
+        if before[1] is None or (before[1] and before[1] != state):
+            raise_with_advice(failure, event)
         if not before[1]:  # its state was just being made
             optimizer.state.clear()
-        elif before[1] != state:
-            raise_with_advice(failure, event)
         self.parts.let_go()
         return self.strategy.optimizer_step(optimizer, **kwargs)
 

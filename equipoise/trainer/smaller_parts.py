@@ -43,7 +43,6 @@ def is_armed(context: "Context") -> bool:
 class Failure:
     """What is kept of an error: no traceback, whose frames would keep the tensors of the failed attempt."""
 
-    error: BaseException
     message: str
     lines: str
 
@@ -53,8 +52,7 @@ class Failure:
         lines = "".join(traceback.format_exception(error))
         while error.__cause__ is not None:  # an error that was explained on its way
             error = error.__cause__
-        error.__traceback__ = error.__context__ = None
-        return cls(error, str(error), lines)
+        return cls(str(error), lines)
 
 
 @dataclass
@@ -96,11 +94,13 @@ class Parts:
 
     def most(self, parts: Sequence[Any]) -> tuple[int | None, int, str]:
         """A batch's number of samples, in how many parts it can be computed at most, and why not in more."""
+        if not parts:
+            return None, 1, ""
         try:
             sizes = [self.splitter.size_to_cut(part) for part in parts]
         except StepError as error:
             return None, 1, str(error)
-        return sum(sizes), max(sizes, default=1), ""
+        return sum(sizes), max(sizes), ""
 
     def good(self, parts: Sequence[Any]) -> None:
         """A batch went well; after enough of them a larger size is tried."""
@@ -132,17 +132,19 @@ class Parts:
         """
         pieces = self.strategy.cut(parts, count, self.splitter)
         results: list[StepResult] = []
-        step.in_pieces = True
-        for index, piece in enumerate(pieces):
-            last = index + 1 == len(pieces)
-            result, logged = step.apart(lambda piece=piece, last=last: self.compute(piece, last))
-            results.append(_detached(result)._replace(logged=logged))
-            del result
-        sizes = [self.size(piece) for piece in pieces]
         device, dim = self.strategy.root_device, self.strategy.dim
-        bare = [result._replace(outputs=None) for result in results]
-        combined: StepResult = step.combine(bare, sizes, device, dim=dim, original=lambda metric: metric)
-        step.in_pieces = False
+        step.in_pieces = True
+        try:
+            for index, piece in enumerate(pieces):
+                last = index + 1 == len(pieces)
+                result, logged = step.apart(lambda piece=piece, last=last: self.compute(piece, last))
+                results.append(_detached(result)._replace(logged=logged))
+                del result
+            sizes = [self.size(piece) for piece in pieces]
+            bare = [result._replace(outputs=None) for result in results]
+            combined: StepResult = step.combine(bare, sizes, device, dim=dim, original=lambda metric: metric)
+        finally:
+            step.in_pieces = False
         outputs = _in_order(pieces, results, sizes, device, dim)
         return combined._replace(outputs=step.finished(outputs))
 
