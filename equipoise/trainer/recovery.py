@@ -125,7 +125,10 @@ class Recovery:
         answer = self.parts.ask(event)
         sent = self._roll_back()
         if answer is None or (sent and not answer.parts):  # others have a part of this batch's gradients already
-            raise_with_advice(failure, event)
+            advice = (
+                "It cannot be left out: others have a part of its gradients. OOMRecovery(policy='split') can cut it."
+            )
+            raise_with_advice(failure, event, advice if sent and answer is not None else "")
         batch.count = answer.parts
         if answer.parts > 1:
             self.parts.failed(batch.parts, answer)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "Parts", "is_armed", "raise_with_advice"]
 
+_MOST_AGAIN = 5  # times that the same is tried: a callback may wait for memory, but not for ever
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -80,6 +81,7 @@ class Parts:
         self.context, self.compute = context, compute
         self.strategy: Strategy = context.strategy
         self.splitter = Splitter(context.module, context.strategy.dim)
+        self._again = 0  # answers in a row that did not ask for smaller parts
         self._sizes: dict[Shapes, _Size] = context.fitting.setdefault(name, {})
 
     def count(self, parts: Sequence[Any]) -> int:
@@ -104,6 +106,7 @@ class Parts:
 
     def good(self, parts: Sequence[Any]) -> None:
         """A batch went well; after enough of them a larger size is tried."""
+        self._again = 0
         if self._sizes and (known := self._sizes.get(_kind(parts))) is not None:
             known.good += 1
             if known.before and self.size(parts) > known.before:
@@ -173,7 +176,9 @@ class Parts:
                     self.context.trainer, self.context.module, event
                 )
                 if answer is not None:
-                    return answer if isinstance(answer, Split) else Split(int(answer))
+                    split = answer if isinstance(answer, Split) else Split(int(answer))
+                    self._again = self._again + 1 if 0 < split.parts <= event.parts else 0
+                    return None if self._again > _MOST_AGAIN else split
         return None
 
     def let_go(self) -> None:

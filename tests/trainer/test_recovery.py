@@ -273,6 +273,18 @@ def test_batches_that_cannot_be_cut() -> None:
         trainer.fit(Images(), Loader())
 
 
+def test_the_same_is_not_tried_for_ever() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="Batch 0 of 11 samples ran out of memory"):
+        fit(OutOfMemory(most=5).wrap(Mlp()), [SameAgain()])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_failures_while_a_window_is_done_again(phase: str) -> None:
+    """The second batch fails, then the first when it is computed anew, then the second again."""
+    injected = OutOfMemory(failing=(1, 2, 4, 6), phase=phase)
+    assert_same(train(Mlp, accumulate_grad_batches=2), train(Mlp, injected, accumulate_grad_batches=2))
+
+
 def test_other_errors_are_left_alone() -> None:
     class Wrong(Mlp):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -311,7 +323,7 @@ def test_errors_in_the_step_of_the_optimizer(changes: bool) -> None:
         assert [event.phase for event in recovery.events] == ["optimizer step"]
 
 
-def test_lightning_callbacks_are_not_asked() -> None:
+def test_lightning_callbacks_may_decide() -> None:
     class Own(L.Callback):
         def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> int:
             return 2
