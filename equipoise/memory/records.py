@@ -1,0 +1,81 @@
+"""What readings of memory are kept as: points of a time line, and what a peak was made of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["CATEGORIES", "Category", "Composition", "Holder", "MemoryPoint"]
+
+Category = Literal["parameter", "buffer", "gradient", "optimizer state", "activation", "batch", "temporary"]
+
+CATEGORIES: tuple[Category, ...] = (
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer state",
+    "activation",
+    "batch",
+    "temporary",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPoint:
+    """A reading at the end of a phase.
+
+    Attributes:
+        step: `trainer.global_step` when it was taken.
+        seconds: Since the run began.
+        device: As torch names it; in a run of several processes the rank stands before it, as in "rank 1 cuda:0".
+        phase: "batch to device", "forward", "backward", "optimizer step" or "evaluation".
+        allocated: Bytes in live tensors; on a CPU, the resident set of the process.
+        reserved: Bytes taken by torch's allocator, live or cached; None on a CPU.
+        peak: The largest `allocated` within the phase; None where the device keeps none.
+    """
+
+    step: int
+    seconds: float
+    device: str
+    phase: str
+    allocated: int
+    reserved: int | None
+    peak: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A tensor that was alive.
+
+    Attributes:
+        module: The module it belongs to, or in whose forward or backward it was made; empty for the root.
+        category: What it is.
+        name: Its name, such as "weight", "exp_avg of weight", or the operation that made it.
+        shape: Its shape.
+        dtype: Its type, without "torch.".
+        nbytes: The bytes of its storage. Tensors that share one are told once.
+    """
+
+    module: str
+    category: Category
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """All that was alive on a device at one moment.
+
+    Attributes:
+        step: `trainer.global_step` at that moment.
+        phase: The phase; see `MemoryPoint`.
+        device: The device.
+        nbytes: The bytes of all holders.
+        holders: What was alive, the largest first.
+    """
+
+    step: int
+    phase: str
+    device: str
+    nbytes: int
+    holders: tuple[Holder, ...]
