@@ -10,7 +10,8 @@ comes last. The loop that fires them:
     for each epoch:
         on_train_epoch_start
         for each batch:
-            on_train_batch_start
+            on_before_batch_to_device          ours: the batch was read
+            on_train_batch_start               it lies on its devices
                 training_step
                 on_before_zero_grad            first batch of an accumulation window
                 on_before_backward
@@ -58,6 +59,15 @@ class Callback(_LightningCallback):
         ...         if batch_idx % 100 == 0:
         ...             trainer.print(f"step {trainer.global_step}: loss {outputs['loss']:.3f}")
     """
+
+    def on_before_batch_to_device(self, trainer: "Trainer", pl_module: LightningModule, batch_idx: int) -> None:
+        """A training batch was read and is about to be copied to its devices; Lightning's Trainer does not tell.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The user's module.
+            batch_idx: The number of the batch.
+        """
 
     def on_out_of_memory(
         self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent

@@ -19,7 +19,7 @@ from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.learning_curves import can_draw, draw_curves
 from equipoise.callbacks.progress_display import format_time, format_value
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import format_bytes, read_memory
+from equipoise.memory.devices import format_bytes, peak_of_process
 from equipoise.parallel.split import Splitter
 
 __all__ = ["RunSummary"]
@@ -293,7 +293,7 @@ def _machine_rows(trainer: Any) -> list[tuple[str, str]]:
         which = f" {device}" if len(devices) > 1 else ""
         rows.append((f"device{which}", _device_name(device)))
         with contextlib.suppress(ConfigurationError):  # a kind of device that has no readings
-            if (peak := read_memory(device).peak) is not None:
+            if (peak := peak_of_process(device)) is not None:
                 rows.append((f"peak memory{which}", format_bytes(peak)))
     return rows
 

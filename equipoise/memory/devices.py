@@ -15,7 +15,16 @@ import torch
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["DeviceInfo", "MemoryReading", "format_bytes", "list_devices", "read_memory", "reset_peak"]
+__all__ = [
+    "DeviceInfo",
+    "MemoryReading",
+    "format_bytes",
+    "list_devices",
+    "peak_of_process",
+    "read_memory",
+    "reset_peak",
+    "resident_bytes",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +120,25 @@ def read_memory(device: str | torch.device) -> MemoryReading:
     return MemoryReading(device=str(device), allocated=allocated["current"], reserved=reserved, peak=allocated["peak"])
 
 
+def peak_of_process(device: str | torch.device) -> int | None:
+    """The largest amount that was ever allocated on a device, whatever was reset since, in bytes.
+
+    Args:
+        device: As for `read_memory`.
+
+    Raises:
+        ConfigurationError: If there are no readings for this kind of device.
+    """
+    device = _readable(device)
+    peak = read_memory(device).peak
+    return None if peak is None else max(peak, _before_resets.get(str(device), 0))
+
+
+_before_resets: dict[str, int] = {}
+
+
 def reset_peak(device: str | torch.device) -> None:
-    """Begins the peak of a device anew, at what is allocated now.
+    """Begins the peak of a device anew, at what is allocated now; `peak_of_process` still knows the old one.
 
     Args:
         device: As for `read_memory`. On a CPU whose system keeps one peak for the life of the process, the peak after a
@@ -122,6 +148,7 @@ def reset_peak(device: str | torch.device) -> None:
         ConfigurationError: If there are no readings for this kind of device.
     """
     device = _readable(device)
+    _before_resets[str(device)] = peak_of_process(device) or 0
     if device.type == "cpu":
         _resident.reset()
     elif device.type == "cuda" and _cuda_in_use():
@@ -209,6 +236,11 @@ def _cuda_in_use() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
+def resident_bytes() -> int:
+    """The resident set of this process, in bytes; the quickest of all readings on a CPU."""
+    return int(psutil.Process().memory_info().rss)
+
+
 class _Resident:
     """The resident set of this process, and its peak since the last reset."""
 
@@ -218,7 +250,7 @@ class _Resident:
 
     def read(self) -> tuple[int, int]:
         """The resident set and its peak, in bytes."""
-        resident = int(psutil.Process().memory_info().rss)
+        resident = resident_bytes()
         lifetime = _lifetime_peak()
         self._seen = max(self._seen, resident, lifetime if lifetime > self._outgrow else 0)
         return resident, self._seen
@@ -230,7 +262,7 @@ class _Resident:
             self._outgrow = 0
         except OSError:
             self._outgrow = _lifetime_peak()
-        self._seen = int(psutil.Process().memory_info().rss)
+        self._seen = resident_bytes()
 
 
 _resident = _Resident()

@@ -1,7 +1,10 @@
 """What readings of memory are kept as: points of a time line, and what a peak was made of."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
+
+from equipoise.memory.devices import format_bytes
 
 __all__ = ["CATEGORIES", "Category", "Composition", "Holder", "MemoryPoint"]
 
@@ -64,7 +67,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """All that was alive on a device at one moment.
+    """All that was alive on a device at one moment; printed, a summary of it.
 
     Attributes:
         step: `trainer.global_step` at that moment.
@@ -79,3 +82,20 @@ class Composition:
     device: str
     nbytes: int
     holders: tuple[Holder, ...]
+
+    def totals(self) -> dict[Category, int]:
+        """The bytes of each category, the largest first."""
+        totals: dict[Category, int] = defaultdict(int)
+        for holder in self.holders:
+            totals[holder.category] += holder.nbytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        """The bytes of each category, and the ten largest holders."""
+        totals = ", ".join(f"{category} {format_bytes(nbytes)}" for category, nbytes in self.totals().items())
+        lines = [f"{format_bytes(self.nbytes)} on {self.device} in {self.phase}, step {self.step}: {totals}"]
+        for holder in self.holders[:10]:
+            name = f"{holder.module}: {holder.name}" if holder.module else holder.name
+            shape = f"{list(holder.shape)} {holder.dtype}"
+            lines.append(f"{format_bytes(holder.nbytes):>12}  {holder.category:<15}  {name}  {shape}")
+        return "\n".join(lines)

@@ -250,7 +250,7 @@ class FitLoop:
         )
         hooks, logs, place, transfer = context.hooks, context.logs, context.strategy.place, context.make_transfer()
         batch_start, batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
-        idle_end = hooks.bind_deciders("on_train_batch_end")
+        idle_end, before_transfer = hooks.bind_deciders("on_train_batch_end"), hooks.bind("on_before_batch_to_device")
         optimize, schedulers, after_batch = self._bind_optimization(), self.schedulers, AfterBatch(self)
         counts, index = progress.batch.current, progress.batch.current.ready - 1
         scheduled = self.trainer.lr_scheduler_configs  # the list itself: callbacks may add to it
@@ -263,6 +263,8 @@ class FitLoop:
             index += 1
             counts.ready = index + 1
             progress.batch.is_last_batch = index + 1 == stream.length
+            if before_transfer is not None:
+                before_transfer(index)
             parts = place(batch, transfer)
             there = len(parts) > 0  # or only other processes have a batch: hardly a hook fires, all else happens
             batch = parts[0] if len(parts) == 1 else batch

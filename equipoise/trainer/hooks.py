@@ -7,11 +7,13 @@ A bound hook is one callable for all who override it, callbacks first; it tells 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback as LightningCallback
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from equipoise.callbacks.callback import Callback
 from equipoise.trainer import interop
 
 __all__ = ["Hooks", "overrides"]
@@ -55,7 +57,7 @@ class Hooks:
         self.is_profiled = not isinstance(profiler, PassThroughProfiler)
 
     @property
-    def callbacks(self) -> list[Callback]:
+    def callbacks(self) -> list[LightningCallback]:
         """All callbacks, in order."""
         return self.trainer.callbacks  # type: ignore[no-any-return]
 
@@ -167,7 +169,7 @@ class Hooks:
 
     # How they are made.
 
-    def _of_callbacks(self, name: str, callbacks: Iterable[Callback]) -> list[Hook]:
+    def _of_callbacks(self, name: str, callbacks: Iterable[LightningCallback]) -> list[Hook]:
         chosen = (c for c in callbacks if overrides(c, name, Callback) and not interop.cannot_fire(c, name))
         return [self._with_trainer(getattr(c, name), f"[Callback]{c.state_key}.{name}") for c in chosen]
 

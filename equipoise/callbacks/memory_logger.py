@@ -1,0 +1,428 @@
+"""Where the memory goes: readings by device and phase, what a peak is made of, and what grows from step to step."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from equipoise.callbacks.callback import Callback
+from equipoise.errors import ConfigurationError
+from equipoise.memory.devices import read_memory, reset_peak, resident_bytes
+from equipoise.memory.leaks import Leak, LeakWatch
+from equipoise.memory.ledger import Ledger
+from equipoise.memory.records import Composition, MemoryPoint
+
+__all__ = ["MemoryLogger"]
+
+_PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
+_MOST_POINTS = 20_000
+_MIB = 2**20
+
+Reading = tuple[int, int | None, int | None]  # allocated, reserved, peak
+
+
+@dataclass
+class _Fit:
+    """What belongs to one run.
+
+    Attributes:
+        devices: The devices that are read.
+        started: When it began.
+        batches: Training batches so far.
+        begun: Whether the present batch was counted.
+        readings: Those of the present batch, by device and phase.
+        epoch: The largest of the epoch, for other processes to be told.
+        ledger: Of the step that is looked at in detail.
+        detailed: The step that it is of.
+        wanted: The steps that are still to be looked at so.
+        leaks: Looks for growth.
+        step: `trainer.global_step` after the batch before.
+    """
+
+    devices: list[torch.device]
+    started: float
+    wanted: list[int]
+    leaks: LeakWatch | None
+    batches: int = 0
+    begun: bool = False
+    readings: dict[tuple[str, str], Reading] = field(default_factory=dict)
+    epoch: dict[tuple[str, str], Reading] = field(default_factory=dict)
+    epoch_started: float = 0.0
+    ledger: Ledger | None = None
+    detailed: int = 0
+    step: int = 0
+
+
+class MemoryLogger(Callback):
+    """Reads the memory of every device in every phase of a step, and tells what grows from step to step.
+
+    On CUDA a reading is the allocator's: allocated, reserved and peak bytes; on a CPU it is the resident set of the
+    process. Nothing waits for a device. Readings go to the loggers in MiB, such as `memory/cuda:0/backward/peak_MiB`,
+    with `memory/imbalance`, the fullest device's by the mean. In runs of several processes the first logs its own, and
+    at an epoch's end the largest readings of all.
+
+    With `detail="modules"` chosen steps are looked at tensor by tensor: parameters, gradients, the optimiser's state,
+    activations, the batch and temporaries, by module, the same on a CPU and on CUDA. Such a step takes some times as
+    long as others.
+
+    A tensor that keeps its graph from step to step, as in `total += loss`, is noticed within the first steps, or when
+    an epoch ends, and told with what holds it and the line that wrote it.
+
+    Works in Lightning's Trainer, too, which does not tell when a batch goes to its device.
+
+    Args:
+        every_n_steps: Read in one of so many training batches. Default: 50.
+        detail: "devices": readings of devices alone. "modules": chosen steps in detail. Default: "devices".
+        detail_steps: The steps of the optimiser that are looked at in detail, counted from 0. Default: the second, when
+            the optimiser has its state.
+        leaks: Whether growth is looked for. Default: True.
+        prog_bar: Whether the progress bar shows the fullest device. Default: False.
+
+    Attributes:
+        timeline: The readings, a `MemoryPoint` for each device and phase. The older half is thinned out when there
+            are very many.
+        compositions: With `detail="modules"`: what each device's peak was made of, over all steps in detail.
+        phases: The same for each phase.
+        leaks: What was found to grow.
+        started: When the run began, of the clock `time.monotonic`; `MemoryPoint.seconds` count from here.
+
+    Raises:
+        ConfigurationError: If an argument cannot be right.
+
+    Example:
+        >>> from equipoise import MemoryLogger, Trainer
+        >>> memory = MemoryLogger(detail="modules")
+        >>> Trainer(callbacks=[memory], max_epochs=1).fit(module, loader)  # doctest: +SKIP
+        >>> print(memory.compositions[0])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 50,
+        detail: Literal["devices", "modules"] = "devices",
+        detail_steps: Sequence[int] = (1,),
+        leaks: bool = True,
+        prog_bar: bool = False,
+    ) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ConfigurationError(f"every_n_steps is a whole number from 1, not {every_n_steps!r}.")
+        if detail not in ("devices", "modules"):
+            raise ConfigurationError(f"detail must be 'devices' or 'modules', not {detail!r}.")
+        steps = [detail_steps] if isinstance(detail_steps, int) else list(detail_steps)
+        if any(isinstance(step, bool) or not isinstance(step, int) or step < 0 for step in steps):
+            raise ConfigurationError(f"detail_steps are whole numbers from 0, not {detail_steps!r}.")
+        self.every_n_steps, self.detail, self.detail_steps = every_n_steps, detail, steps
+        self.watch_leaks, self.prog_bar = leaks, prog_bar
+        self.timeline: list[MemoryPoint] = []
+        self.compositions: list[Composition] = []
+        self.phases: list[Composition] = []
+        self.leaks: list[Leak] = []
+        self.started = 0.0
+        self._fit: _Fit | None = None
+        self._due = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was found; neither a run under way nor the methods that Lightning lends to callbacks."""
+        return {**{k: v for k, v in vars(self).items() if k not in ("log", "log_dict")}, "_fit": None}
+
+    # From the beginning to the end.
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """A run begins."""
+        strategy = trainer.strategy
+        given = getattr(strategy, "devices", None) or [strategy.root_device]
+        devices = [
+            device for device in dict.fromkeys(map(torch.device, given)) if device.type in ("cpu", "cuda", "mps")
+        ]
+        self.started = self.started or monotonic()
+        wanted = sorted(self.detail_steps) if self.detail == "modules" else []
+        self._fit = _Fit(devices=devices, started=self.started, wanted=wanted, leaks=None)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Training begins: what is alive now is no leak."""
+        if (fit := self._fit) is None:
+            return
+        fit.step, fit.epoch_started = trainer.global_step, monotonic()
+        if self.watch_leaks:
+            fit.leaks = LeakWatch(lambda: _roots(trainer, pl_module, self), _keeps)
+            fit.leaks.start()
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """A run ends, or has failed."""
+        fit, self._fit, self._due = self._fit, None, False
+        if fit is not None:
+            self._end_detail(trainer, fit)
+            if fit.leaks is not None:
+                fit.leaks.stop()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """What the failed step held is kept."""
+        self.teardown(trainer, pl_module, "fit")
+
+    # A training batch.
+
+    def on_before_batch_to_device(self, trainer: Any, pl_module: LightningModule, batch_idx: int) -> None:
+        """A batch was read."""
+        if (fit := self._fit) is not None:
+            self._begin(fit)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The batch lies on its devices."""
+        if (fit := self._fit) is None:
+            return
+        if not fit.begun:  # Lightning's Trainer has not told that it was read
+            self._begin(fit)
+        elif self._due:
+            self._read(fit, "batch to device")
+        if fit.wanted or fit.ledger is not None:
+            self._detail(trainer, pl_module, fit, batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: Any) -> None:
+        """A forward has ended."""
+        if (fit := self._fit) is None:
+            return
+        if self._due:
+            self._read(fit, "forward")
+        if fit.ledger is not None:
+            fit.ledger.begin("backward")
+
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        """A backward has ended."""
+        if (fit := self._fit) is None:
+            return
+        if self._due:
+            self._read(fit, "backward")
+        if fit.ledger is not None:
+            fit.ledger.begin("optimizer step")
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is done, and with it perhaps a step of the optimiser."""
+        if (fit := self._fit) is None:
+            return
+        fit.begun, step = False, trainer.global_step
+        stepped, fit.step = step != fit.step, step
+        if self._due:
+            if stepped:
+                self._read(fit, "optimizer step")
+            self._record(trainer, pl_module, fit)
+            self._due = False
+        if stepped:
+            if fit.ledger is not None:
+                self._end_detail(trainer, fit)
+            if fit.leaks is not None and fit.leaks.watches_steps:
+                self._tell(fit.leaks.after_step(step))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """An epoch begins."""
+        if (fit := self._fit) is not None:
+            fit.epoch_started = monotonic()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """An epoch ends: the readings of all processes are put together, and all tensors looked through."""
+        if (fit := self._fit) is None:
+            return
+        self._end_detail(trainer, fit)
+        if trainer.world_size > 1:
+            self._gather(trainer, pl_module, fit)
+        if fit.leaks is not None:
+            self._tell(fit.leaks.after_epoch(trainer.global_step, monotonic() - fit.epoch_started))
+
+    # Evaluations.
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """An evaluation begins."""
+        if (fit := self._fit) is not None:
+            self._reset(fit)
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """An evaluation ends."""
+        if (fit := self._fit) is not None and not trainer.sanity_checking:
+            self._read(fit, "evaluation")
+            self._record(trainer, pl_module, fit)
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    # Readings.
+
+    def _begin(self, fit: _Fit) -> None:
+        """A batch begins: is it one of those that are looked at?"""
+        fit.begun, self._due = True, fit.batches % self.every_n_steps == 0
+        fit.batches += 1
+        if self._due:
+            self._reset(fit)
+
+    def _reset(self, fit: _Fit) -> None:
+        for device in fit.devices:
+            if device.type == "cuda":
+                reset_peak(device)
+
+    def _read(self, fit: _Fit, phase: str) -> None:
+        """Reads every device at the end of a phase; of several readings of one phase the largest counts."""
+        for device in fit.devices:
+            if device.type == "cpu":
+                new: Reading = (resident_bytes(), None, None)
+            else:
+                reading = read_memory(device)
+                new = (reading.allocated, reading.reserved, reading.peak)
+            key = (str(device), phase)
+            fit.readings[key] = _larger(fit.readings.get(key), new)
+        self._reset(fit)
+
+    def _record(self, trainer: Any, pl_module: LightningModule, fit: _Fit) -> None:
+        """Keeps and logs what was read."""
+        readings, fit.readings = fit.readings, {}
+        self._keep(readings, fit, trainer.global_step)
+        for key, reading in readings.items():
+            fit.epoch[key] = _larger(fit.epoch.get(key), reading)
+        fullest = _by_device(readings)
+        self._log(trainer, _metrics(readings), fullest)
+        if self.prog_bar and fullest and trainer.training:
+            value = max(fullest.values()) / 2**30
+            pl_module.log("memory_GiB", value, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
+
+    def _keep(self, readings: dict[tuple[str, str], Reading], fit: _Fit, step: int) -> None:
+        seconds = monotonic() - fit.started
+        for (device, phase), (allocated, reserved, peak) in readings.items():
+            self.timeline.append(
+                MemoryPoint(
+                    step=step,
+                    seconds=seconds,
+                    device=device,
+                    phase=phase,
+                    allocated=allocated,
+                    reserved=reserved,
+                    peak=peak,
+                )
+            )
+        if len(self.timeline) > _MOST_POINTS:  # every other moment of the older half goes
+            half = self.timeline[: _MOST_POINTS // 2]
+            steps = sorted({point.seconds for point in half})
+            kept = set(steps[::2])
+            self.timeline[: _MOST_POINTS // 2] = [point for point in half if point.seconds in kept]
+
+    def _gather(self, trainer: Any, pl_module: LightningModule, fit: _Fit) -> None:
+        """Tells the first process the largest readings of the epoch of all."""
+        device = str(fit.devices[0])
+        mine = [fit.epoch.get((device, phase), (-1, None, None)) for phase in _PHASES]
+        fit.epoch = {}
+        rows = [[-1 if value is None else value for value in reading] for reading in mine]
+        gathered: Any = pl_module.all_gather(torch.tensor(rows, device=pl_module.device))
+        if trainer.global_rank != 0:
+            return
+        kind, readings = device.partition(":")[0], {}
+        for rank, rows in enumerate(gathered.tolist()):
+            for phase, row in zip(_PHASES, rows, strict=True):
+                if row[0] >= 0:
+                    allocated, reserved, peak = (None if value < 0 else int(value) for value in row)
+                    readings[f"rank {rank} {kind}", phase] = (allocated or 0, reserved, peak)
+        others = {key: reading for key, reading in readings.items() if not key[0].startswith("rank 0 ")}
+        self._keep(others, fit, trainer.global_step)
+        self._log(trainer, _metrics(others), _by_device(readings))
+
+    def _log(self, trainer: Any, metrics: dict[str, float], fullest: dict[str, int]) -> None:
+        if len(fullest) > 1:
+            metrics["memory/imbalance"] = max(fullest.values()) * len(fullest) / sum(fullest.values())
+        for logger in trainer.loggers if metrics else ():
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+    # In detail.
+
+    def _detail(self, trainer: Any, pl_module: LightningModule, fit: _Fit, batch: Any) -> None:
+        """Begins a step in detail if it is wanted; adds the batch to one."""
+        if fit.ledger is None:
+            if trainer.global_step not in fit.wanted:
+                return
+            fit.detailed = trainer.global_step
+            fit.wanted = [step for step in fit.wanted if step > trainer.global_step]
+            fit.ledger = Ledger(pl_module, trainer.optimizers)
+            fit.ledger.start()
+        else:
+            fit.ledger.begin("forward")
+        fit.ledger.add_batch(batch)
+
+    def _end_detail(self, trainer: Any, fit: _Fit) -> None:
+        """Ends a step in detail and keeps what it came to."""
+        if (ledger := fit.ledger) is None:
+            return
+        fit.ledger = None
+        ledger.stop()
+        metrics: dict[str, float] = {}
+        for device in ledger.devices():
+            peak = ledger.peak(device, step=fit.detailed)
+            self.compositions = _with_largest(self.compositions, peak)
+            for category, nbytes in peak.totals().items():
+                metrics[f"memory/{device}/peak/{category.replace(' ', '_')}_MiB"] = _mib(nbytes)
+            for phase in ledger.phases():
+                self.phases = _with_largest(self.phases, ledger.peak(device, phase, step=fit.detailed), phase)
+        self._log(trainer, metrics, {})
+
+    def _tell(self, leaks: list[Leak]) -> None:
+        for leak in leaks:
+            self.leaks.append(leak)
+            rank_zero_warn(str(leak))
+
+
+def _larger(before: Reading | None, now: Reading) -> Reading:
+    """The larger of two readings, value by value."""
+    if before is None:
+        return now
+    allocated, reserved, peak = (
+        a if b is None else b if a is None else max(a, b) for a, b in zip(before, now, strict=True)
+    )
+    return allocated or 0, reserved, peak
+
+
+def _by_device(readings: dict[tuple[str, str], Reading]) -> dict[str, int]:
+    """The most that each device held in any phase."""
+    most: dict[str, int] = defaultdict(int)
+    for (device, _), (allocated, _, peak) in readings.items():
+        most[device] = max(most[device], allocated, peak or 0)
+    return dict(most)
+
+
+def _metrics(readings: dict[tuple[str, str], Reading]) -> dict[str, float]:
+    """What loggers receive."""
+    metrics = {}
+    for (device, phase), reading in readings.items():
+        for name, value in zip(("allocated", "reserved", "peak"), reading, strict=True):
+            if value is not None:
+                metrics[f"memory/{device}/{phase}/{name}_MiB".replace(" ", "_")] = _mib(value)
+    return metrics
+
+
+def _mib(nbytes: int) -> float:
+    return round(nbytes / _MIB, 3)
+
+
+def _with_largest(kept: list[Composition], new: Composition, phase: str | None = None) -> list[Composition]:
+    """The list with a composition in the place of a smaller one of the same device, and phase if one is given."""
+    for index, old in enumerate(kept):
+        if old.device == new.device and phase in (None, old.phase):
+            return [*kept[:index], max(old, new, key=lambda one: one.nbytes), *kept[index + 1 :]]
+    return [*kept, new]
+
+
+def _roots(trainer: Any, pl_module: LightningModule, own: MemoryLogger) -> dict[str, object]:
+    """What people know by name."""
+    roots: dict[str, object] = {type(pl_module).__name__: pl_module}
+    others = [callback for callback in trainer.callbacks if callback is not own]
+    for thing in (*others, *trainer.loggers, getattr(trainer, "datamodule", None)):
+        if thing is not None:
+            roots.setdefault(type(thing).__name__, thing)
+    return {**roots, "trainer": trainer}
+
+
+def _keeps(thing: object) -> bool:
+    """Whether something keeps tensors on purpose: the states of metrics and optimisers."""
+    return isinstance(thing, Metric | Optimizer)

@@ -1,0 +1,75 @@
+"""Sees every operation of torch: the one file of this layer with a private name of it.
+
+Dispatch modes live in `torch.utils._python_dispatch`; torch documents them nowhere else, and nothing public sees what a
+backward allocates. `tests/memory/test_ledger.py` notices when they change.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["OperationWatch", "tensors_in"]
+
+
+_Base: Any = TorchDispatchMode  # it has no types
+
+
+class _Mode(_Base):  # type: ignore[misc]
+    def __init__(self, seen: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._seen(func.overloadpacket.__name__, result)
+        return result
+
+
+class OperationWatch:
+    """Hands the results of every operation of this thread and of its backwards to a function, while it is on.
+
+    Watches end in the reverse order of their beginning.
+
+    Args:
+        seen: Receives the operation's name, such as "addmm", and what it returned.
+
+    Example:
+        >>> import torch
+        >>> names = []
+        >>> watch = OperationWatch(lambda name, result: names.append(name))
+        >>> watch.start()
+        >>> _ = torch.ones(2) + 1
+        >>> watch.stop()
+        >>> names
+        ['ones', 'add']
+    """
+
+    def __init__(self, seen: Callable[[str, Any], None]) -> None:
+        self._seen = seen
+        self._mode: Any = None
+
+    def start(self) -> None:
+        """Begins to watch; may be called twice."""
+        if self._mode is None:
+            self._mode = _Mode(self._seen)
+            self._mode.__enter__()
+
+    def stop(self) -> None:
+        """Ends it; may be called twice."""
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from tensors_in(item)
