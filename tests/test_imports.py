@@ -28,7 +28,12 @@ LAYERS = {
     "trainer": {"trainer", "strategies", "callbacks", "parallel", "memory", "precision", "errors"},
 }
 APP = {"__main__", "app", "app_output", "conf"}
-MAY_NAME_PRIVATE_THINGS = {"trainer/interop.py", "parallel/foreach.py", "parallel/internals.py"}
+MAY_NAME_PRIVATE_THINGS = {
+    "trainer/interop.py",
+    "parallel/foreach.py",
+    "parallel/internals.py",
+    "memory/dispatch.py",
+}
 DEFINES_LIGHTNINGS_NAMES = "trainer/lightning_view.py"
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public; the underscore keeps them apart from fields
 

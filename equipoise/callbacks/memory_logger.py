@@ -1,6 +1,5 @@
 """Where the memory goes: readings by device and phase, what a peak is made of, and what grows from step to step."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -13,8 +12,17 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from equipoise.callbacks.callback import Callback
+from equipoise.callbacks.memory_readings import (
+    ByPhase,
+    Readings,
+    by_device,
+    larger,
+    metrics_of,
+    points_of,
+    thin_out,
+    to_mib,
+)
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import read_memory, reset_peak, resident_bytes
 from equipoise.memory.leaks import Leak, LeakWatch
 from equipoise.memory.ledger import Ledger
 from equipoise.memory.records import Composition, MemoryPoint
@@ -22,10 +30,6 @@ from equipoise.memory.records import Composition, MemoryPoint
 __all__ = ["MemoryLogger"]
 
 _PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
-_MOST_POINTS = 20_000
-_MIB = 2**20
-
-Reading = tuple[int, int | None, int | None]  # allocated, reserved, peak
 
 
 @dataclass
@@ -33,11 +37,10 @@ class _Fit:
     """What belongs to one run.
 
     Attributes:
-        devices: The devices that are read.
+        readings: Reads the devices.
         started: When it began.
         batches: Training batches so far.
         begun: Whether the present batch was counted.
-        readings: Those of the present batch, by device and phase.
         epoch: The largest of the epoch, for other processes to be told.
         ledger: Of the step that is looked at in detail.
         detailed: The step that it is of.
@@ -46,14 +49,13 @@ class _Fit:
         step: `trainer.global_step` after the batch before.
     """
 
-    devices: list[torch.device]
+    readings: Readings
     started: float
     wanted: list[int]
     leaks: LeakWatch | None
     batches: int = 0
     begun: bool = False
-    readings: dict[tuple[str, str], Reading] = field(default_factory=dict)
-    epoch: dict[tuple[str, str], Reading] = field(default_factory=dict)
+    epoch: ByPhase = field(default_factory=dict)
     epoch_started: float = 0.0
     ledger: Ledger | None = None
     detailed: int = 0
@@ -144,7 +146,7 @@ class MemoryLogger(Callback):
         ]
         self.started = self.started or monotonic()
         wanted = sorted(self.detail_steps) if self.detail == "modules" else []
-        self._fit = _Fit(devices=devices, started=self.started, wanted=wanted, leaks=None)
+        self._fit = _Fit(readings=Readings(devices), started=self.started, wanted=wanted, leaks=None)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Training begins: what is alive now is no leak."""
@@ -181,7 +183,7 @@ class MemoryLogger(Callback):
         if not fit.begun:  # Lightning's Trainer has not told that it was read
             self._begin(fit)
         elif self._due:
-            self._read(fit, "batch to device")
+            fit.readings.read("batch to device")
         if fit.wanted or fit.ledger is not None:
             self._detail(trainer, pl_module, fit, batch)
 
@@ -190,7 +192,7 @@ class MemoryLogger(Callback):
         if (fit := self._fit) is None:
             return
         if self._due:
-            self._read(fit, "forward")
+            fit.readings.read("forward")
         if fit.ledger is not None:
             fit.ledger.begin("backward")
 
@@ -199,7 +201,7 @@ class MemoryLogger(Callback):
         if (fit := self._fit) is None:
             return
         if self._due:
-            self._read(fit, "backward")
+            fit.readings.read("backward")
         if fit.ledger is not None:
             fit.ledger.begin("optimizer step")
 
@@ -213,7 +215,7 @@ class MemoryLogger(Callback):
         stepped, fit.step = step != fit.step, step
         if self._due:
             if stepped:
-                self._read(fit, "optimizer step")
+                fit.readings.read("optimizer step")
             self._record(trainer, pl_module, fit)
             self._due = False
         if stepped:
@@ -242,12 +244,12 @@ class MemoryLogger(Callback):
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """An evaluation begins."""
         if (fit := self._fit) is not None:
-            self._reset(fit)
+            fit.readings.reset()
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """An evaluation ends."""
         if (fit := self._fit) is not None and not trainer.sanity_checking:
-            self._read(fit, "evaluation")
+            fit.readings.read("evaluation")
             self._record(trainer, pl_module, fit)
 
     on_test_start = on_predict_start = on_validation_start
@@ -260,60 +262,27 @@ class MemoryLogger(Callback):
         fit.begun, self._due = True, fit.batches % self.every_n_steps == 0
         fit.batches += 1
         if self._due:
-            self._reset(fit)
-
-    def _reset(self, fit: _Fit) -> None:
-        for device in fit.devices:
-            if device.type == "cuda":
-                reset_peak(device)
-
-    def _read(self, fit: _Fit, phase: str) -> None:
-        """Reads every device at the end of a phase; of several readings of one phase the largest counts."""
-        for device in fit.devices:
-            if device.type == "cpu":
-                new: Reading = (resident_bytes(), None, None)
-            else:
-                reading = read_memory(device)
-                new = (reading.allocated, reading.reserved, reading.peak)
-            key = (str(device), phase)
-            fit.readings[key] = _larger(fit.readings.get(key), new)
-        self._reset(fit)
+            fit.readings.reset()
 
     def _record(self, trainer: Any, pl_module: LightningModule, fit: _Fit) -> None:
         """Keeps and logs what was read."""
-        readings, fit.readings = fit.readings, {}
+        readings = fit.readings.take()
         self._keep(readings, fit, trainer.global_step)
         for key, reading in readings.items():
-            fit.epoch[key] = _larger(fit.epoch.get(key), reading)
-        fullest = _by_device(readings)
-        self._log(trainer, _metrics(readings), fullest)
+            fit.epoch[key] = larger(fit.epoch.get(key), reading)
+        fullest = by_device(readings)
+        self._log(trainer, metrics_of(readings), fullest)
         if self.prog_bar and fullest and trainer.training:
             value = max(fullest.values()) / 2**30
             pl_module.log("memory_GiB", value, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
 
-    def _keep(self, readings: dict[tuple[str, str], Reading], fit: _Fit, step: int) -> None:
-        seconds = monotonic() - fit.started
-        for (device, phase), (allocated, reserved, peak) in readings.items():
-            self.timeline.append(
-                MemoryPoint(
-                    step=step,
-                    seconds=seconds,
-                    device=device,
-                    phase=phase,
-                    allocated=allocated,
-                    reserved=reserved,
-                    peak=peak,
-                )
-            )
-        if len(self.timeline) > _MOST_POINTS:  # every other moment of the older half goes
-            half = self.timeline[: _MOST_POINTS // 2]
-            steps = sorted({point.seconds for point in half})
-            kept = set(steps[::2])
-            self.timeline[: _MOST_POINTS // 2] = [point for point in half if point.seconds in kept]
+    def _keep(self, readings: ByPhase, fit: _Fit, step: int) -> None:
+        self.timeline += points_of(readings, step, monotonic() - fit.started)
+        thin_out(self.timeline)
 
     def _gather(self, trainer: Any, pl_module: LightningModule, fit: _Fit) -> None:
         """Tells the first process the largest readings of the epoch of all."""
-        device = str(fit.devices[0])
+        device = str(fit.readings.devices[0])
         mine = [fit.epoch.get((device, phase), (-1, None, None)) for phase in _PHASES]
         fit.epoch = {}
         rows = [[-1 if value is None else value for value in reading] for reading in mine]
@@ -328,7 +297,7 @@ class MemoryLogger(Callback):
                     readings[f"rank {rank} {kind}", phase] = (allocated or 0, reserved, peak)
         others = {key: reading for key, reading in readings.items() if not key[0].startswith("rank 0 ")}
         self._keep(others, fit, trainer.global_step)
-        self._log(trainer, _metrics(others), _by_device(readings))
+        self._log(trainer, metrics_of(others), by_device(readings))
 
     def _log(self, trainer: Any, metrics: dict[str, float], fullest: dict[str, int]) -> None:
         if len(fullest) > 1:
@@ -362,7 +331,7 @@ class MemoryLogger(Callback):
             peak = ledger.peak(device, step=fit.detailed)
             self.compositions = _with_largest(self.compositions, peak)
             for category, nbytes in peak.totals().items():
-                metrics[f"memory/{device}/peak/{category.replace(' ', '_')}_MiB"] = _mib(nbytes)
+                metrics[f"memory/{device}/peak/{category.replace(' ', '_')}_MiB"] = to_mib(nbytes)
             for phase in ledger.phases():
                 self.phases = _with_largest(self.phases, ledger.peak(device, phase, step=fit.detailed), phase)
         self._log(trainer, metrics, {})
@@ -371,38 +340,6 @@ class MemoryLogger(Callback):
         for leak in leaks:
             self.leaks.append(leak)
             rank_zero_warn(str(leak))
-
-
-def _larger(before: Reading | None, now: Reading) -> Reading:
-    """The larger of two readings, value by value."""
-    if before is None:
-        return now
-    allocated, reserved, peak = (
-        a if b is None else b if a is None else max(a, b) for a, b in zip(before, now, strict=True)
-    )
-    return allocated or 0, reserved, peak
-
-
-def _by_device(readings: dict[tuple[str, str], Reading]) -> dict[str, int]:
-    """The most that each device held in any phase."""
-    most: dict[str, int] = defaultdict(int)
-    for (device, _), (allocated, _, peak) in readings.items():
-        most[device] = max(most[device], allocated, peak or 0)
-    return dict(most)
-
-
-def _metrics(readings: dict[tuple[str, str], Reading]) -> dict[str, float]:
-    """What loggers receive."""
-    metrics = {}
-    for (device, phase), reading in readings.items():
-        for name, value in zip(("allocated", "reserved", "peak"), reading, strict=True):
-            if value is not None:
-                metrics[f"memory/{device}/{phase}/{name}_MiB".replace(" ", "_")] = _mib(value)
-    return metrics
-
-
-def _mib(nbytes: int) -> float:
-    return round(nbytes / _MIB, 3)
 
 
 def _with_largest(kept: list[Composition], new: Composition, phase: str | None = None) -> list[Composition]:

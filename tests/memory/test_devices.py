@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from equipoise.errors import ConfigurationError
 from equipoise.memory import devices
-from equipoise.memory.devices import MemoryReading, format_bytes, list_devices, read_memory, reset_peak
+from equipoise.memory.devices import MemoryReading, format_bytes, list_devices, peak_of_process, read_memory, reset_peak
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GIB = 2**30
@@ -243,13 +243,21 @@ STATS = {
 
 def test_a_reading_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, [1, 1])
+    monkeypatch.setattr(devices, "_before_resets", {})
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(device) or STATS)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
     assert read_memory("cuda:0") == MemoryReading(device="cuda:0", allocated=10, reserved=50, peak=30)
     assert read_memory("cuda").device == "cuda:1"  # the current one
+    assert asked == [torch.device("cuda:0"), torch.device("cuda:1")]
+    asked.clear()
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: STATS)
     reset_peak("cuda:0")
-    assert asked == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0")]
+    assert asked == [torch.device("cuda:0")]
+    lower = {**STATS, "allocated_bytes": {"all": {"current": 5, "peak": 7}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: lower)
+    assert read_memory("cuda:0").peak == 7
+    assert peak_of_process("cuda:0") == 30  # whatever was reset since
 
 
 UNTOUCHED = """

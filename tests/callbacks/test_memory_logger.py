@@ -1,0 +1,369 @@
+"""Readings by phase, steps in detail, growth: in our trainer and in Lightning's, on one device and several."""
+
+import csv
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, Trainer
+from equipoise.callbacks import memory_readings
+from tests.conftest import ignoring
+
+pytestmark = ignoring("The number of training batches .* is smaller than the logging interval")
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+OURS = ["batch to device", "forward", "backward", "optimizer step"]
+
+
+class Model(L.LightningModule):
+    def __init__(self, keep: Callable[[Any, Tensor], None] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 1))
+        self.kept: list[Tensor] = []
+        self.keep = keep
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.layer(batch[0]).pow(2).mean()
+        if self.keep is not None:
+            self.keep(self, loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.layer(batch[0]).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class ByHand(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.layer(batch[0]).pow(2).mean())
+        optimizer.step()
+
+
+def data(batches: int = 10, size: int = 4) -> DataLoader[Any]:
+    torch.manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(batches * size, 6)), batch_size=size)
+
+
+def fit(memory: MemoryLogger, module: L.LightningModule | None = None, **options: Any) -> Any:
+    trainer_type = options.pop("trainer_type", Trainer)
+    given = {"max_epochs": 1, "logger": False, "devices": 1, **QUIET, **options}
+    trainer = trainer_type(callbacks=[memory, *given.pop("callbacks", [])], **given)
+    trainer.fit(module or Model(), data(), data(2))
+    return trainer
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# Readings
+
+
+@pytest.mark.parametrize(("trainer_type", "phases"), [(Trainer, OURS), (L.Trainer, OURS[1:])])
+def test_every_phase_of_the_chosen_batches_is_read(trainer_type: Any, phases: list[str]) -> None:
+    memory = MemoryLogger(every_n_steps=4)
+    fit(memory, trainer_type=trainer_type)
+    training = [point for point in memory.timeline if point.phase != "evaluation"]
+    assert [(point.step, point.phase) for point in training] == [
+        (step, phase) for step in (1, 5, 9) for phase in phases
+    ]
+    assert [point.phase for point in memory.timeline if point not in training] == ["evaluation"]
+    assert all(point.allocated > 2**20 and point.device == "cpu" and point.reserved is None for point in training)
+    seconds = [point.seconds for point in memory.timeline]
+    assert seconds == sorted(seconds)
+    assert seconds[0] >= 0
+
+
+def test_a_phase_without_a_step_of_the_optimiser_is_not_read_as_one() -> None:
+    memory = MemoryLogger(every_n_steps=1)
+    fit(memory, accumulate_grad_batches=5)
+    assert sum(point.phase == "optimizer step" for point in memory.timeline) == 2
+    assert sum(point.phase == "backward" for point in memory.timeline) == 10
+
+
+def test_readings_go_to_the_loggers_in_mebibytes(tmp_path: Path) -> None:
+    memory = MemoryLogger(every_n_steps=5, detail="modules")
+    fit(memory, logger=CSVLogger(tmp_path, name="", version=""), log_every_n_steps=1)
+    logged = rows(tmp_path)
+    values = [
+        float(row["memory/cpu/backward/allocated_MiB"]) for row in logged if row["memory/cpu/backward/allocated_MiB"]
+    ]
+    points = [point.allocated for point in memory.timeline if point.phase == "backward"]
+    assert values == [pytest.approx(point / 2**20, abs=1e-3) for point in points]
+    assert any(row["memory/cpu/batch_to_device/allocated_MiB"] for row in logged)
+    assert any(row["memory/cpu/evaluation/allocated_MiB"] for row in logged)
+    assert any(row["memory/cpu/peak/optimizer_state_MiB"] for row in logged)
+
+
+@pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
+def test_the_progress_bar_shows_the_fullest_device(trainer_type: Any) -> None:
+    trainer = fit(MemoryLogger(every_n_steps=2, prog_bar=True), trainer_type=trainer_type)
+    assert 0.05 < float(trainer.progress_bar_metrics["memory_GiB"]) < 50
+
+
+def test_evaluations_alone_are_read() -> None:
+    memory = MemoryLogger()
+    trainer = Trainer(callbacks=[memory], logger=False, **QUIET)
+    trainer.validate(Model(), data(2), verbose=False)
+    assert [point.phase for point in memory.timeline] == ["evaluation"]
+
+
+def test_long_time_lines_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_readings, "_MOST_POINTS", 64)
+    memory = MemoryLogger(every_n_steps=1)
+    fit(memory, max_epochs=12)
+    assert len(memory.timeline) <= 68
+    assert memory.timeline[-1].step == 120
+    assert memory.timeline[0].step == 1
+    steps = [point.step for point in memory.timeline]
+    assert steps == sorted(steps)
+
+
+def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA's allocator would say, since there is none here: peaks are those of their phase."""
+    from equipoise.memory.devices import MemoryReading
+
+    class Allocator:
+        def __init__(self) -> None:
+            self.allocated, self.peak = 100, 100
+
+        def read(self, device: Any) -> MemoryReading:
+            self.peak = max(self.peak, self.allocated)
+            reading = MemoryReading(device="cuda:0", allocated=self.allocated, reserved=1000, peak=self.peak)
+            self.allocated += 10
+            return reading
+
+        def reset(self, device: Any) -> None:
+            self.peak = self.allocated
+
+    allocator = Allocator()
+    monkeypatch.setattr(memory_readings, "read_memory", allocator.read)
+    monkeypatch.setattr(memory_readings, "reset_peak", allocator.reset)
+    memory = MemoryLogger(every_n_steps=10)
+    seen: list[Any] = []
+    memory.setup(strategy_with(["cuda:0", "cuda:0", "cuda:1"]), Model(), "fit")
+    assert memory._fit is not None
+    memory._begin(memory._fit)
+    for phase in ("forward", "backward"):
+        memory._fit.readings.read(phase)
+    monkeypatch.setattr(memory, "_log", lambda trainer, metrics, fullest: seen.append((metrics, fullest)))
+    memory._record(strategy_with([]), Model(), memory._fit)
+    assert [(p.device, p.phase, p.allocated, p.peak) for p in memory.timeline] == [
+        ("cuda:0", "forward", 100, 100),
+        ("cuda:1", "forward", 110, 110),
+        ("cuda:0", "backward", 120, 120),
+        ("cuda:1", "backward", 130, 130),
+    ]
+    metrics, fullest = seen[0]
+    assert metrics["memory/cuda:1/backward/reserved_MiB"] == pytest.approx(1000 / 2**20, abs=1e-3)
+    assert fullest == {"cuda:0": 120, "cuda:1": 130}
+
+
+def strategy_with(devices: list[str]) -> Any:
+    class Holder:
+        pass
+
+    trainer, strategy = Holder(), Holder()
+    strategy.devices, strategy.root_device = [torch.device(name) for name in devices], torch.device("cpu")
+    trainer.strategy, trainer.global_step, trainer.loggers, trainer.training = strategy, 0, [], True
+    return trainer
+
+
+# In detail
+
+
+@pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
+def test_a_step_in_detail(trainer_type: Any) -> None:
+    memory, module = MemoryLogger(detail="modules"), Model()
+    fit(memory, module, trainer_type=trainer_type)
+    (peak,) = memory.compositions
+    assert peak.step == 1
+    assert [composition.phase for composition in memory.phases] == ["forward", "backward", "optimizer step"]
+    step = memory.phases[-1].totals()
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    assert step["parameter"] == step["gradient"] == parameters
+    assert step["optimizer state"] == 2 * parameters + 4 * len(list(module.parameters()))
+    assert step["batch"] == 4 * 6 * 4
+    assert peak.nbytes == max(composition.nbytes for composition in memory.phases)
+    assert {"layer.0", "layer.1", "layer.3"} <= {holder.module for holder in memory.phases[0].holders}
+
+
+@pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
+@pytest.mark.parametrize("module_type", [Model, ByHand])
+def test_training_does_not_notice(trainer_type: Any, module_type: type[Model]) -> None:
+    def weights(callbacks: list[Any]) -> list[Tensor]:
+        trainer = trainer_type(callbacks=callbacks, max_epochs=2, logger=False, devices=1, **QUIET)
+        module = module_type()
+        torch.manual_seed(7)
+        trainer.fit(module, data(), data(2))
+        return list(module.state_dict().values())
+
+    memory = MemoryLogger(every_n_steps=3, detail="modules", detail_steps=(0, 1, 7))
+    assert all(map(torch.equal, weights([memory]), weights([])))
+    assert memory.compositions
+
+
+def test_a_window_is_looked_at_as_a_whole() -> None:
+    memory = MemoryLogger(detail="modules", detail_steps=(1,))
+    fit(memory, accumulate_grad_batches=3)
+    assert [composition.phase for composition in memory.phases] == ["forward", "backward", "optimizer step"]
+
+
+def test_several_steps_leave_the_largest_peak() -> None:
+    class Grows(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            large = torch.ones(1000 * (batch_idx + 1))
+            return super().training_step(batch, batch_idx) + 0 * large.sum()
+
+    memory = MemoryLogger(detail="modules", detail_steps=(2, 5, 3))
+    fit(memory, Grows())
+    assert [composition.step for composition in memory.compositions] == [5]
+
+
+def test_a_failed_step_leaves_what_it_held() -> None:
+    class Fails(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            large = torch.ones(5000)
+            if batch_idx == 1:
+                raise RuntimeError(f"no {large.shape}")
+            return super().training_step(batch, batch_idx)
+
+    memory = MemoryLogger(detail="modules")
+    with pytest.raises(RuntimeError, match="no"):
+        fit(memory, Fails())
+    assert memory.compositions[0].holders[0].shape == (5000,)
+    assert gc.get_freeze_count() == 0
+    torch.ones(1)  # nothing watches any more
+
+
+def test_a_step_done_again_in_parts_is_looked_at_as_well() -> None:
+    class Fails(Model):
+        failed = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 1 and not self.failed:
+                self.failed = True
+                raise torch.OutOfMemoryError("out of memory")
+            return loss
+
+    memory = MemoryLogger(detail="modules", every_n_steps=1)
+    with pytest.warns(UserWarning, match="ran out of memory"):
+        fit(memory, Fails(), callbacks=[OOMRecovery()])
+    assert memory.phases[-1].phase == "optimizer step"
+
+
+def test_on_two_devices() -> None:
+    memory = MemoryLogger(every_n_steps=3, detail="modules")
+    fit(memory, strategy="dp", devices=["cpu", "cpu"])
+    assert {point.phase for point in memory.timeline} == {*OURS, "evaluation"}
+    assert memory.compositions[0].device == "cpu"
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    memory = MemoryLogger(every_n_steps=2)
+    fit(
+        memory, Model(), strategy="ddp", devices=2, logger=CSVLogger(tmp_path, name="", version=""), log_every_n_steps=1
+    )
+    others = [point for point in memory.timeline if point.device == "rank 1 cpu"]
+    assert {point.phase for point in others} == {*OURS, "evaluation"}
+    assert all(point.allocated > 2**20 for point in others)
+    imbalance = [float(row["memory/imbalance"]) for row in rows(tmp_path) if row.get("memory/imbalance")]
+    assert len(imbalance) == 1
+    assert 1 <= imbalance[0] < 2
+
+
+# Growth
+
+
+@pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
+def test_a_leak_is_told(trainer_type: Any) -> None:
+    memory = MemoryLogger()
+    with pytest.warns(
+        UserWarning, match=r"Model\.kept keeps a tensor together with its graph.*test_memory_logger\.py:"
+    ):
+        fit(memory, Model(lambda module, loss: module.kept.append(loss)), trainer_type=trainer_type)
+    assert [leak.holder for leak in memory.leaks] == ["Model.kept"]
+
+
+def test_leaks_can_be_left_alone() -> None:
+    memory = MemoryLogger(leaks=False)
+    fit(memory, Model(lambda module, loss: module.kept.append(loss)))
+    assert not memory.leaks
+
+
+def test_a_leak_of_another_callback_is_told() -> None:
+    class Collects(Callback):
+        def __init__(self) -> None:
+            self.losses: dict[int, Tensor] = {}
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses[batch_idx] = pl_module.kept[0]
+
+    memory = MemoryLogger()
+    with pytest.warns(UserWarning, match=r"Collects\.losses keeps"):
+        fit(memory, Model(lambda module, loss: setattr(module, "kept", [loss])), callbacks=[Collects()])
+
+
+# Arguments and hooks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps is a whole number from 1, not 0"),
+        ({"every_n_steps": True}, "every_n_steps is a whole number from 1, not True"),
+        ({"detail": "all"}, "detail must be 'devices' or 'modules', not 'all'"),
+        ({"detail_steps": [1, -1]}, "detail_steps are whole numbers from 0"),
+        ({"detail_steps": "12"}, "detail_steps are whole numbers from 0"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        MemoryLogger(**arguments)
+
+
+def test_the_hook_before_a_batch_goes_to_its_device() -> None:
+    class Notes(Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int]] = []
+
+        def on_before_batch_to_device(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+            self.seen.append(("read", batch_idx))
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(("start", batch_idx))
+
+    class Transfers(Model):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            notes.seen.append(("transfer", -1))
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    notes = Notes()
+    trainer = Trainer(callbacks=[notes], max_steps=2, logger=False, devices=1, **QUIET)
+    trainer.fit(Transfers(), data(), data(1))
+    assert notes.seen == [step for index in (0, 1) for step in (("read", index), ("transfer", -1), ("start", index))]

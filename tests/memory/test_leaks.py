@@ -1,0 +1,272 @@
+"""Planted leaks are found and named; healthy runs are left in peace."""
+
+import gc
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.memory.holders import find_holders, is_of_user
+from equipoise.memory.leaks import Leak, LeakWatch
+
+HISTORY: list[Tensor] = []  # a global of a user's module, as far as the watch can tell
+STEPS = 30
+
+
+class Model(nn.Module):
+    seen: dict[int, Tensor] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.total: Any = 0
+        self.losses: list[Tensor] = []
+        self.by_name: dict[str, list[Tensor]] = {"train": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    HISTORY.clear()
+    Model.seen.clear()
+    assert gc.get_freeze_count() == 0
+
+
+Keep = Callable[[Model, Tensor, int], None]
+
+
+def run(
+    keep: Keep, *, model: Model | None = None, steps: int = STEPS, roots: dict[str, object] | None = None
+) -> list[Leak]:
+    """Trains, keeps something after every step, and returns what was found."""
+    model = model or Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    watch = LeakWatch(lambda: {"model": model, **(roots or {})}, lambda _: False)
+    watch.start()
+    leaks: list[Leak] = []
+    try:
+        for step in range(steps):
+            loss = model(torch.randn(4, 6)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keep(model, loss, step)
+            del loss
+            if watch.watches_steps:
+                leaks += watch.after_step(step + 1)
+    finally:
+        watch.stop()
+    return leaks
+
+
+def add_in_place(model: Model, loss: Tensor, step: int) -> None:
+    model.total += loss
+
+
+def add(model: Model, loss: Tensor, step: int) -> None:
+    model.total = model.total + loss
+
+
+def append(model: Model, loss: Tensor, step: int) -> None:
+    model.losses.append(loss)
+
+
+def append_to_dictionary(model: Model, loss: Tensor, step: int) -> None:
+    model.by_name["train"].append(loss * 2)
+
+
+def append_to_global(model: Model, loss: Tensor, step: int) -> None:
+    HISTORY.append(loss)
+
+
+def keep_in_class(model: Model, loss: Tensor, step: int) -> None:
+    Model.seen[step] = loss
+
+
+@pytest.mark.parametrize(
+    ("keep", "holder"),
+    [
+        (add_in_place, "model.total"),
+        (add, "model.total"),
+        (append, "model.losses"),
+        (append_to_dictionary, "model.by_name['train']"),
+        (append_to_global, f"'HISTORY' of module {__name__}"),
+        (keep_in_class, "Model.seen"),
+    ],
+)
+def test_planted_leaks_are_named_with_their_line(keep: Keep, holder: str) -> None:
+    (leak,) = run(keep)
+    assert leak.holder == holder
+    assert leak.with_graph
+    assert leak.step <= 12
+    assert leak.line.startswith("test_leaks.py:")
+    assert holder in str(leak)
+    assert leak.line in str(leak)
+
+
+def test_a_hook_that_keeps_activations() -> None:
+    model = Model()
+    activations: list[Tensor] = []
+    model.layer[0].register_forward_hook(lambda module, args, output: activations.append(output))
+    (leak,) = run(lambda model, loss, step: None, model=model)
+    assert "'activations' in" in leak.holder
+    assert "a forward hook of model.layer.0" in leak.holder
+
+
+def test_a_logger_that_keeps_what_it_gets() -> None:
+    logger = types.SimpleNamespace(metrics={"loss": []})
+    (leak,) = run(lambda model, loss, step: logger.metrics["loss"].append(loss), roots={"CSVLogger": logger})
+    assert leak.holder == "CSVLogger.metrics['loss']"
+
+
+def test_many_bytes_without_a_graph() -> None:
+    kept: list[Tensor] = []
+    leaks = run(
+        lambda model, loss, step: kept.append(torch.ones(3_000_000)),
+        roots={"callback": types.SimpleNamespace(kept=kept)},
+    )
+    assert [(leak.holder, leak.with_graph) for leak in leaks] == [("callback.kept", False)]
+    assert "MiB" in str(leaks[0])
+
+
+def test_what_keeps_on_purpose_is_passed_over() -> None:
+    class Metric:
+        def __init__(self) -> None:
+            self.preds: list[Tensor] = []
+
+    metric = Metric()
+    watch = LeakWatch(lambda: {"metric": types.SimpleNamespace(own=metric)}, lambda thing: thing is metric)
+    watch.start()
+    found: list[Leak] = []
+    for step in range(STEPS):
+        metric.preds.append(torch.ones(3_000_000))
+        if watch.watches_steps:
+            found += watch.after_step(step)
+    watch.stop()
+    assert not found
+
+
+def test_a_constant_holder_beside_a_leak_is_not_blamed() -> None:
+    model = Model()
+    model.register_module("extra", nn.Linear(1, 1))
+
+    def keep(model: Model, loss: Tensor, step: int) -> None:
+        model.last = loss  # as large as the graph of a step, but it does not grow
+        model.total = model.total + loss.detach().requires_grad_()
+
+    (leak,) = run(keep, model=model)
+    assert leak.holder == "model.total"
+
+
+def test_healthy_habits() -> None:
+    """A hundred runs, each with some habits that keep tensors, but no growing graph."""
+    seed = random.SystemRandom().randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def last(model: Model, loss: Tensor, step: int) -> None:
+        model.last = loss
+
+    def ring(model: Model, loss: Tensor, step: int) -> None:
+        model.__dict__.setdefault("ring", deque(maxlen=5)).append(loss)
+
+    def detached(model: Model, loss: Tensor, step: int) -> None:
+        model.losses.append(loss.detach())
+
+    def numbers(model: Model, loss: Tensor, step: int) -> None:
+        model.total += loss.item()
+
+    def average(model: Model, loss: Tensor, step: int) -> None:
+        model.average = 0.9 * getattr(model, "average", 0.0) + 0.1 * loss.detach()
+
+    def rare(model: Model, loss: Tensor, step: int) -> None:
+        if step in (1, 13):
+            model.by_name["train"].append(loss)
+
+    def sawtooth(model: Model, loss: Tensor, step: int) -> None:
+        model.total = loss if step % 4 == 0 else model.total + loss
+
+    habits = [last, ring, detached, numbers, average, rare, sawtooth]
+    for _ in range(100):
+        chosen = draw.sample(habits, draw.randrange(1, 3))
+        if sawtooth in chosen and numbers in chosen:
+            chosen.remove(numbers)
+        assert not run(lambda model, loss, step, chosen=chosen: [habit(model, loss, step) for habit in chosen] and None)
+
+
+def test_growth_from_epoch_to_epoch() -> None:
+    """What grows too seldom for the first steps is seen when epochs end."""
+    model = Model()
+    watch = LeakWatch(lambda: {"model": model}, lambda _: False)
+    leaks: list[Leak] = []
+    for epoch in range(6):
+        model.losses.append(model(torch.randn(2, 6)).mean())
+        leaks += watch.after_epoch(epoch, seconds=1e9)
+    assert [leak.holder for leak in leaks] == ["model.losses"]
+
+
+def test_epochs_are_passed_over_where_looking_takes_too_long() -> None:
+    model = Model()
+    watch = LeakWatch(lambda: {"model": model}, lambda _: False)
+    leaks: list[Leak] = []
+    for epoch in range(6):
+        model.losses.append(model(torch.randn(2, 6)).mean())
+        leaks += watch.after_epoch(epoch, seconds=0.0)
+    assert not leaks
+
+
+def test_objects_that_somebody_set_aside_stay_there() -> None:
+    gc.freeze()
+    try:
+        watch = LeakWatch(dict, lambda _: False)
+        watch.start()
+        watch.stop()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_who_is_a_user() -> None:
+    assert is_of_user(__file__)
+    assert not is_of_user(torch.__file__)
+    assert not is_of_user(random.__file__)
+    assert not is_of_user(find_holders.__code__.co_filename)
+    assert not is_of_user("<string>")
+    assert not is_of_user(None)
+
+
+def test_paths_through_slots_partials_and_methods() -> None:
+    import functools
+
+    class Slotted:
+        __slots__ = ("inside",)
+
+        def __init__(self, inside: object) -> None:
+            self.inside = inside
+
+        def method(self) -> None: ...
+
+    target = torch.ones(1)
+    targets = {id(target): target}
+
+    def default(x: Any = target) -> None: ...
+
+    for root, path in [
+        (Slotted(target), "root.inside"),
+        (Slotted(target).method, "root.inside"),
+        (functools.partial(print, target), "root.args[0]"),
+        (functools.partial(print, end=target), "root.keywords['end']"),
+        ({"a": (1, [target])}, "root['a'][1][0]"),
+        ({1: {target}}, "an element of root[1]"),
+        (default, f"a default argument of {default.__qualname__}"),
+    ]:
+        assert find_holders(targets, {"root": root})[id(target)] == path

@@ -1,0 +1,289 @@
+"""The ledger against what is known to the byte, and against the peak that torch's profiler sees of the allocator."""
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from equipoise.memory.ledger import Ledger
+from equipoise.memory.records import Composition
+
+Build = Callable[[], tuple[nn.Module, Tensor]]
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(500, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(64, 500)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    layers = (nn.Linear(100, 300), nn.ReLU(), nn.Dropout(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 10))
+    return nn.Sequential(*layers), torch.randn(64, 100)
+
+
+def convolution() -> tuple[nn.Module, Tensor]:
+    layers = (
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+    return nn.Sequential(*layers), torch.randn(64, 3, 32, 32)
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    return Transformer(), torch.randint(0, 500, (16, 32))
+
+
+def optimizer_of(module: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "momentum":
+        return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def watched_step(ledger: Ledger, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    """A step as MemoryLogger tells of it."""
+    ledger.start()
+    ledger.add_batch(batch)
+    loss = module(batch).pow(2).mean()
+    ledger.begin("backward")
+    loss.backward()
+    ledger.begin("optimizer step")
+    optimizer.step()
+    ledger.stop()
+
+
+def peak_of_allocator(step: Callable[[], None], folder: Path) -> int:
+    """The most that the CPU's allocator had given out at a time, as the profiler saw it, above what was there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    changes = [(event["ts"], event["args"]["Bytes"]) for event in trace if event.get("name") == "[memory]"]
+    total = most = 0
+    for _, change in sorted(changes, key=lambda item: item[0]):
+        total += change
+        most = max(most, total)
+    return most
+
+
+def held_before(composition: Composition) -> int:
+    """What was there before the step: parameters, buffers, the batch."""
+    return sum(composition.totals().get(category, 0) for category in ("parameter", "buffer", "batch"))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+@pytest.mark.parametrize("build", [mlp, convolution, transformer])
+def test_peak_is_that_of_the_allocator(build: Build, kind: str, tmp_path: Path) -> None:
+    def step(ledger: Ledger | None = None) -> None:
+        if ledger is not None:
+            watched_step(ledger, module, optimizer, batch)
+            return
+        module(batch).pow(2).mean().backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    module, batch = build()
+    optimizer = optimizer_of(module, kind)
+    truth = peak_of_allocator(step, tmp_path)
+    module, batch = build()
+    optimizer = optimizer_of(module, kind)
+    ledger = Ledger(module, [optimizer])
+    step(ledger)
+    peak = ledger.peak("cpu")
+    assert peak.nbytes - held_before(peak) == pytest.approx(truth, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+@pytest.mark.parametrize("build", [mlp, convolution, transformer])
+def test_parameters_gradients_and_states_are_exact(build: Build, kind: str) -> None:
+    module, batch = build()
+    optimizer = optimizer_of(module, kind)
+    ledger = Ledger(module, [optimizer])
+    watched_step(ledger, module, optimizer, batch)
+    totals = ledger.peak("cpu", "optimizer step").totals()
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    assert totals["parameter"] == parameters
+    assert totals["gradient"] == parameters
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    assert totals["optimizer state"] == sum(state.nbytes for state in states)
+    assert totals.get("buffer", 0) == sum(buffer.nbytes for buffer in module.buffers())
+    assert totals["batch"] == batch.nbytes
+
+
+def test_holders_add_up_and_name_their_modules() -> None:
+    module, batch = convolution()
+    ledger = Ledger(module, [optimizer := optimizer_of(module, "adamw")])
+    watched_step(ledger, module, optimizer, batch)
+    for phase in ledger.phases():
+        peak = ledger.peak("cpu", phase)
+        assert sum(holder.nbytes for holder in peak.holders) == peak.nbytes
+        assert [holder.nbytes for holder in peak.holders] == sorted(
+            (holder.nbytes for holder in peak.holders), reverse=True
+        )
+    largest = ledger.peak("cpu", "forward").holders[0]
+    assert (largest.category, largest.shape, largest.dtype) == ("activation", (64, 32, 32, 32), "float32")
+    assert {holder.module for holder in ledger.peak("cpu", "forward").holders if holder.category == "activation"} >= {
+        "0",
+        "1",
+        "2",
+    }
+    weight = next(
+        holder for holder in ledger.peak("cpu", "optimizer step").holders if holder.name == "exp_avg of weight"
+    )
+    assert weight.category == "optimizer state"
+    assert "Conv" not in str(ledger.peak("cpu"))
+    assert "activation" in str(ledger.peak("cpu"))
+
+
+def test_a_backward_belongs_to_the_modules_of_its_forward() -> None:
+    """Each module's backward makes tensors of a size that only it has."""
+    seen: dict[int, set[str]] = {}
+    sizes = random.sample(range(3, 60), 5)
+    print("sizes", sizes)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
+    module = nn.Sequential(*layers)
+    ledger = Ledger(module)
+    ledger.start()
+    loss = module(torch.ones(2, sizes[0])).sum()
+    ledger.begin("backward")
+    loss.backward()
+    ledger.stop()
+    for entry, came in ledger._history:
+        if came and entry.phase == "backward" and len(entry.shape) == 2 and entry.shape[0] == 2:
+            seen.setdefault(entry.shape[1], set()).add(entry.module)
+    for index, size in enumerate(sizes[1:]):  # the gradient of a Tanh's input is as large as a Linear's output
+        assert f"{index}.1" in seen[size]
+
+
+def test_activations_are_what_a_forward_leaves() -> None:
+    kept: list[Tensor] = []
+    ledger = Ledger(module := nn.Linear(10, 10))
+    ledger.start()
+    out = module(torch.ones(4, 10))
+    kept.append(out.detach().clone())
+    (out * 2.0).sum()
+    ledger.begin("backward")
+    ledger.stop()
+    totals = ledger.peak("cpu", "backward").totals()
+    # the input, which the graph keeps, the output and the copy; the product and the sum died
+    assert totals["activation"] == 3 * out.nbytes
+
+
+def test_storages_are_counted_once_and_to_their_end() -> None:
+    ledger = Ledger(nn.Module())
+    ledger.start()
+    a = torch.ones(1000)
+    views = [a[:10], a.view(10, 100), a.t()]
+    b = torch.ones(500)
+    del a
+    assert ledger.peak("cpu").nbytes == 6000
+    del views
+    c = torch.ones(900)
+    ledger.stop()
+    assert ledger.peak("cpu").nbytes == 6000
+    assert b.nbytes + c.nbytes == 5600
+
+
+def test_resized_and_empty_storages() -> None:
+    ledger = Ledger(nn.Module())
+    ledger.start()
+    a = torch.empty(0)
+    b = torch.ones(10)
+    b.resize_(1000)
+    b.add_(1)
+    del a
+    ledger.stop()
+    assert ledger.peak("cpu").nbytes == 4000
+
+
+def test_recomputed_activations_are_no_activations() -> None:
+    """Activation checkpointing: only the inputs of a segment outlive the forward."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        *(nn.Sequential(nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh()) for _ in range(4))
+    )
+
+    def activations(*, recompute: bool) -> int:
+        ledger = Ledger(module)
+        ledger.start()
+        x: Any = torch.ones(32, 50, requires_grad=True)
+        for part in module:
+            x = checkpoint(part, x, use_reentrant=False) if recompute else part(x)
+        loss = x.sum()
+        del x
+        ledger.begin("backward")
+        loss.backward()
+        ledger.stop()
+        return ledger.peak("cpu", "forward").totals()["activation"]
+
+    assert activations(recompute=True) < 0.6 * activations(recompute=False)
+
+
+def test_stop_leaves_nothing_on() -> None:
+    ledger = Ledger(module := nn.Linear(2, 2))
+    ledger.start()
+    ledger.stop()
+    ledger.stop()
+    length = len(ledger._history)
+    module(torch.ones(1, 2)).sum().backward()
+    assert len(ledger._history) == length
+
+
+def test_a_failing_forward_does_not_confuse_the_next() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    module = nn.ModuleDict({"good": nn.Linear(2, 3), "bad": nn.Sequential(Fails())})
+    ledger = Ledger(module)
+    ledger.start()
+    with pytest.raises(ValueError, match="no"):
+        module["bad"](torch.ones(1, 2))
+    out = module["good"](torch.ones(7, 2))
+    ledger.stop()
+    holder = next(holder for holder in ledger.peak("cpu").holders if holder.shape == tuple(out.shape))
+    assert holder.module == "good"
+
+
+def test_nothing_seen_is_said() -> None:
+    ledger = Ledger(nn.Linear(2, 2))
+    with pytest.raises(KeyError, match="Nothing was seen on cuda:0"):
+        ledger.peak("cuda:0")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+def test_the_same_on_cuda() -> None:
+    device = torch.device("cuda", 0)
+    module, batch = mlp()
+    ledger = Ledger(module.to(device), [optimizer := optimizer_of(module, "adamw")])
+    batch = batch.to(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    watched_step(ledger, module, optimizer, batch)
+    peak = ledger.peak("cuda:0")
+    truth = torch.cuda.max_memory_allocated(device) - before
+    assert peak.totals()["gradient"] == sum(parameter.nbytes for parameter in module.parameters())
+    # every allocation is rounded up to 512 bytes, and a matrix product may take a workspace once
+    assert peak.nbytes - held_before(peak) == pytest.approx(truth, rel=0.05, abs=40 * 2**20)
