@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import equipoise
+from equipoise.app_devices import show_devices
 from equipoise.conf.checks import STAGES, did_you_mean
 from equipoise.errors import CheckpointError, ConfigurationError, StepError
 
@@ -25,7 +26,7 @@ equipoise trains PyTorch models on the devices you have.
 
   equipoise fit [experiment=NAME] [key=value ...]    train
   equipoise validate|test|predict [key=value ...]    evaluate; name a checkpoint by ckpt_path=PATH, best or last
-  equipoise devices                                  what devices there are, their memory, and under which index
+  equipoise devices [--watch[=SECONDS]]              what devices there are, their memory, and under which index
   equipoise init FOLDER                              write a starter project that runs at once
   equipoise completion bash|zsh|fish                 print what to eval so that the shell completes commands and keys
 
@@ -91,7 +92,7 @@ def _command(given: Sequence[str]) -> None:
     elif command in ("--help", "-h", "help") or (command in _OTHERS and {"--help", "-h"} & {*rest}):
         print(_USAGE)
     elif command in _OTHERS:
-        {"devices": _devices, "init": _init, "completion": _completion}[command](rest)
+        {"devices": show_devices, "init": _init, "completion": _completion}[command](rest)
     else:
         raise ConfigurationError(f"There is no command {command!r}{did_you_mean(command, [*STAGES, *_OTHERS])}")
 
@@ -198,33 +199,6 @@ def _complete(rest: Sequence[str]) -> None:
             overrides, folders = _folders(words[2:])
             os.environ["COMP_LINE"] = " ".join(["equipoise", *overrides]) + " " * (not word)
             _app().complete(rest, folders)
-
-
-# Devices.
-
-
-def _devices(rest: Sequence[str]) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    from equipoise.memory.devices import format_bytes, list_devices
-
-    if rest:
-        raise ConfigurationError(f"equipoise devices takes no arguments; it was given {' '.join(rest)}.")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = " is not set: every device is visible" if visible is None else f"={visible}: no other devices are visible"
-    table = Table(box=SIMPLE, caption=f"index: as in trainer.devices=[0]. CUDA_VISIBLE_DEVICES{shown}.")
-    for column in ("device", "index", "physical", "name"):
-        table.add_column(column, overflow="fold", no_wrap=column != "name")
-    for column in ("memory", "free", "compute\ncapability", "cores"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for info in list_devices():
-        memory = (format_bytes(size) if size is not None else None for size in (info.memory_total, info.memory_free))
-        capability = ".".join(map(str, info.compute_capability)) if info.compute_capability else None
-        cells = (info.device, info.index, info.physical, info.name, *memory, capability, info.cores)
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
-    Console().print(table)
 
 
 # The starter project.

@@ -341,6 +341,7 @@ def _release(trainer: "Trainer", module: LightningModule, error: BaseException |
     trainer.connected_strategy.teardown(error)
     for optimizer in trainer.optimizers:
         move_state(optimizer, torch.device("cpu"))
+    trainer.connected_strategy.empty_cache()  # for others; what a run needs again it takes again
 
 
 # Signals.
