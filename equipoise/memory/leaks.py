@@ -30,6 +30,7 @@ _SUSPICIOUS, _GROWTHS = 3, 6  # growths after which one begins to look for the c
 _CALM, _MOST_STEPS = 8, 24  # steps that are looked at where nothing grows, and at most
 _EPOCHS = 3  # growths from epoch to epoch
 _SHARE = 0.01  # of an epoch's time that looking through everything may take
+_GUESS = 0.2  # seconds that it takes, before it was ever done
 _MOST_NODES, _MOST_TENSORS = 50_000, 1000
 _MANY_BYTES = 64 * 2**20  # tensors without a graph are kept on purpose, as a rule, until they are many
 
@@ -118,7 +119,7 @@ class LeakWatch:
         self._nodes, self._plain, self._epochs = _Series(), _Series(), _Series()
         self._before: dict[bool, dict[str, int]] = {}
         self._origins = Origins()
-        self._steps, self._took = 0, 0.0
+        self._steps, self._took = 0, _GUESS
         self._told: set[str] = set()
         self._frozen = False
         self.watches_steps = False
