@@ -11,6 +11,7 @@ import torch as _torch  # noqa: F401  the one import that every use of the packa
 
 if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback
+    from equipoise.callbacks.no_grad_evaluation import NoGradEvaluation
     from equipoise.callbacks.oom_recovery import OOMRecovery
     from equipoise.callbacks.progress_bar import ProgressBar
     from equipoise.callbacks.run_summary import RunSummary
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigurationError",
     "DDPStrategy",
     "DataParallelStrategy",
+    "NoGradEvaluation",
     "OOMRecovery",
     "OutOfMemoryEvent",
     "ProgressBar",
@@ -54,6 +56,7 @@ _HOME = {
     "ConfigurationError": "equipoise.errors",
     "DDPStrategy": "equipoise.strategies.ddp",
     "DataParallelStrategy": "equipoise.strategies.data_parallel",
+    "NoGradEvaluation": "equipoise.callbacks.no_grad_evaluation",
     "OOMRecovery": "equipoise.callbacks.oom_recovery",
     "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
     "ProgressBar": "equipoise.callbacks.progress_bar",
