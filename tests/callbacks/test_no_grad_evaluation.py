@@ -96,7 +96,9 @@ def accuracy() -> MetricCollection:
     return MetricCollection([MulticlassAccuracy(3), MulticlassConfusionMatrix(3)])
 
 
-def trained(kind: type[Any], inference_mode: bool | None, folder: Path, workers: int = 0, **options: Any) -> Any:
+def trained(
+    kind: type[Any], inference_mode: bool | None, folder: Path, workers: int = 0, size: int = 4, **options: Any
+) -> Any:
     """Everything that training leaves behind, with evaluations in its midst or, if None, without."""
     torch.manual_seed(1)
     random.seed(2)
@@ -104,7 +106,7 @@ def trained(kind: type[Any], inference_mode: bool | None, folder: Path, workers:
     module, data = Wild(), Noisy(24)
     shared = torch.Generator().manual_seed(5)  # of both loaders
     more: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-    loader = DataLoader(data, batch_size=4, shuffle=True, generator=shared)
+    loader = DataLoader(data, batch_size=size, shuffle=True, generator=shared)
     other = DataLoader(data, batch_size=5, shuffle=True, generator=shared, **more)
     evaluation = NoGradEvaluation(
         other,
