@@ -230,8 +230,9 @@ class NoGradEvaluation(Callback):
         if module is not None:
             for name, value in numbers.items():
                 module.log(name, float(value), logger=False, batch_size=1, **options)
+        numbers |= {f"{self.name}/memory_MiB": result.memory / 2**20, "epoch": result.epoch}
         for logger in trainer.loggers:
-            logger.log_metrics({**numbers, f"{self.name}/memory_MiB": result.memory / 2**20}, step=result.step)
+            logger.log_metrics(numbers, step=result.step)
 
     # State.
 
