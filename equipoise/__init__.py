@@ -11,6 +11,7 @@ import torch as _torch  # noqa: F401  the one import that every use of the packa
 
 if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback
+    from equipoise.callbacks.evaluation_pass import EvaluationResult
     from equipoise.callbacks.no_grad_evaluation import NoGradEvaluation
     from equipoise.callbacks.oom_recovery import OOMRecovery
     from equipoise.callbacks.progress_bar import ProgressBar
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigurationError",
     "DDPStrategy",
     "DataParallelStrategy",
+    "EvaluationResult",
     "NoGradEvaluation",
     "OOMRecovery",
     "OutOfMemoryEvent",
@@ -56,6 +58,7 @@ _HOME = {
     "ConfigurationError": "equipoise.errors",
     "DDPStrategy": "equipoise.strategies.ddp",
     "DataParallelStrategy": "equipoise.strategies.data_parallel",
+    "EvaluationResult": "equipoise.callbacks.evaluation_pass",
     "NoGradEvaluation": "equipoise.callbacks.no_grad_evaluation",
     "OOMRecovery": "equipoise.callbacks.oom_recovery",
     "OutOfMemoryEvent": "equipoise.memory.out_of_memory",

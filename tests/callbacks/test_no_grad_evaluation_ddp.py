@@ -160,13 +160,42 @@ def test_no_batch_anywhere_is_an_error_everywhere() -> None:
         fit([NoGradEvaluation(DataLoader(samples(4), batch_size=5, drop_last=True), several())], 2)
 
 
-@pytest.mark.parametrize("count", [23, 4])
-def test_under_lightnings_own_trainer(count: int) -> None:
+def test_without_a_trainer_in_a_group() -> None:
+    """Every process calls it, and the module brings home what it found."""
+
+    class Calling(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: Any = None
+
+        def on_train_end(self) -> None:
+            data = [(features.double(), labels) for features, labels in DataLoader(samples(13), batch_size=5)]
+            evaluation = NoGradEvaluation(data, several(), collect=True)
+            self.found = (evaluation.run(self), evaluation.concatenated())
+
+    module, _ = fit([], 2, kind=Calling)
+    result, (predictions, labels) = module.found
+    assert result.batches == 3
+    assert torch.equal(labels, samples(13).tensors[1])
+    torch.testing.assert_close(predictions, module.net(samples(13).tensors[0].double()).detach())
+    assert result.values["micro"] == float((predictions.argmax(1) == labels).float().mean())
+
+
+def loader(count: int) -> Any:
+    return DataLoader(samples(count), batch_size=5)
+
+
+def batches(count: int) -> Any:
+    return list(DataLoader(samples(count), batch_size=5))
+
+
+@pytest.mark.parametrize(("make", "count"), [(loader, 23), (loader, 4), (batches, 12)])
+def test_under_lightnings_own_trainer(make: Any, count: int) -> None:
     """Its processes are forked, and only the metrics that callbacks saw come home."""
     found = {}
     for processes in (1, 2):
         torch.manual_seed(5)
-        evaluation = NoGradEvaluation(DataLoader(samples(count), batch_size=5), several())
+        evaluation = NoGradEvaluation(make(count), several())
         options = {**QUIET, "strategy": "ddp_fork", "devices": 2} if processes == 2 else QUIET
         trainer = L.Trainer(**options, max_epochs=1, callbacks=[evaluation])
         trainer.fit(Linear(), DataLoader(samples(8), batch_size=4 // processes))
