@@ -11,7 +11,9 @@ import torch as _torch  # noqa: F401  the one import that every use of the packa
 
 if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback
+    from equipoise.callbacks.evaluation_pass import EvaluationResult
     from equipoise.callbacks.memory_logger import MemoryLogger
+    from equipoise.callbacks.no_grad_evaluation import NoGradEvaluation
     from equipoise.callbacks.oom_recovery import OOMRecovery
     from equipoise.callbacks.progress_bar import ProgressBar
     from equipoise.callbacks.run_summary import RunSummary
@@ -32,7 +34,9 @@ __all__ = [
     "ConfigurationError",
     "DDPStrategy",
     "DataParallelStrategy",
+    "EvaluationResult",
     "MemoryLogger",
+    "NoGradEvaluation",
     "OOMRecovery",
     "OutOfMemoryEvent",
     "ProgressBar",
@@ -57,6 +61,8 @@ _HOME = {
     "DDPStrategy": "equipoise.strategies.ddp",
     "DataParallelStrategy": "equipoise.strategies.data_parallel",
     "MemoryLogger": "equipoise.callbacks.memory_logger",
+    "EvaluationResult": "equipoise.callbacks.evaluation_pass",
+    "NoGradEvaluation": "equipoise.callbacks.no_grad_evaluation",
     "OOMRecovery": "equipoise.callbacks.oom_recovery",
     "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
     "ProgressBar": "equipoise.callbacks.progress_bar",
