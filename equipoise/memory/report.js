@@ -90,11 +90,17 @@ for (const picture of document.querySelectorAll(".plot > title, .treemap > title
   picture.remove();
 }
 
-// A word that would be cut is left out.
+// A word that would be cut is shortened.
 function fit() {
   for (const text of document.querySelectorAll(".treemap text")) {
-    const room = text.ownerSVGElement.getBoundingClientRect().width;
-    if (room) text.setAttribute("visibility", text.getComputedTextLength() + 8 > room ? "hidden" : "visible");
+    const room = text.parentElement.querySelector("rect").getBoundingClientRect().width - 9;
+    const whole = (text.dataset.whole ??= text.textContent);
+    if (room <= 0) continue;
+    text.textContent = whole;
+    for (let length = whole.length; length > 1 && text.getComputedTextLength() > room; ) {
+      length = Math.min(length - 1, Math.floor((length * room) / text.getComputedTextLength()));
+      text.textContent = length > 2 ? whole.slice(0, length) + "\u2026" : "";
+    }
   }
 }
 addEventListener("resize", fit);

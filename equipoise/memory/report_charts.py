@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from equipoise.memory.report_html import Markup, join, tag
-from equipoise.memory.report_scales import Point, Scale, Unit, format_span, format_value, make_scale, thin
+from equipoise.memory.report_scales import Point, Scale, Unit, format_value, make_scale, thin
 
 __all__ = ["Line", "Mark", "line_chart"]
 
@@ -85,7 +85,7 @@ def line_chart(
     if not finite:
         return tag("figure", head, tag("p", "No value is a finite number.", class_="hint"), class_="chart")
     across = make_scale([*(span or ()), *(point[0] for point in finite)], x, tight=True, most=6)
-    up = make_scale([point[1] for point in finite], y, from_zero=from_zero, log=log, most=4)
+    up = make_scale([point[1] for point in finite], y, from_zero=from_zero, log=log, most=5)
     first, last = format_value(across.low, x), format_value(across.high, x)
     picture = tag(
         "svg",
@@ -139,11 +139,12 @@ def _grid(across: Scale, up: Scale, height: int) -> Markup:
         for down in (_down(tick, up, height) for tick in up.ticks)
     ]
     words = []
-    for tick in across.ticks:
+    for index, tick in enumerate(across.ticks):
         place = across.place(tick)
         anchor = "start" if place < 0.04 else "end" if place > 0.96 else "middle"
-        word = format_span(tick) if across.unit == "seconds" else format_value(tick, across.unit)
-        words.append(tag("text", word, x=f"{100 * place:.2f}%", y=height + 18, text_anchor=anchor))
+        style = "odd" if index % 2 else None  # left out where there is little room
+        word = format_value(tick, across.unit)
+        words.append(tag("text", word, x=f"{100 * place:.2f}%", y=height + 18, text_anchor=anchor, class_=style))
     return join(*rules, *words)
 
 

@@ -52,9 +52,14 @@ def format_span(seconds: float) -> str:
 
 
 def format_value(value: float, unit: Unit) -> str:
-    """A number with its unit."""
+    """A number with its unit, as short as it can be.
+
+    Example:
+        >>> format_value(3 * 2**30, "bytes"), format_value(90, "seconds"), format_value(1e4, "epoch")
+        ('3 GiB', '1 min 30 s', '10,000')
+    """
     if unit == "bytes":
-        return format_bytes(value) if math.isfinite(value) else f"{value}"
+        return format_bytes(value).replace(".0 ", " ") if math.isfinite(value) else f"{value}"
     return format_span(value) if unit == "seconds" else format_count(value)
 
 
@@ -98,7 +103,7 @@ def make_scale(
         values: What must have room on it; at least one that is finite.
         unit: What is counted.
         from_zero: Whether it begins at zero, whatever the values. Default: False.
-        tight: Whether it ends where the values do, not at a mark. Default: False.
+        tight: Whether it ends where the values do. Default: False, with a little air.
         log: Whether it may be logarithmic, where the values ask for it. Default: False.
         most: About how many marks it gets. Default: 5.
     """
@@ -112,8 +117,9 @@ def make_scale(
         margin = {"epoch": 0.5, "seconds": 0.5}.get(unit, max(abs(high) * 0.1, 1e-12))
         low, high = (0.0, high or 1.0) if from_zero else (low - margin, high + margin)
     step = _step((high - low) / most, unit)
-    if not tight:
-        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    if not tight:  # a little air; the outermost marks may lie within
+        air = 0.04 * (high - low)
+        low, high = low - (0.0 if from_zero and low == 0 else air), high + (0.0 if from_zero and high == 0 else air)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return Scale(low, high, tuple(index * step for index in range(first, last + 1)), unit)
 
@@ -132,7 +138,9 @@ def _step(span: float, unit: Unit) -> float:
     if unit == "bytes":
         unit_size = 1024.0 ** max(0, math.floor(math.log(max(span, 1), 1024)))
         return next(
-            unit_size * step for step in (1, 2, 5, 10, 20, 50, 100, 200, 256, 512, 1024) if unit_size * step >= span
+            unit_size * step
+            for step in (1, 2, 4, 5, 8, 10, 20, 50, 100, 200, 256, 512, 1024)
+            if unit_size * step >= span
         )
     size = 10.0 ** math.floor(math.log10(span))
     step = next(size * step for step in (1, 2, 5, 10) if size * step >= span * (1 - 1e-9))

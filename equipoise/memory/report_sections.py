@@ -63,7 +63,7 @@ def _family(name: str, members: Mapping[str, Mapping[float, float]], most: int) 
             alone = len(members) == 1 and where != "train"
             style = where if where in ("train", "val") else "val" if alone else next(spare)
             points = sorted(curve.items())
-            lines.append(Line(label=where, style=style, points=points, value=format_count(points[-1][1])))
+            lines.append(Line(label=where or name, style=style, points=points, value=format_count(points[-1][1])))
     return line_chart(name, lines, x="epoch", y="number", log="loss" in name.lower(), most_points=most)
 
 
@@ -186,12 +186,16 @@ def _categories(composition: Composition) -> Markup:
             name,
             " ",
             tag("b", format_bytes(size)),
-            f" {100 * size / total:.0f}%",
+            f" {_percent(size, total)}",
         )
         for name, size in sorted(sizes.items(), key=lambda item: -item[1])
         if size
     ]
     return tag("ul", *entries, class_="legend")
+
+
+def _percent(part: int, total: int) -> str:
+    return "<1%" if 200 * part < total else f"{100 * part / total:.0f}%"
 
 
 def _table_of_largest(holders: Sequence[Holder]) -> Markup | None:
@@ -269,7 +273,8 @@ def configuration_section(text: str) -> Markup | None:
     shown = lines[:2000]
     if len(lines) > len(shown):
         shown.append(f"# … {len(lines) - len(shown):,} more lines")
-    body = tag("pre", join(*(_coloured(line) for line in shown)), class_="configuration")
+    long = " long" if len(shown) > 24 else ""
+    body = tag("pre", join(*(_coloured(line) for line in shown)), class_=f"configuration{long}")
     return _section("Configuration", body)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from equipoise.memory.devices import format_bytes
 from equipoise.memory.records import Category, Composition, Holder
 from equipoise.memory.report_html import Markup, tag
+from equipoise.memory.report_scales import format_value
 
 __all__ = ["Box", "fold", "squarify", "style_of", "tree_map"]
 
@@ -91,16 +92,17 @@ def fold(holders: Sequence[Holder], single: int = _SINGLE, merged: int = _MERGED
 
     Args:
         holders: What was alive.
-        single: How many stay as they are. Default: 120.
+        single: How many stay as they are at most. Default: 120.
         merged: How many merged ones there may be, as long as a module's outermost name tells them apart. Default: 80.
 
     Returns:
         Holders whose bytes have the same sum.
     """
     ordered = sorted((holder for holder in holders if holder.nbytes > 0), key=lambda holder: -holder.nbytes)
-    kept, rest = ordered[:single], ordered[single:]
-    if len(rest) <= merged:
+    if len(ordered) <= single + merged:
         return ordered
+    kept = [holder for holder in ordered[:single] if holder.nbytes > ordered[single].nbytes]  # equals stay together
+    rest = ordered[len(kept) :]
     deepest = max(holder.module.count(".") + 1 for holder in rest)
     for depth in range(deepest, -1, -1):
         groups: dict[tuple[str, Category], list[int]] = defaultdict(list)
@@ -166,39 +168,38 @@ def tree_map(composition: Composition) -> Markup:
 
 
 def _lay(node: _Node, box: Box, depth: int, total: int, pieces: list[Markup]) -> None:
-    """Draws a module and what is in it."""
-    if node.name and depth and box.width > 44 and box.height > 2 * _HEADER:
-        label = tag("text", node.name, x=5, y=14)
+    """Draws a module and what is in it; where there is room its name stands above."""
+    named = not depth
+    if depth:
         tip = tag("title", f"{node.path}\n{_amount(node.nbytes, total)}")
-        pieces.append(
-            _placed(box, tip, tag("rect", width="100%", height="100%"), label, class_=f"group d{min(depth, 3)}")
-        )
-        box = Box(box.x + 2, box.y + _HEADER, box.width - 4, box.height - _HEADER - 2)
+        named = box.width > 60 and box.height > 5 * _HEADER  # elsewhere it would take the place of what it names
+        label = tag("text", node.name, x=5, y=14) if named else None
+        style = f"group d{min(depth, 3)}"
+        pieces.append(_placed(box, tip, tag("rect", width="100%", height="100%"), label, class_=style))
+        edge = min(2.0, box.width / 4, box.height / 4)
+        top = _HEADER if named else edge
+        box = Box(box.x + edge, box.y + top, box.width - 2 * edge, box.height - top - edge)
     parts: list[_Node | Holder] = [*node.own, *map(_collapsed, node.inner.values())]
     parts.sort(key=lambda part: -part.nbytes)
     for part, cell in zip(parts, squarify([part.nbytes for part in parts], box), strict=True):
         if isinstance(part, _Node):
             _lay(part, cell, depth + 1, total, pieces)
         else:
-            pieces.append(_cell(part, cell, total))
+            pieces.append(_cell(part, cell, total, "" if named else node.name))
 
 
-def _cell(holder: Holder, box: Box, total: int) -> Markup:
+def _cell(holder: Holder, box: Box, total: int, owner: str) -> Markup:
+    """Draws a holder; `owner` is its module, where that has no name above."""
     shape = f"{holder.dtype} [{', '.join(map(str, holder.shape))}]" if holder.dtype else ""
     where = f"{holder.module} · {holder.name}" if holder.module else holder.name
     tip = "\n".join(filter(None, (where, f"{holder.category} {shape}".strip(), _amount(holder.nbytes, total))))
     texts = []
-    if box.width > 40 and box.height > 17:
-        texts.append(tag("text", holder.name, x=5, y=14))
-    if box.width > 50 and box.height > 34:
-        texts.append(tag("text", format_bytes(holder.nbytes), x=5, y=29, class_="small"))
-    return _placed(
-        box,
-        tag("title", tip),
-        tag("rect", width="100%", height="100%"),
-        *texts,
-        class_=f"cell {style_of(holder.category)}",
-    )
+    if box.width > 36 and box.height > 17:
+        texts.append(tag("text", f"{owner} · {holder.name}" if owner else holder.name, x=5, y=14))
+    if box.width > 48 and box.height > 34:
+        texts.append(tag("text", format_value(holder.nbytes, "bytes"), x=5, y=29, class_="small"))
+    content = (tag("title", tip), tag("rect", width="100%", height="100%"), *texts)
+    return _placed(box, *content, class_=f"cell {style_of(holder.category)}")
 
 
 def style_of(category: str) -> str:
@@ -210,7 +211,7 @@ def _amount(nbytes: int, total: int) -> str:
     return f"{format_bytes(nbytes)}, {100 * nbytes / total:.3g}%"
 
 
-def _placed(box: Box, *content: Markup, class_: str) -> Markup:
+def _placed(box: Box, *content: Markup | None, class_: str) -> Markup:
     """An inner picture at a box, which cuts off what goes beyond it."""
     return tag(
         "svg",
