@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback
     from equipoise.callbacks.oom_recovery import OOMRecovery
     from equipoise.callbacks.progress_bar import ProgressBar
+    from equipoise.callbacks.run_report import RunReport
     from equipoise.callbacks.run_summary import RunSummary
     from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
     from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
@@ -34,6 +35,7 @@ __all__ = [
     "OOMRecovery",
     "OutOfMemoryEvent",
     "ProgressBar",
+    "RunReport",
     "RunSummary",
     "SimulatedDevice",
     "SingleDeviceStrategy",
@@ -57,6 +59,7 @@ _HOME = {
     "OOMRecovery": "equipoise.callbacks.oom_recovery",
     "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
     "ProgressBar": "equipoise.callbacks.progress_bar",
+    "RunReport": "equipoise.callbacks.run_report",
     "RunSummary": "equipoise.callbacks.run_summary",
     "SimulatedDevice": "equipoise.parallel.calibration",
     "SingleDeviceStrategy": "equipoise.strategies.single_device",
