@@ -21,6 +21,8 @@ from equipoise.memory.run_record import RunRecord
 
 __all__ = ["render_report", "write_report"]
 
+_WIDTHS = ((24, "wide"), (11, "middle"))  # letters of a fact beyond which it gets more room
+
 
 def write_report(record: RunRecord, path: str | os.PathLike[str]) -> None:
     """Writes a report under another name and renames it, so that no reader finds half of one.
@@ -123,7 +125,7 @@ def _facts(facts: Mapping[str, str]) -> Markup | None:
     if not facts:
         return None
     tiles = [
-        tag("div", tag("dt", name), tag("dd", value), class_="wide" if len(str(value)) > 22 else None)
+        tag("div", tag("dt", name), tag("dd", value), class_=next((s for n, s in _WIDTHS if len(value) > n), None))
         for name, value in facts.items()
     ]
     return tag("section", tag("h2", "In short", class_="unseen"), tag("dl", *tiles, class_="facts"))

@@ -20,7 +20,7 @@ def format_count(value: float) -> str:
     """A number with at most four significant digits; thousands are set apart, millions and more are named.
 
     Example:
-        >>> [format_count(value) for value in (0.98765, 12, 12345, 1.5e-7, 2_345_678, float("nan"))]
+        >>> [format_count(value) for value in (0.98764, 12, 12345, 1.5e-7, 2_345_678, float("nan"))]
         ['0.9876', '12', '12,345', '1.5e-07', '2.346 M', 'nan']
     """
     if not math.isfinite(value):
@@ -120,7 +120,8 @@ def make_scale(
     if not tight:  # a little air; the outermost marks may lie within
         air = 0.04 * (high - low)
         low, high = low - (0.0 if from_zero and low == 0 else air), high + (0.0 if from_zero and high == 0 else air)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    near = 1e-9 * (high - low)
+    first, last = math.ceil((low - near) / step), math.floor((high + near) / step)
     return Scale(low, high, tuple(index * step for index in range(first, last + 1)), unit)
 
 

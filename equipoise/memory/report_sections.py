@@ -25,8 +25,8 @@ __all__ = [
 
 _PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
 _POINTS = 1000  # of a line; fewer where there are many lines:
-_ALL_POINTS = 12_000  # of the lines of a section
-_MOST_CHARTS, _MOST_MAPS, _MOST_EVENTS, _MOST_MARKS, _LARGEST = 24, 8, 200, 60, 10
+_ALL_POINTS = 9_000  # of the lines of a section
+_MOST_CHARTS, _MOST_MAPS, _MOST_EVENTS, _MOST_MARKS, _LARGEST = 24, 8, 200, 40, 10
 
 
 def _section(title: str, *content: Markup | None, note: str = "") -> Markup:
@@ -87,7 +87,9 @@ def _marks(events: Sequence[RunEvent]) -> list[Mark]:
     chosen = known[:: max(1, -(-len(known) // _MOST_MARKS))]
     return [
         Mark(
-            x=event.seconds, style=_kind(event.kind), text=f"{event.kind} at {format_span(event.seconds)}: {event.text}"
+            x=event.seconds,
+            style=_kind(event.kind),
+            text=f"{event.kind} at {format_span(event.seconds)}: {event.text}"[:160],
         )
         for event in chosen
         if event.seconds is not None
@@ -159,17 +161,19 @@ def peak_section(compositions: Sequence[Composition], *, expected: bool) -> Mark
             _section("The peak", _hint("What it was made of is told by ", tag("code", way), ".")) if expected else None
         )
     ordered = sorted(compositions, key=lambda composition: -composition.nbytes)
-    maps = [_peak(composition, first=index == 0) for index, composition in enumerate(ordered[:_MOST_MAPS])]
+    chosen = ordered[:_MOST_MAPS]
+    detail = min(1.0, 4 / len(chosen))
+    maps = [_peak(composition, detail, first=index == 0) for index, composition in enumerate(chosen)]
     note = "by module; areas in proportion to bytes"
     if len(ordered) > len(maps):
         note += f"; the fullest {len(maps)} of {len(ordered)} devices"
     return _section("The peak", *maps, note=note)
 
 
-def _peak(composition: Composition, *, first: bool) -> Markup:
+def _peak(composition: Composition, detail: float, *, first: bool) -> Markup:
     what = f"{composition.phase} of step {composition.step:,}"
     heading = (tag("b", composition.device), " ", format_bytes(composition.nbytes), tag("span", what, class_="note"))
-    content = (_categories(composition), tree_map(composition), _table_of_largest(composition.holders))
+    content = (_categories(composition), tree_map(composition, detail), _table_of_largest(composition.holders))
     return tag("details", tag("summary", *heading), *content, class_="peak", open="" if first else None)
 
 
@@ -261,8 +265,9 @@ def devices_section(devices: Sequence[DeviceInfo]) -> Markup | None:
         )
         for info in devices
     ]
-    heads = ("Device", "Name", "Memory", "Free at the end", "Cores", "Compute capability")
-    return _section("Devices", _table(heads, rows, right=(2, 3, 4, 5)))
+    heads = ("Device", "Name", "Memory", "Free when it began", "Cores", "Compute capability")
+    shown = len(heads) if any(row[-1] for row in rows) else len(heads) - 1
+    return _section("Devices", _table(heads[:shown], [row[:shown] for row in rows], right=(2, 3, 4, 5)))
 
 
 def configuration_section(text: str) -> Markup | None:
@@ -270,7 +275,7 @@ def configuration_section(text: str) -> Markup | None:
     if not text.strip():
         return None
     lines = text.splitlines()
-    shown = lines[:2000]
+    shown = lines[:1000]
     if len(lines) > len(shown):
         shown.append(f"# … {len(lines) - len(shown):,} more lines")
     long = " long" if len(shown) > 24 else ""

@@ -40,9 +40,12 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
         For each size a cell whose area is in proportion to it.
 
     Example:
-        >>> squarify([2, 1, 1], Box(0, 0, 4, 2))
-        [Box(x=0, y=0, width=2.0, height=2.0), Box(x=2.0, y=0, width=2.0, height=1.0), Box(x=2.0, y=1.0, width=2.0, height=1.0)]
-    """  # noqa: E501
+        >>> for cell in squarify([2, 1, 1], Box(0.0, 0.0, 4.0, 2.0)):
+        ...     print(*cell)
+        0.0 0.0 2.0 2.0
+        2.0 0.0 2.0 1.0
+        2.0 1.0 2.0 1.0
+    """
     cells: list[Box] = []
     left, start = box, 0
     total = float(sum(sizes))
@@ -149,13 +152,14 @@ def _collapsed(node: _Node) -> _Node:
     return node
 
 
-def tree_map(composition: Composition) -> Markup:
+def tree_map(composition: Composition, detail: float = 1.0) -> Markup:
     """Draws a composition; a cell is a tensor or several, its colour their category.
 
     Args:
         composition: What was alive; holders of no bytes are left out.
+        detail: What part of the usual number of cells it may have. Default: 1.
     """
-    holders = fold(composition.holders)
+    holders = fold(composition.holders, round(detail * _SINGLE), round(detail * _MERGED))
     total = sum(holder.nbytes for holder in holders)
     pieces: list[Markup] = []
     _lay(_collapsed(_tree(holders)), Box(0, 0, _WIDTH, _HEIGHT), 0, max(total, 1), pieces)

@@ -46,7 +46,7 @@ class RunRecord:
         memory: Readings of memory, in the order of time.
         compositions: What the peak of each device was made of.
         events: What happened, in the order of time.
-        devices: What it ran on.
+        devices: What it ran on, as it was when it began.
         configuration: What was asked for, as YAML or any other text.
     """
 
