@@ -1,5 +1,6 @@
 """The report of a run: what there was to see, in one page that stays."""
 
+import contextlib
 import platform
 import traceback
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class _Run:
 
     Attributes:
         folder: Where the report goes.
+        trainer: Whose fit it is; None when it is over.
         started: When it began, for people; `clock`: for the computer, as `monotonic` counts.
         size_of: Tells the samples of a batch; None when the run is over.
         throughput: How fast it is.
@@ -49,15 +51,16 @@ class _Run:
     """
 
     folder: Path
+    trainer: Any = None
     started: datetime = field(default_factory=lambda: datetime.now().astimezone())
-    clock: float = field(default_factory=monotonic)
+    clock: float = field(default_factory=lambda: monotonic())
     size_of: Callable[[Any], int | None] | None = None
     throughput: Throughput = field(default_factory=Throughput)
     share: float | None = None
     devices: list[DeviceInfo] = field(default_factory=list)
     first_step: int = 0
     last_step: int = -1
-    written: float = field(default_factory=monotonic)
+    written: float = field(default_factory=lambda: monotonic())
 
 
 class RunReport(Callback):
@@ -90,7 +93,13 @@ class RunReport(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The curves so far, unless somebody else keeps them."""
-        return {} if self._shared is not None else self._recorded.state_dict()
+        if self._shared is not None:
+            return {}
+        if self._run is not None and self._run.trainer is not None:
+            self._recorded.take_epoch(
+                self._run.trainer
+            )  # a checkpoint of an epoch's end is written when they are known
+        return self._recorded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the curves of an earlier process."""
@@ -107,11 +116,13 @@ class RunReport(Callback):
         self._shared = None if summary is None else summary.recorded
         # log_dir is agreed upon by all processes, so it is asked for while all are here.
         self._earlier, self._run = self._run, _Run(folder=Path(trainer.log_dir or trainer.default_root_dir))
+        if trainer.is_global_zero:
+            _take_notes(self._run.folder)  # of an earlier failure
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Looks at the devices."""
         if (run := self._run) is not None:
-            run.size_of = Splitter(pl_module, getattr(trainer.strategy, "dim", 0)).size
+            run.trainer, run.size_of = trainer, Splitter(pl_module, getattr(trainer.strategy, "dim", 0)).size
             run.devices = _list_devices(trainer)
             if self._shared is None:
                 self._recorded.on_fit_start()
@@ -194,8 +205,13 @@ class RunReport(Callback):
             (self._shared or self._recorded).take_epoch(trainer)
         if isinstance(exception, KeyboardInterrupt):
             self._conclude(trainer, pl_module, "interrupted")
-        else:
-            self._conclude(trainer, pl_module, "failed", "".join(traceback.format_exception(exception)))
+            return
+        error = "".join(traceback.format_exception(exception))
+        if not trainer.is_global_zero and not _is_told(self._run.folder / "report.html", self._run.started):
+            _leave_note(self._run.folder, trainer.global_rank, error)
+        if trainer.is_global_zero and trainer.world_size > 1:
+            error += _take_notes(self._run.folder)
+        self._conclude(trainer, pl_module, "failed", error)
 
     # What is made of it.
 
@@ -203,7 +219,7 @@ class RunReport(Callback):
         if (run := self._run) is None or run.last_step >= 0:
             return
         path = self._write(trainer, module, outcome, error)
-        run.last_step, run.size_of, self._earlier = trainer.global_step, None, None
+        run.last_step, run.size_of, run.trainer, self._earlier = trainer.global_step, None, None, None
         if path is not None:
             rich.get_console().print(Text.assemble(("Report: ", "dim"), shorten(str(path))), soft_wrap=True)
 
@@ -231,6 +247,32 @@ class RunReport(Callback):
             rank_zero_warn(f"The report could not be written: {type(failure).__name__}: {failure}")
             return None
         return path
+
+
+def _is_told(path: Path, since: datetime) -> bool:
+    """Whether the main process has written the report of this failure already, so that nobody would read a note."""
+    with contextlib.suppress(OSError), path.open(encoding="utf-8") as page:
+        return path.stat().st_mtime >= since.timestamp() and ": failed</title>" in page.read(4000)
+    return False
+
+
+def _leave_note(folder: Path, rank: int, error: str) -> None:
+    """Tells the main process why this one failed: all that one sees is that somebody is gone."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".report-rank-{rank}.tmp"
+        draft.write_text(f"\nRank {rank} had failed before:\n\n{error}", encoding="utf-8", errors="replace")
+        draft.replace(draft.with_suffix(".txt"))
+
+
+def _take_notes(folder: Path) -> str:
+    """What other processes have left, the first to fail at the end; they are removed."""
+    told = []
+    for note in folder.glob(".report-rank-*.txt"):
+        with contextlib.suppress(OSError):
+            told.append((note.stat().st_mtime_ns, note.read_text(encoding="utf-8", errors="replace")))
+            note.unlink()
+    return "".join(text for _, text in sorted(told, reverse=True))
 
 
 def _list_devices(trainer: Any) -> list[DeviceInfo]:
