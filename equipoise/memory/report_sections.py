@@ -162,8 +162,8 @@ def peak_section(compositions: Sequence[Composition], *, expected: bool) -> Mark
         )
     ordered = sorted(compositions, key=lambda composition: -composition.nbytes)
     chosen = ordered[:_MOST_MAPS]
-    detail = min(1.0, 4 / len(chosen))
-    maps = [_peak(composition, detail, first=index == 0) for index, composition in enumerate(chosen)]
+    less = min(1.0, 4 / len(chosen))
+    maps = [_peak(each, less if index else 1.0, first=not index) for index, each in enumerate(chosen)]
     note = "by module; areas in proportion to bytes"
     if len(ordered) > len(maps):
         note += f"; the fullest {len(maps)} of {len(ordered)} devices"
