@@ -96,9 +96,8 @@ class RunReport(Callback):
         if self._shared is not None:
             return {}
         if self._run is not None and self._run.trainer is not None:
-            self._recorded.take_epoch(
-                self._run.trainer
-            )  # a checkpoint of an epoch's end is written when they are known
+            # A checkpoint of an epoch's end is written when its values are known.
+            self._recorded.take_epoch(self._run.trainer)
         return self._recorded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

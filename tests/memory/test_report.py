@@ -21,7 +21,7 @@ from .report_parsing import Element, parse
 
 START = datetime(2026, 3, 14, 9, 26, 53)
 PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
-ATTACK = "\"></title></script></style><script>alert(1)</script><img src=x onerror='a()' alt=\"b\">&amp;"
+ATTACK = '"></title></script></style><script>alert(1)</script><img src=x onerror=\'a()\' alt="b">&amp;'
 
 
 def record(**given: Any) -> RunRecord:
