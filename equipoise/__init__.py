@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from equipoise.callbacks.no_grad_evaluation import NoGradEvaluation
     from equipoise.callbacks.oom_recovery import OOMRecovery
     from equipoise.callbacks.progress_bar import ProgressBar
+    from equipoise.callbacks.run_report import RunReport
     from equipoise.callbacks.run_summary import RunSummary
     from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
     from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
@@ -40,6 +41,7 @@ __all__ = [
     "OOMRecovery",
     "OutOfMemoryEvent",
     "ProgressBar",
+    "RunReport",
     "RunSummary",
     "SimulatedDevice",
     "SingleDeviceStrategy",
@@ -66,6 +68,7 @@ _HOME = {
     "OOMRecovery": "equipoise.callbacks.oom_recovery",
     "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
     "ProgressBar": "equipoise.callbacks.progress_bar",
+    "RunReport": "equipoise.callbacks.run_report",
     "RunSummary": "equipoise.callbacks.run_summary",
     "SimulatedDevice": "equipoise.parallel.calibration",
     "SingleDeviceStrategy": "equipoise.strategies.single_device",

@@ -7,6 +7,7 @@ waits for a device.
 import os
 import platform
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,19 +77,23 @@ class MemoryReading:
     peak: int | None
 
 
-def list_devices() -> list[DeviceInfo]:
+def list_devices(only: Collection[str] | None = None) -> list[DeviceInfo]:
     """Lists the CPU, then the visible CUDA devices in order, then MPS.
 
     Asking a CUDA device for its free memory opens a context on it, which takes a few hundred MiB there.
+
+    Args:
+        only: The names of those that are wanted, such as "cuda:1"; no other is asked for anything. Default: all.
 
     Example:
         >>> list_devices()[0].device
         'cpu'
     """
-    devices = [_cpu()]
+    devices = [_cpu()] if only is None or "cpu" in only else []
     if torch.cuda.is_available():
-        devices += [_cuda(index) for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
+        indices = range(torch.cuda.device_count())
+        devices += [_cuda(index) for index in indices if only is None or f"cuda:{index}" in only]
+    if torch.backends.mps.is_available() and (only is None or any(name.startswith("mps") for name in only)):
         devices.append(_mps())
     return devices
 

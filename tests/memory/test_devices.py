@@ -51,6 +51,11 @@ def test_a_machine_without_accelerators(monkeypatch: pytest.MonkeyPatch) -> None
     assert [info.device for info in list_devices()] == ["cpu"]
 
 
+def test_only_those_that_are_wanted() -> None:
+    assert [info.device for info in list_devices(["cpu"])] == ["cpu"]
+    assert list_devices([]) == list_devices(["cuda:9999"]) == []
+
+
 def without_files(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
     """Some systems lack some of Linux's files."""
     real_read, real_write = Path.read_text, Path.write_text
