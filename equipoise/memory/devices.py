@@ -15,7 +15,7 @@ import torch
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["DeviceInfo", "MemoryReading", "format_bytes", "list_devices", "read_memory", "reset_peak"]
+__all__ = ["DeviceInfo", "MemoryReading", "format_bytes", "free_memory", "list_devices", "read_memory", "reset_peak"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,26 @@ def reset_peak(device: str | torch.device) -> None:
         _resident.reset()
     elif device.type == "cuda" and _cuda_in_use():
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_memory(device: str | torch.device) -> int | None:
+    """What this process could still take of a device's memory, in bytes; None where nobody says.
+
+    Args:
+        device: "cpu", "cuda:0", ... CUDA is asked only if it is in use; what torch's allocator keeps in
+            reserve counts.
+
+    Example:
+        >>> free_memory("cpu") > 0
+        True
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    if device.type != "cuda" or not _cuda_in_use():
+        return None
+    reading = read_memory(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + (reading.reserved or 0) - reading.allocated
 
 
 def format_bytes(count: float) -> str:

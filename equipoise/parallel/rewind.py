@@ -10,6 +10,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class Rewind:
         owners: list[dict[str, Any]] = [buffers_of(part) for part in module.modules()]
         self._places = [(owner, name) for owner in owners for name, buffer in owner.items() if buffer is not None]
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._python, self._numpy = _of_python(), _of_numpy()
+        self._python = _of_python()
+        self._generator, self._numpy = _of_numpy()
         self._buffers: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._states: list[MetricState] = []
@@ -56,10 +58,11 @@ class Rewind:
         self._cpu_state = torch.get_rng_state()
         self._cuda_states = [torch.cuda.get_rng_state(index) for index in self._cuda]
         self._python.mark()
-        if self._numpy is not None:
+        numpy: Any = sys.modules.get("numpy.random")
+        if numpy is not None:
+            if numpy.get_bit_generator() is not self._generator:  # imported since, or exchanged
+                self._generator, self._numpy = _of_numpy()
             self._numpy.mark()
-        elif "numpy.random" in sys.modules:
-            self._numpy = _of_numpy()
         if self._places:
             self._copy_buffers()
         if self._metrics:
@@ -83,8 +86,11 @@ class Rewind:
         for index, state in zip(self._cuda, self._cuda_states, strict=True):
             torch.cuda.set_rng_state(state, index)
         random.setstate(self._python.state)
-        if self._numpy is not None and self._numpy.state is not None:
-            sys.modules["numpy.random"].set_state(self._numpy.state)
+        if self._numpy.state is not None:
+            numpy: Any = sys.modules["numpy.random"]
+            if numpy.get_bit_generator() is not self._generator:
+                numpy.set_bit_generator(self._generator)
+            numpy.set_state(self._numpy.state)
         with torch.no_grad():
             foreach.copy_(self._buffers, self._copies)
         for (owner, name), buffer in zip(self._places, self._buffers, strict=True):
@@ -144,11 +150,12 @@ def _of_python() -> _Twister:
     return _Twister(address, random.getstate, lambda state: state[2] is not None)
 
 
-def _of_numpy() -> _Twister | None:
-    """That of numpy's global functions; None where nobody has imported them."""
+def _of_numpy() -> tuple[Any, _Twister]:
+    """The generator behind numpy's global functions, and its state; None where nobody has imported them."""
     module: Any = sys.modules.get("numpy.random")
     if module is None:
-        return None
+        return None, _Twister(0, dict, bool)
     generator = module.get_bit_generator()
     address = generator.ctypes.state_address if type(generator).__name__ == "MT19937" else 0
-    return _Twister(address, lambda: module.get_state(legacy=False), lambda state: bool(state.get("has_gauss")))
+    read = partial(module.get_state, legacy=False)
+    return generator, _Twister(address, read, lambda state: bool(state.get("has_gauss")))

@@ -1,6 +1,5 @@
 """Data parallelism in one process, with batches cut to fit unequal or shared devices."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.calibration import Calibration, SimulatedDevice
-from equipoise.parallel.shares import even_sizes, first_device_sizes, sizes_by_shares
+from equipoise.parallel.shares import are_shares, even_sizes, first_device_sizes, sizes_by_shares
 from equipoise.precision import Precision
 from equipoise.strategies.replicated import Parallelize, ReplicatedStrategy
 
@@ -91,8 +90,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     @shares.setter
     def shares(self, shares: Any) -> None:
-        valid = isinstance(shares, Sequence) and not isinstance(shares, str) and shares
-        if not valid or not all(_is_share(share) for share in shares) or not sum(shares):
+        if not are_shares(shares):
             raise ConfigurationError(
                 f"shares must be 'auto' or a number from 0 for each device, not all of them 0, such as [2, 3, 3]; not"
                 f" {shares!r}."
@@ -189,7 +187,3 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         shares = state.get("shares")
         if self.measures and shares is not None and len(shares) == len(self.devices):
             self.shares = shares
-
-
-def _is_share(share: Any) -> bool:
-    return isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share < math.inf

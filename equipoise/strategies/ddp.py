@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,7 +18,6 @@ from equipoise.parallel.calibration import SimulatedDevice
 from equipoise.parallel.launch import launch
 from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
 from equipoise.parallel.sampling import NO_BATCH
-from equipoise.parallel.shares import sizes_by_shares
 from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
@@ -136,11 +134,13 @@ class DDPStrategy(Strategy):
                 f"shares={given!r} are {len(given)} numbers, but there are {self.world_size} processes."
                 " Give a number for each."
             )
-        before, self._shares = self.shares, self._made_shares()
-        self._shares.take(before)
+        self._share_out()
 
-    def _made_shares(self) -> ProcessShares:
-        return ProcessShares(self._given_shares, self.world_size, self.global_rank, self.root_device, self.simulated)
+    def _share_out(self) -> None:
+        """Makes the shares for this process's rank, those known so far taken over."""
+        given, known = self._given_shares, self.shares
+        self._shares = ProcessShares(given, self.world_size, self.global_rank, self.root_device, self.simulated)
+        self._shares.take(known)
 
     @property
     def shares(self) -> list[float] | None:
@@ -195,8 +195,7 @@ class DDPStrategy(Strategy):
         check_same_modules(module)
         copy_from_first((*module.parameters(), *module.buffers()))
         self._restore_metrics = synchronise_metrics(module)
-        before, self._shares = self.shares, self._made_shares()  # this process has its rank now
-        self._shares.take(before)
+        self._share_out()  # this process has its rank now
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Replaces BatchNorm layers while the run lasts; see `Strategy.share_batch_statistics`."""
@@ -228,22 +227,8 @@ class DDPStrategy(Strategy):
             return loader
         training, seed = stage == "train", int(os.environ.get("PL_GLOBAL_SEED") or 0)  # of `seed_everything`
         assert self._shares is not None
-        size = getattr(loader, "batch_size", None) if training else None
-        cut = self._given_shares is not None and (size or self._given_shares != "auto")
-        if size:
-            each = self.shares and sizes_by_shares(size * self.world_size, self.shares)
-            rank_zero_info(
-                f"A step has {size * self.world_size} samples: {each or size} in {'the' if each else 'each of'}"
-                f" {self.world_size} processes."
-            )
-        return share_loader(
-            loader,
-            self.global_rank,
-            self.world_size,
-            seed,
-            training=training,
-            sizes=self._shares.sizes if cut else None,
-        )
+        sizes = self._shares.cut_of(loader) if training else None
+        return share_loader(loader, self.global_rank, self.world_size, seed, training=training, sizes=sizes)
 
     def part_of(self, batches: float, part: Any) -> float | None:
         """How many of so many batches this process evaluates; see `Strategy.part_of`."""
@@ -291,7 +276,7 @@ class DDPStrategy(Strategy):
 
     def discard_gradients(self) -> bool:
         """Breaks off an exchange, to be gone on with; see `Strategy.discard_gradients`."""
-        return self._engine is not None and self._engine.break_off()
+        return isinstance(self._engine, NativeEngine) and self._engine.break_off()
 
     def _made_engine(self) -> Engine:
         learned = [parameter.requires_grad for parameter in self._parameters]
@@ -315,7 +300,9 @@ class DDPStrategy(Strategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """One backward; see `Strategy.backward`."""
         if self.world_size > 1 and not getattr(self._placed, "automatic_optimization", True):
-            self._made_engine().manual_backward(loss, *args, **kwargs)
+            engine = self._made_engine()
+            assert isinstance(engine, NativeEngine)  # the other is for automatic optimisation
+            engine.manual_backward(loss, *args, **kwargs)
         else:
             super().backward(loss, *args, **kwargs)
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.memory.out_of_memory import is_out_of_memory
+from equipoise.memory.out_of_memory import OutOfMemoryEvent, is_out_of_memory
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
 from equipoise.strategies.strategy import StepResult, parameters_of
-from equipoise.trainer.smaller_parts import Failure, Parts, raise_with_advice
+from equipoise.trainer.failure import Failure, raise_with_advice
+from equipoise.trainer.smaller_parts import Parts
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -261,7 +262,7 @@ def refuse_by_hand(context: "Context", run: Callable[..., StepResult]) -> Callab
     return checked
 
 
-def by_hand(failure: Failure, event: Any) -> NoReturn:
+def by_hand(failure: Failure, event: OutOfMemoryEvent) -> NoReturn:
     """Raises the error of a step that optimises by hand."""
     raise_with_advice(
         failure,

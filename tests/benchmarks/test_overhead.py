@@ -1,11 +1,7 @@
 """The overhead benchmark: all do the same work over the same steps, and the verdict follows from the numbers."""
 
 import json
-import logging
-import os
 import sys
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,24 +11,16 @@ import pytest
 import torch
 from rich.console import Console
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "overhead"
+from tests.benchmarks.conftest import Scripts
+
 MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main")
-LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")  # which it silences
 LOADS = ("bare", "logs", "full", "full with epoch values", "accumulation", "evaluation")
 
 
 @pytest.fixture
-def benchmark() -> Iterator[dict[str, ModuleType]]:
-    """The benchmark's modules, by name; gone again afterwards."""
-    threads, loggers = torch.get_num_threads(), [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
-    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
-        yield {name: import_module(name) for name in MODULES}
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-    for name in MODULES:
-        del sys.modules[name]
-    torch.set_num_threads(threads)
+def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
+    """The benchmark's scripts, by name."""
+    return scripts("overhead", *MODULES)
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning and Accelerate, about loaders, terminals and folders

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from equipoise import BalancedDataParallelStrategy, Callback, OOMRecovery, Strategy, Trainer
+from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
 from tests.conftest import ignoring
 from tests.test_transparency import (
     CLASSES,
@@ -244,7 +244,7 @@ def test_skipping() -> None:
         (
             "raise",
             5,
-            r"Batch 0 of 11 samples ran out of memory on cpu in forward\. What would help, the most",
+            r"Batch 0 of 11 samples ran out of memory on cpu in forward\. There were .* What would help, the most",
         ),
         ("split", 0, r"Batch 0 of 11 samples, computed in 11 parts, ran out .* A single sample does not fit"),
     ],
@@ -276,6 +276,16 @@ def test_batches_that_cannot_be_cut() -> None:
 def test_the_same_is_not_tried_for_ever() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Batch 0 of 11 samples ran out of memory"):
         fit(OutOfMemory(most=5).wrap(Mlp()), [SameAgain()])
+
+
+@pytest.mark.parametrize("answer", [-1, True, "2", 2.0])
+def test_answers_that_cannot_be(answer: Any) -> None:
+    class Wrong(Callback):
+        def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> Any:
+            return answer
+
+    with pytest.raises(ConfigurationError, match=r"Wrong\.on_out_of_memory returns a number of parts from 0.* not"):
+        fit(OutOfMemory(most=5).wrap(Mlp()), [Wrong()])
 
 
 @pytest.mark.parametrize("phase", PHASES)
