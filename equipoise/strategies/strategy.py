@@ -315,6 +315,20 @@ class Strategy:
     def arm_recovery(self) -> None:
         """Steps may be done again from now on; called before the first one."""
 
+    def failed_device(self, named: str | None) -> torch.device:
+        """The device that ran out of memory in the last computation, as far as anybody knows.
+
+        Args:
+            named: What the allocator's message calls it; None if it does not say.
+        """
+        return self.root_device if named is None else torch.device(named)
+
+    def relieve(self) -> None:
+        """Lets the failed device compute less from now on, where batches are shared out unequally.
+
+        Called in training, after `failed_device`; the batch at hand stays as it was cut.
+        """
+
     def discard_gradients(self) -> bool:
         """Lets go of gradients that a failed attempt has left anywhere but in the module's own parameters.
 

@@ -130,6 +130,7 @@ class Recovery:
                 "It cannot be left out: others have a part of its gradients. OOMRecovery(policy='split') can cut it."
             )
             raise_with_advice(failure, event, advice if sent and answer is not None else "")
+        self.strategy.relieve()
         batch.count = answer.parts
         if answer.parts > 1:
             self.parts.failed(batch.parts, answer)

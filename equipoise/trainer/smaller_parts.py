@@ -148,7 +148,7 @@ class Parts:
     ) -> OutOfMemoryEvent:
         """An event for callbacks; the failure learns what is held."""
         size, most, obstacle = self.most(parts)
-        device = device_of(failure.message) or str(self.strategy.root_device)
+        device = str(self.strategy.failed_device(device_of(failure.message)))
         failure.held = holdings_of(self.context.module, self.context.trainer.optimizers, device)
         free = free_bytes(failure.message)
         return OutOfMemoryEvent(
