@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
 
 __all__ = [
     "OutOfMemoryEvent",
@@ -117,6 +117,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error, (StepError, CheckpointError, WorkerError)):  # of ours, which may speak of memory
+        return False
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 

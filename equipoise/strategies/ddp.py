@@ -24,12 +24,14 @@ from equipoise.precision import Precision
 from equipoise.strategies.ddp_data import gather_tensors, is_dealt, reduce_tensor, share_loader, synchronise_metrics
 from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, goes_backward_once
 from equipoise.strategies.ddp_modules import check_same_modules, copy_from_first, share_batch_statistics
+from equipoise.strategies.ddp_recovery import Guard
 from equipoise.strategies.ddp_shares import ProcessShares, check_shares
-from equipoise.strategies.strategy import StepResult, Strategy, TrainingStep, Transfer
+from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
 
 __all__ = ["DDPStrategy"]
 
 T = TypeVar("T")
+_OF_A_RUN = ("_engine", "_guard", "_placed", "_restore_layers", "_restore_metrics")
 
 
 class DDPStrategy(Strategy):
@@ -109,7 +111,7 @@ class DDPStrategy(Strategy):
         self._failed = False
         self._parameters: list[nn.Parameter] = []
         self._learned: list[bool] = []
-        self._armed = False
+        self._guard: Guard | None = None  # where steps may be done again
         self._restore_layers: Callable[[], None] | None = None
 
     # Where it runs.
@@ -208,15 +210,14 @@ class DDPStrategy(Strategy):
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Lets go of hooks and buckets; see `Strategy.teardown`."""
-        engine, self._engine, self._failed, self._armed = self._engine, None, False, False
+        engine, self._engine, self._failed, self._guard = self._engine, None, False, None
         if engine is not None:
             engine.close()
-        restore, self._restore_metrics = self._restore_metrics, None
-        if restore is not None:
-            restore()
-        restore, self._restore_layers = self._restore_layers, None
-        if restore is not None:
-            restore()
+        restores = (self._restore_metrics, self._restore_layers)
+        self._restore_metrics = self._restore_layers = None
+        for restore in restores:
+            if restore is not None:
+                restore()
         super().teardown(error)
 
     # Data.
@@ -265,6 +266,8 @@ class DDPStrategy(Strategy):
         if self.world_size == 1:
             return super().forward_backward(step, parts, last)
         assert self._shares is not None
+        if self._guard is not None:
+            step = self._guard.watched(step, training=True)
         if self._given_shares is None and not self.simulated:
             return self._made_engine().forward_backward(step, parts, last)
         self._shares.begin_step(step.batch_idx, self.gather_objects)
@@ -272,10 +275,21 @@ class DDPStrategy(Strategy):
 
     def arm_recovery(self) -> None:
         """From now on gradients are exchanged by the native engine, which can take a step again."""
-        self._armed = True
+        if self._guard is None and self.world_size > 1 and self._placed is not None:
+            self._guard = Guard(self._placed)
+
+    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
+        """Runs an evaluation step; see `Strategy.evaluate`."""
+        return step(parts[0]) if self._guard is None else self._guard.run(step, parts[0], training=False)
+
+    def obstacle(self, *, training: bool, leave_out: bool) -> str:
+        """Communication within the forward; see `Strategy.obstacle`."""
+        return "" if self._guard is None else self._guard.obstacle(training=training, leave_out=leave_out)
 
     def discard_gradients(self) -> bool:
         """Breaks off an exchange, to be gone on with; see `Strategy.discard_gradients`."""
+        if self._shares is not None:
+            self._shares.begin_again()
         return isinstance(self._engine, NativeEngine) and self._engine.break_off()
 
     def _made_engine(self) -> Engine:
@@ -293,7 +307,7 @@ class DDPStrategy(Strategy):
             self._learned = [parameter.requires_grad for parameter in self._parameters]
             # Torch's wrapper takes a step once, and one backward for it.
             plain = automatic and goes_backward_once(module)
-            made = TorchEngine if self.engine == "torch" and plain and not self._armed else NativeEngine
+            made = TorchEngine if self.engine == "torch" and plain and self._guard is None else NativeEngine
             self._engine = made(module, self.root_device, self._torch_options)
         return self._engine
 
@@ -370,7 +384,7 @@ class DDPStrategy(Strategy):
 
     def __getstate__(self) -> Mapping[str, Any]:
         """The options; nothing that belongs to a run."""
-        return {**vars(self), "_engine": None, "_restore_metrics": None, "_restore_layers": None, "_placed": None}
+        return {**vars(self), **dict.fromkeys(_OF_A_RUN)}
 
 
 def _run_in_process(strategy: DDPStrategy, function: Callable[[], T], port: int, rank: int) -> T:

@@ -67,6 +67,7 @@ class ProcessShares:
         # Two, since what a process learns of its own memory must not change a cut that others do not know of.
         self._plan, self._own = (Calibration([device] * processes, simulated) for _ in range(2))
         self._batch_idx: int | None = None
+        self._again: int | None = None  # the step up to which a window is done again
         self._measured = self._before = self._asked = self._since = self._largest = 0
 
     def cut_of(self, loader: Any) -> Callable[[int, int], list[int]] | None:
@@ -129,6 +130,10 @@ class ProcessShares:
             batch_idx: The number of the batch.
             gather: Returns what all processes pass to it.
         """
+        if self._again is not None:  # what was measured counts once, as in the other processes
+            if batch_idx < self._again:
+                return
+            self._again = None
         before, self._batch_idx = self._batch_idx, batch_idx
         if before in (None, batch_idx) or not self.is_measuring:
             return
@@ -142,6 +147,10 @@ class ProcessShares:
         found = finish_together(self._largest, times) if measured else even_sizes(self._largest, self._processes)
         self.shares, self._since = [float(each) for each in found], max(asked)
         rank_zero_info(f"Measured shares of {self._processes} processes: shares={found} pins them.")
+
+    def begin_again(self) -> None:
+        """The window's steps up to the present one are done again."""
+        self._again = self._batch_idx
 
     def take(self, shares: Sequence[float] | None) -> None:
         """Takes measured shares back, of an earlier run."""

@@ -12,7 +12,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -63,8 +63,6 @@ class ReplicatedStrategy(Strategy):
     Raises:
         ConfigurationError: If an argument cannot be right.
     """
-
-    oom_scope: ClassVar[Literal["local", "agreed", "none"]] = "local"
 
     def __init__(
         self,

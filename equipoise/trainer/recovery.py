@@ -125,11 +125,15 @@ class Recovery:
         event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count)
         answer = self.parts.ask(event)
         sent = self._roll_back()
-        if answer is None or (sent and not answer.parts):  # others have a part of this batch's gradients already
-            advice = (
+        if answer is None:
+            raise_with_advice(failure, event, self.strategy.obstacle(training=True, leave_out=False))
+        obstacle = self.strategy.obstacle(training=True, leave_out=not answer.parts)
+        if sent and not answer.parts and not obstacle:
+            obstacle = (
                 "It cannot be left out: others have a part of its gradients. OOMRecovery(policy='split') can cut it."
             )
-            raise_with_advice(failure, event, advice if sent and answer is not None else "")
+        if obstacle:
+            raise_with_advice(failure, event, obstacle)
         self.strategy.relieve()
         batch.count = answer.parts
         if answer.parts > 1:
@@ -206,6 +210,7 @@ class EvaluationRecovery:
 
     def __init__(self, context: "Context", name: str) -> None:
         self.strategy, self.logs = context.strategy, context.logs
+        self.strategy.arm_recovery()
         self.rewind = Rewind(context.module, context.strategy.devices)
         self.parts = Parts(context, self._compute, name)
 
@@ -232,8 +237,9 @@ class EvaluationRecovery:
             answer = self.parts.ask(event)
             del self.logs.pending[pending:]
             self.rewind.restore()
-            if answer is None or not answer.parts:  # what is left out would be missing in the metrics
-                raise_with_advice(failure, event)
+            obstacle = self.strategy.obstacle(training=False, leave_out=False)
+            if obstacle or answer is None or not answer.parts:  # what is left out would be missing in the metrics
+                raise_with_advice(failure, event, obstacle)
             count = answer.parts
             if count > 1:
                 self.parts.failed(parts, answer)

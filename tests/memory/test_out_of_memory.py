@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise import ConfigurationError, OutOfMemoryEvent, Split
+from equipoise import ConfigurationError, OutOfMemoryEvent, Split, StepError
 from equipoise.memory.out_of_memory import (
     allocated_bytes,
     device_of,
@@ -77,6 +77,7 @@ def test_messages(error: Exception, requested: Any, free: Any, allocated: Any, d
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
         ValueError("out of memory"),
+        StepError("A batch ran out of memory, and we say what would help."),
         KeyboardInterrupt(),
     ],
 )
