@@ -11,6 +11,7 @@ The hooks around a backward fire for each part. Where an error is raised after a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
@@ -64,9 +65,11 @@ class Recovery:
         self._ends = True  # whether the window ends with the present batch
         self._start: tuple[dict[str, Any], list[Tensor | None]] | None = None  # of a window that was begun elsewhere
         self._marked = False
+        self._whole = 0  # the samples of a batch that is computed in pieces
 
     def _compute(self, parts: Sequence[Any], last: bool) -> StepResult:
         ends = last and self._ends and self._running is self._open.batches[-1]
+        self.window.piece = (self.parts.size(parts), self._whole) if self.step.in_pieces else None
         return self.strategy.forward_backward(self.step, parts, ends)
 
     def __call__(self, step: Any, parts: Sequence[Any], last: bool) -> StepResult:
@@ -116,7 +119,7 @@ class Recovery:
             return nothing
         if batch.count <= 1:
             return self._compute(batch.parts if batch.count else (), True)
-        self.step.weigh = self.step.weigher
+        self.step.weigh, self._whole = self.step.weigher, self.parts.size(batch.parts)
         return self.parts.run(self.step, batch.parts, batch.count)
 
     def _prepare(self, failure: Failure) -> None:
@@ -174,9 +177,16 @@ class Recovery:
         """Steps an optimiser; once more if memory ran out before anything was changed."""
         if closure is not None:
             return self.strategy.optimizer_step(optimizer, closure, **kwargs)
+        return self._step(self.strategy.optimizer_step, optimizer, **kwargs)
+
+    def surviving(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for another way of stepping, such as a scaler's, which takes the optimiser first."""
+        return partial(self._step, step)
+
+    def _step(self, step: Callable[..., Any], optimizer: Optimizer, **kwargs: Any) -> Any:
         before = _versions(optimizer)
         try:
-            return self.strategy.optimizer_step(optimizer, **kwargs)
+            return step(optimizer, **kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -191,7 +201,7 @@ class Recovery:
         if not before[1]:  # its state was just being made
             optimizer.state.clear()
         self.parts.let_go()
-        return self.strategy.optimizer_step(optimizer, **kwargs)
+        return step(optimizer, **kwargs)
 
 
 def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -30,9 +31,10 @@ from tests.test_transparency import (
     Recurrent,
     Tied,
     assert_same,
+    difference,
 )
 
-pytestmark = ignoring("Batch \\d+ of \\d+ samples")
+pytestmark = ignoring("Batch \\d+ of \\d+ samples?", "cpu \\(number \\d\\) ran out")
 
 
 class OutOfMemory:
@@ -203,7 +205,7 @@ def test_an_attempt_that_failed_leaves_no_trace(phase: str, window: int) -> None
     assert states[0][1] == states[1][1]
 
 
-def fit(module: Any, callbacks: list[Any], **options: Any) -> Trainer:
+def fit(module: Any, callbacks: list[Any], ckpt_path: Any = None, **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
         devices=1,
@@ -212,7 +214,7 @@ def fit(module: Any, callbacks: list[Any], **options: Any) -> Trainer:
         callbacks=callbacks,
         **{**quiet, "precision": "64-true", "max_epochs": 2, **options},
     )
-    trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None))
+    trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -293,6 +295,28 @@ def test_failures_while_a_window_is_done_again(phase: str) -> None:
     """The second batch fails, then the first when it is computed anew, then the second again."""
     injected = OutOfMemory(failing=(1, 2, 4, 6), phase=phase)
     assert_same(train(Mlp, accumulate_grad_batches=2), train(Mlp, injected, accumulate_grad_batches=2))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("batch_idx", [2, 3, 4])
+def test_a_window_that_is_resumed_in_its_midst(batch_idx: int, phase: str, tmp_path: Path) -> None:
+    """Its first gradients come from the checkpoint, also when the step is done again."""
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if (trainer.current_epoch, index) == (0, batch_idx):
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    torch.manual_seed(7)
+    one = Mlp()
+    fit(one, [Save()], accumulate_grad_batches=3)
+    for failing in ((), (0,), (1,), (0, 1, 2, 4)):
+        module, recovery = Mlp(), OOMRecovery(grow_after=1)
+        OutOfMemory(failing=failing, phase=phase).wrap(module)
+        fit(module, [recovery], accumulate_grad_batches=3, ckpt_path=tmp_path / "x.ckpt")
+        assert bool(recovery.events) == bool(failing)
+        for (name, expected), actual in zip(one.named_parameters(), module.parameters(), strict=True):
+            assert difference(expected.detach(), actual.detach()) <= 1e-12, name
 
 
 def test_other_errors_are_left_alone() -> None:
