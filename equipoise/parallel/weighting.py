@@ -63,6 +63,11 @@ class Window:
         return (self._equal + 1) * self._reference + self._others
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the reference weight is fixed."""
+        return self._reference is not None
+
+    @property
     def is_open(self) -> bool:
         """Whether parts were added since the last reset."""
         return bool(self._equal) or isinstance(self._others, Tensor) or bool(self._others)

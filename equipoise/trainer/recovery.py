@@ -64,7 +64,7 @@ class Recovery:
         self._open = _Window()
         self._ends = True  # whether the window ends with the present batch
         self._start: tuple[dict[str, Any], list[Tensor | None]] | None = None  # of a window that was begun elsewhere
-        self._marked = False
+        self._marked = self._weighed = False
         self._whole = 0  # the samples of a batch that is computed in pieces
 
     def _compute(self, parts: Sequence[Any], last: bool) -> StepResult:
@@ -79,6 +79,7 @@ class Recovery:
             self.rewind.mark()
             opened.batches.clear()
             self._marked, self._start = True, None if fresh else self._state()  # or resumed in its midst
+            self._weighed = self.window.has_reference or self.window.agree is not None  # agreed upon once, by all
         opened.pending = len(self.logs.pending)
         count = self.parts.count(parts) if parts else 1
         opened.batches.append(_Batch(parts, step.batch_idx, count))
@@ -149,6 +150,8 @@ class Recovery:
         del self.logs.pending[self._open.pending :]
         self.rewind.restore()
         self.window.reset()
+        if not self._weighed:  # else the failed attempt's weight would show in the bits of this one
+            self.window.forget_reference()
         if self._start is not None:
             state, gradients = self._start
             self.window.load_state_dict(state)
