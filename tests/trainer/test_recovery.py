@@ -140,6 +140,38 @@ def test_any_failures(case: int) -> None:
     assert_same(train(make, **options), train(make, injected, strategy, devices, **options))
 
 
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("phase", ["late", "backward"])
+@pytest.mark.parametrize("make", [Mlp, Masked, MaskedOnTheHost])
+def test_bits_are_those_of_a_run_that_was_split_so_from_the_start(make: type[Base], phase: str, window: int) -> None:
+    """Whatever the failed attempts had computed."""
+    runs = [train(make, OutOfMemory(most=4, phase=each), accumulate_grad_batches=window) for each in ("forward", phase)]
+    for expected, actual in zip(*(run[0].parameters() for run in runs), strict=True):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_bits_are_those_of_a_loop_by_hand(phase: str) -> None:
+    """Which weighs each piece by its share of the batch."""
+    injected = OutOfMemory(most=4, phase=phase)
+    actual = train(Mlp, injected)[0]
+    torch.manual_seed(7)
+    module, sizes = Mlp().double(), iter(injected.sizes)
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for batch in Batches(SIZES):
+            features, done = batch["features"].double(), 0
+            optimizer.zero_grad()
+            while done < len(features):
+                end = done + next(sizes)
+                loss = nn.functional.cross_entropy(module(features[done:end]), batch["label"][done:end])
+                (loss * ((end - done) / len(features))).backward()
+                done = end
+            optimizer.step()
+    for expected, parameter in zip(module.parameters(), actual.parameters(), strict=True):
+        assert torch.equal(expected, parameter)
+
+
 class Noisy(Mlp):
     """With dropout, batch statistics, metrics and logs."""
 
