@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
@@ -22,6 +23,7 @@ __all__ = [
     "MetricState",
     "buffers_of",
     "children_of",
+    "collective_count",
     "has_hooks",
     "hooks_of",
     "is_compiled",
@@ -97,6 +99,18 @@ def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:
     return [("register_hook", hook) for hook in before.values()] + [
         ("register_post_accumulate_grad_hook", hook) for hook in after.values()
     ]
+
+
+# Processes
+
+
+def collective_count() -> int:
+    """How many collective operations this process has begun, in all groups.
+
+    Torch numbers them, to find out which process hangs, and tells nobody.
+    """
+    world: Any = dist.distributed_c10d
+    return sum(group._get_sequence_number_for_group() for group in world._world.pg_map)
 
 
 # Metrics
