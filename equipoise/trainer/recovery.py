@@ -220,8 +220,11 @@ class Recovery:
 
 def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]:
     """How often parameters and the optimiser's state were changed."""
+    parameters = versions(parameters_of(optimizer))
+    if not optimizer.state:
+        return parameters, []
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
-    return versions(parameters_of(optimizer)), versions(state)
+    return parameters, versions(state)
 
 
 class EvaluationRecovery:

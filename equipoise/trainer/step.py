@@ -143,12 +143,12 @@ class _WatchedStep(_AutomaticStep):
     def __call__(self, part: Any) -> StepResult:
         """Runs the training step on a batch."""
         self.phase = "forward"
-        return super().__call__(part)
+        return _AutomaticStep.__call__(self, part)  # quicker than by super()
 
     def backward(self, result: StepResult) -> None:
         """Runs the backward."""
         self.phase = "backward"
-        super().backward(result)
+        _AutomaticStep.backward(self, result)
 
 
 class AutomaticOptimization:
