@@ -167,7 +167,7 @@ def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     memory.setup(strategy_with(["cuda:0", "cuda:0", "cuda:1"]), Model(), "fit")
     assert memory._fit is not None
-    memory._begin(memory._fit)
+    memory._begin(strategy_with([]), memory._fit)
     for phase in ("forward", "backward"):
         memory._fit.readings.read(phase)
     monkeypatch.setattr(memory, "_log", lambda trainer, metrics, fullest: seen.append((metrics, fullest)))
