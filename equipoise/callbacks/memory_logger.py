@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from equipoise.callbacks.callback import Callback
@@ -374,5 +375,5 @@ def _roots(trainer: Any, pl_module: LightningModule, own: MemoryLogger) -> dict[
 
 
 def _keeps(thing: object) -> bool:
-    """Whether something keeps tensors on purpose: the states of metrics and optimisers."""
-    return isinstance(thing, Metric | Optimizer)
+    """Whether something keeps tensors on purpose: metrics and optimisers their states, data sets what they read."""
+    return isinstance(thing, Metric | Optimizer | Dataset | DataLoader)

@@ -329,6 +329,25 @@ def test_a_leak_of_another_callback_is_told() -> None:
         fit(memory, Model(lambda module, loss: setattr(module, "kept", [loss])), callbacks=[Collects()])
 
 
+def test_a_data_set_that_remembers_is_no_leak() -> None:
+    class Remembers(torch.utils.data.Dataset[Any]):
+        def __init__(self) -> None:
+            self.seen: dict[int, Tensor] = {}
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[Tensor]:
+            self.seen[index] = torch.ones(2**20, 6)[:1]
+            return (self.seen[index][0],)
+
+    memory, data = MemoryLogger(), Remembers()
+    trainer = Trainer(callbacks=[memory], max_epochs=1, limit_val_batches=0, logger=False, devices=1, **QUIET)
+    trainer.fit(Model(), DataLoader(data, batch_size=4))
+    assert sum(tensor.untyped_storage().nbytes() for tensor in data.seen.values()) > 2**29
+    assert not memory.leaks
+
+
 # Arguments and hooks
 
 
