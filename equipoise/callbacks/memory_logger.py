@@ -317,7 +317,7 @@ class MemoryLogger(Callback):
         if len(fullest) > 1:
             metrics["memory/imbalance"] = max(fullest.values()) * len(fullest) / sum(fullest.values())
         for logger in trainer.loggers if metrics else ():
-            logger.log_metrics(metrics, step=trainer.global_step)
+            logger.log_metrics({"epoch": trainer.current_epoch, **metrics}, step=trainer.global_step)
 
     # In detail.
 
