@@ -194,6 +194,51 @@ def test_with_worker_processes(tmp_path: Path) -> None:
     assert len(evaluation.results) == 9
 
 
+class Recording(L.LightningModule):
+    """Notes the batches it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.batches = nn.Linear(4, 3), []
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.net(features)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches.append(batch[0].clone())
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def recorded(kind: type[Any], loader: Any, evaluations: list[Any], epochs: int = 2) -> Any:
+    """What training read, and the weights it came to."""
+    torch.manual_seed(3)
+    module = Recording()
+    kind(**QUIET, max_epochs=epochs, callbacks=evaluations).fit(module, loader)
+    return module.batches, module.state_dict()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+def test_the_training_loader_with_persistent_workers(kind: type[Any], limit: int | None) -> None:
+    """Such a loader has one iterator, which is in use."""
+
+    def loader() -> Any:
+        generator = torch.Generator().manual_seed(6)
+        workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+        return DataLoader(samples(32), batch_size=4, shuffle=True, generator=generator, **workers)
+
+    alone, shared = recorded(kind, loader(), []), loader()
+    evaluation = NoGradEvaluation(shared, accuracy(), every_n_steps=3, limit_batches=limit)
+    assert_same(alone, recorded(kind, shared, [evaluation]))
+    assert len(alone[0]) == 16
+    assert [(result.step, result.batches) for result in evaluation.results] == [
+        (step, limit or 8) for step in range(3, 16, 3)
+    ]
+
+
 # Values
 
 
