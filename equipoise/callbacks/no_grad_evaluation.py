@@ -213,6 +213,7 @@ class NoGradEvaluation(Callback):
             collect=self.collect,
         )
         with undisturbed(module, self._loader):
+            _silence(module)
             around.share_buffers(module)
             module.eval()
             evaluation.run(module, self._part)
@@ -267,6 +268,17 @@ def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigurationError(f"{name} is a whole number from 1, or None, not {value!r}.")
+
+
+def _silence(module: nn.Module) -> None:
+    """Lets `self.log` in forward do nothing, until attributes are put back: training would log what was evaluated."""
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            vars(part).update(log=_log_nothing, log_dict=_log_nothing)
+
+
+def _log_nothing(*args: Any, **options: Any) -> None:
+    pass
 
 
 def _is_number(value: Any) -> bool:

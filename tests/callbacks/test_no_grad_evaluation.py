@@ -239,6 +239,33 @@ def test_the_training_loader_with_persistent_workers(kind: type[Any], limit: int
     ]
 
 
+class Logging(Recording):
+    """Logs in forward."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        output = self.net(features)
+        self.log("mean", output.mean(), on_step=True, on_epoch=True)
+        self.log_dict({"least": output.min(), "most": output.max()}, on_step=False, on_epoch=True)
+        return output
+
+
+@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+def test_what_forward_logs_is_that_of_training(kind: type[Any], tmp_path: Path) -> None:
+    def run(folder: Path, *evaluations: Any) -> Any:
+        torch.manual_seed(3)
+        options = {**QUIET, "logger": CSVLogger(folder), "log_every_n_steps": 1, "max_epochs": 2}
+        trainer = kind(**options, callbacks=list(evaluations))
+        trainer.fit(module := Logging(), DataLoader(samples(12), batch_size=4))
+        assert module.log.__name__ == "log"
+        return rows(trainer)
+
+    evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy(), every_n_steps=2)
+    alone = run(tmp_path / "alone")
+    assert {"mean_step", "mean_epoch", "least", "most"} <= {name for row in alone for name in row}
+    assert alone == run(tmp_path / "with", evaluation)
+    assert len(evaluation.results) == 3
+
+
 # Values
 
 
