@@ -1,4 +1,4 @@
-"""The random generators that loaders, samplers and data hold for themselves."""
+"""The samplers of loaders, and the random generators that loaders, samplers and data hold for themselves."""
 
 import random
 import sys
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["find_generators", "linked", "restorer"]
+__all__ = ["find_generators", "linked", "restorer", "samplers_of"]
 
-_LINKS = ("batch_sampler", "sampler", "dataset")  # of a loader, a batch sampler, a subset of data
+_SAMPLERS = ("batch_sampler", "sampler")  # of a loader, a batch sampler
 _DEPTH = 6  # dataset.transform.transforms[0].transforms[0].generator, say: an attribute, an item, each is one
 _LENGTH = 64  # of a list or dictionary; longer ones are data, not transforms
 _MOST = 10_000  # things that are looked at, nearer ones first
@@ -27,11 +27,17 @@ def linked(holders: Iterable[Any]) -> Iterator[Any]:
         if holder is not None and id(holder) not in seen:
             seen.add(id(holder))
             yield holder
-            waiting += [getattr(holder, link, None) for link in _LINKS]
+            waiting += [getattr(holder, link, None) for link in (*_SAMPLERS, "dataset")]  # or that of a subset
             parts = getattr(holder, "datasets", None)  # of a ConcatDataset
             waiting += (
                 parts.values() if isinstance(parts, Mapping) else parts if isinstance(parts, (list, tuple)) else ()
             )
+
+
+def samplers_of(holders: Iterable[Any]) -> list[Any]:
+    """The samplers and batch samplers of loaders and the like, each once."""
+    linked_to = (getattr(holder, link, None) for holder in linked(holders) for link in _SAMPLERS)
+    return list({id(sampler): sampler for sampler in linked_to if hasattr(sampler, "__dict__")}.values())
 
 
 def find_generators(holders: Iterable[Any], depth: int = _DEPTH) -> list[Any]:

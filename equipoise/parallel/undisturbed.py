@@ -1,6 +1,6 @@
 """A piece of work with a module, after which everything is as if it had never been done.
 
-Put back, to the bit: the attributes of every submodule, their training modes among them; buffers and metrics; torch's
+Put back, to the bit: the attributes of submodules and samplers, training modes among them; buffers and metrics; torch's
 generators on all devices, Python's and numpy's; and the generators that the module, a loader, its samplers, its data
 and their transforms hold for themselves. Parameters and gradients are left alone: nothing here changes them.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from equipoise.parallel import random_state
-from equipoise.parallel.generators import find_generators, linked, restorer
+from equipoise.parallel.generators import find_generators, linked, restorer, samplers_of
 from equipoise.parallel.rewind import Rewind
 
 __all__ = ["undisturbed"]
@@ -27,8 +27,8 @@ def undisturbed(module: nn.Module, *holders: Any) -> Iterator[None]:
 
     Args:
         module: The module.
-        holders: Loaders and the like, whose generators are put back, those of their samplers, data and transforms
-            among them, as far as `find_generators` finds them.
+        holders: Loaders and the like. The attributes of their samplers are put back, and their generators, those of
+            samplers, data and transforms among them, as far as `find_generators` finds them.
 
     Example:
         >>> import torch
@@ -40,6 +40,7 @@ def undisturbed(module: nn.Module, *holders: Any) -> Iterator[None]:
     """
     parts = list(module.modules())
     before = [(part, part.training, dict(vars(part))) for part in parts]
+    samplers = [(sampler, dict(vars(sampler))) for sampler in samplers_of(holders)]
     rewind = Rewind(module, ())
     with random_state.isolated():
         rewind.mark()
@@ -49,6 +50,8 @@ def undisturbed(module: nn.Module, *holders: Any) -> Iterator[None]:
             yield
         finally:
             _restore_parts(before)
+            for sampler, attributes in samplers:  # one may count its epochs
+                _restore_attributes(sampler, attributes)
             rewind.restore()
             for restore in restore_generators:
                 restore()
@@ -60,7 +63,11 @@ def _restore_parts(before: Iterable[tuple[nn.Module, bool, dict[str, Any]]]) -> 
         if type(part).train is not nn.Module.train and part.training != mode:
             part.train(mode)
     for part, mode, attributes in before:
-        for name in [name for name in vars(part) if name not in attributes]:
-            del vars(part)[name]
-        vars(part).update(attributes)
+        _restore_attributes(part, attributes)
         part.training = mode  # a scripted module keeps it elsewhere
+
+
+def _restore_attributes(holder: Any, attributes: dict[str, Any]) -> None:
+    for name in [name for name in vars(holder) if name not in attributes]:
+        del vars(holder)[name]
+    vars(holder).update(attributes)

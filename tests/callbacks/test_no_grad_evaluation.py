@@ -239,6 +239,35 @@ def test_the_training_loader_with_persistent_workers(kind: type[Any], limit: int
     ]
 
 
+class Counting:
+    """A sampler with another order in each epoch, which it counts."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        yield from torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+def test_a_sampler_that_counts_for_itself(kind: type[Any]) -> None:
+    def loaders() -> Any:
+        sampler = Counting(12)
+        return [DataLoader(samples(12), batch_size=size, sampler=sampler) for size in (4, 5)]
+
+    alone, (loader, other) = recorded(kind, loaders()[0], []), loaders()
+    evaluations = [
+        NoGradEvaluation(each, accuracy(), name=name, every_n_steps=2) for name, each in (("a", loader), ("b", other))
+    ]
+    assert_same(alone, recorded(kind, loader, evaluations))
+    assert loader.sampler.epoch == 2
+    assert [result.batches for evaluation in evaluations for result in evaluation.results] == [3] * 6
+
+
 class Logging(Recording):
     """Logs in forward."""
 
