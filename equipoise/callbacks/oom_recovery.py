@@ -62,13 +62,18 @@ class OOMRecovery(Callback):
     def on_out_of_memory(self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent) -> Split | None:
         """Decides; see `Callback.on_out_of_memory`."""
         self.events.append(event)
+        if self.policy == "raise" or not event.can_repeat:
+            return None
+        if event.phase == "optimizer step":
+            rank_zero_warn(f"{event} It is done once more.")
+            return Split(1)
         if self.policy == "skip" and event.phase in ("forward", "backward"):
             self.skipped += 1
             if self.skipped > self.most_skipped:
                 return None
             rank_zero_warn(f"{event} It is left out; {self.skipped} so far.")
             return Split(0)
-        if self.policy != "split" or event.phase == "optimizer step" or event.parts >= event.most_parts:
+        if self.policy != "split" or event.parts >= event.most_parts:
             return None
         parts = min(2 * event.parts, event.most_parts)
         rank_zero_warn(f"{event} It is computed in {parts} parts.")

@@ -189,9 +189,25 @@ class Recovery:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps an optimiser; once more if memory ran out before anything was changed."""
-        if closure is not None:
-            return self.strategy.optimizer_step(optimizer, closure, **kwargs)
-        return self._step(self.strategy.optimizer_step, optimizer, **kwargs)
+        if closure is None:
+            return self._step(self.strategy.optimizer_step, optimizer, **kwargs)
+        in_closure = False  # whose own errors are told of already
+
+        def watched() -> Any:
+            nonlocal in_closure
+            in_closure = True
+            answer = closure()
+            in_closure = False
+            return answer
+
+        try:
+            return self.strategy.optimizer_step(optimizer, watched, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if in_closure or not is_out_of_memory(error):
+                raise
+            failure = Failure.of(error)
+        # Its gradients come from within it, and it may have changed parameters in between, as LBFGS does.
+        return self._raise_in_step(failure, "A step that computes its gradients in a closure is not done again.")
 
     def surviving(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The same for another way of stepping, such as a scaler's, which takes the optimiser first."""
@@ -205,17 +221,28 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             failure = Failure.of(error)
+        if _changed(before, _versions(optimizer)):
+            self._raise_in_step(failure, "The step had changed something already, so it cannot be done again.")
         event = self.parts.event(failure, "optimizer step", self.step.batch_idx, (), 1)
-        self.parts.ask(event)  # to be known; nothing can be cut here
-        parameters, state = _versions(optimizer)
-        if before[0] is None or before[0] != parameters:
-            raise_with_advice(failure, event)
-        if before[1] is None or (before[1] and before[1] != state):
+        answer = self.parts.ask(event)
+        if answer is None or not answer.parts:  # a step cannot be left out: the gradients are those of good batches
             raise_with_advice(failure, event)
         if not before[1]:  # its state was just being made
             optimizer.state.clear()
         self.parts.let_go()
-        return step(optimizer, **kwargs)
+        try:
+            return step(optimizer, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure.of(error)
+        return self._raise_in_step(failure, "The step was done once more already.")
+
+    def _raise_in_step(self, failure: Failure, refusal: str) -> NoReturn:
+        """Raises the error of an optimiser's step that cannot be done again, which the callbacks are told."""
+        event = self.parts.event(failure, "optimizer step", self.step.batch_idx, (), 1, refusal)
+        self.parts.ask(event)
+        raise_with_advice(failure, event)
 
 
 def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]:
@@ -225,6 +252,16 @@ def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]
         return parameters, []
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     return parameters, versions(state)
+
+
+_Versions = tuple[list[int] | None, list[int] | None]
+
+
+def _changed(before: _Versions, after: _Versions) -> bool:
+    """Whether a step has changed parameters or state, or nobody can tell; state that was just being made is none."""
+    if before[0] is None or before[0] != after[0]:
+        return True
+    return before[1] is None or bool(before[1] and before[1] != after[1])
 
 
 class EvaluationRecovery:

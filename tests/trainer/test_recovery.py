@@ -34,7 +34,7 @@ from tests.test_transparency import (
     difference,
 )
 
-pytestmark = ignoring("Batch \\d+ of \\d+ samples?", "cpu \\(number \\d\\) ran out")
+pytestmark = ignoring("Batch \\d+ (of \\d+ samples?|ran out)", "cpu \\(number \\d\\) ran out")
 
 
 class OutOfMemory:
@@ -387,6 +387,115 @@ def test_errors_in_the_step_of_the_optimizer(changes: bool) -> None:
     else:
         fit(Module(), [recovery], max_epochs=1)
         assert [event.phase for event in recovery.events] == ["optimizer step"]
+
+
+class LowOnMemory(torch.optim.SGD):
+    """Runs out of memory in some of its steps, counted from 0; before or after it has changed anything."""
+
+    def __init__(self, parameters: Any, failing: tuple[int, ...], after: bool = False) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.failing, self.after, self.calls = failing, after, 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.calls += 1
+        fails = self.calls - 1 in self.failing
+        if fails and not self.after:
+            raise torch.OutOfMemoryError("injected in the step")
+        super().step()
+        if fails:
+            raise torch.OutOfMemoryError("injected in the step")
+        return loss
+
+
+def optimised(make: Callable[[Any], Any], bare: bool) -> Mlp:
+    """A module with an optimiser of its own; bare: its step takes no closure, as those of torch, called directly."""
+
+    class Module(Mlp):
+        def configure_optimizers(self) -> Any:
+            own = make(self.parameters())
+            if not bare:
+                return own
+            optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer.step = lambda: own.step()
+            return optimizer
+
+    return Module()
+
+
+def answering(answer: Any) -> Callback:
+    class Own(Callback):
+        def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> Any:
+            return answer
+
+    return Own()
+
+
+@pytest.mark.parametrize("policy", ["split", "skip", "raise"])
+def test_the_policy_decides_about_the_step_of_the_optimizer(policy: Any) -> None:
+    recovery = OOMRecovery(policy)
+    module = optimised(lambda parameters: LowOnMemory(parameters, (1,)), bare=True)
+    if policy == "raise":
+        with pytest.raises(torch.OutOfMemoryError, match=r"Batch 1 ran .* in optimizer step.*smaller batches would"):
+            fit(module, [recovery], max_epochs=1)
+    else:
+        with pytest.warns(UserWarning, match=r"Batch 1 ran out .* in optimizer step\. It is done once more\."):
+            trainer = fit(module, [recovery], max_epochs=1)
+        assert trainer.global_step == len(SIZES)
+    assert [(event.phase, event.can_repeat) for event in recovery.events] == [("optimizer step", True)]
+    assert recovery.skipped == 0
+
+
+@pytest.mark.parametrize(("answer", "goes_on"), [(None, False), (0, False), (1, True), (2, True)])
+def test_any_callback_decides_about_the_step_of_the_optimizer(answer: Any, goes_on: bool) -> None:
+    module = optimised(lambda parameters: LowOnMemory(parameters, (1,)), bare=True)
+    if goes_on:
+        fit(module, [answering(answer)])
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="in optimizer step"):
+            fit(module, [answering(answer)])
+
+
+@pytest.mark.parametrize(("failing", "after", "events"), [((1,), True, [False]), ((1, 2), False, [True, False])])
+def test_steps_of_the_optimizer_that_cannot_be_done_again(
+    failing: tuple[int, ...], after: bool, events: list[bool]
+) -> None:
+    """Something was changed, or it is the second time: nothing is announced that is not done."""
+    recovery = OOMRecovery()
+    module = optimised(lambda parameters: LowOnMemory(parameters, failing, after), bare=True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"in optimizer step.* already.*smaller batches would not"):
+        fit(module, [recovery])
+    assert [event.can_repeat for event in recovery.events] == events
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+@pytest.mark.parametrize("policy", ["split", "skip", "raise"])
+def test_a_step_that_takes_a_closure(policy: Any, overridden: bool) -> None:
+    """An optimiser that is not torch's, or an `optimizer_step` of the module."""
+    module: Any = optimised(lambda parameters: LowOnMemory(parameters, (1,)), bare=False)
+    if overridden:
+        module.optimizer_step = lambda epoch, batch_idx, optimizer, closure: optimizer.step(closure=closure)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Batch 1 ran .* in optimizer step.* closure .*would help"
+    ) as error:
+        fit(module, [recovery := OOMRecovery(policy)])
+    assert "The allocator said: injected in the step" in str(error.value)
+    assert [(event.phase, event.can_repeat) for event in recovery.events] == [("optimizer step", False)]
+
+
+def test_batches_are_cut_within_a_closure() -> None:
+    """And errors in the closure are told once."""
+    make = lambda parameters: LowOnMemory(parameters, ())  # noqa: E731
+    injected, recovery = OutOfMemory(most=6), OOMRecovery()
+    fit(injected.wrap(optimised(make, bare=False)), [recovery])
+    assert max(injected.sizes) <= 6
+    with pytest.raises(torch.OutOfMemoryError, match="A single sample does not fit") as error:
+        fit(OutOfMemory(most=0).wrap(optimised(make, bare=False)), [recovery := OOMRecovery()])
+    assert str(error.value).count("The allocator said") == 1
+    assert {event.phase for event in recovery.events} == {"forward"}
 
 
 def test_lightning_callbacks_may_decide() -> None:
