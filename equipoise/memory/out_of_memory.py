@@ -19,7 +19,7 @@ __all__ = [
     "requested_bytes",
 ]
 
-Phase = Literal["forward", "backward", "optimizer step", "evaluation"]
+Phase = Literal["forward", "backward", "optimizer step", "evaluation", "training step"]
 
 _SIGNS = (
     "out of memory",
@@ -41,7 +41,8 @@ class OutOfMemoryEvent:
     """A batch that did not fit.
 
     Attributes:
-        phase: What ran: "forward", "backward", "optimizer step" or "evaluation".
+        phase: What ran: "forward", "backward", "optimizer step" or "evaluation"; with manual optimisation also
+            "training step", between or after those.
         device: The device that ran out, as torch names it.
         batch_idx: The number of the batch.
         batch_size: Its number of samples; None if nobody can tell.

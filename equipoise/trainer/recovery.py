@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.memory.out_of_memory import OutOfMemoryEvent, is_out_of_memory
+from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
 from equipoise.parallel.weighting import Window
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from equipoise.trainer.context import Context
 
 __all__ = ["EvaluationRecovery", "Recovery", "refuse_by_hand"]
+
+_BY_HAND = (
+    "The module optimises by hand (automatic_optimization=False): its step may have changed parameters already, so it"
+    " cannot be done again. A smaller batch_size, precision='bf16-mixed' or activation checkpointing would help."
+)
 
 
 @dataclass(slots=True)
@@ -133,11 +138,12 @@ class Recovery:
     def _prepare(self, failure: Failure) -> None:
         """Asks what to do, and brings everything back to how the window found it."""
         batch, step = self._running, self.step
-        event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count)
+        refusal = self.strategy.obstacle(training=True, leave_out=False)
+        event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count, refusal)
         answer = self.parts.ask(event)
         sent = self._roll_back()
         if answer is None:
-            raise_with_advice(failure, event, self.strategy.obstacle(training=True, leave_out=False))
+            raise_with_advice(failure, event, refusal)
         obstacle = self.strategy.obstacle(training=True, leave_out=not answer.parts)
         if sent and not answer.parts and not obstacle:
             obstacle = (
@@ -297,13 +303,13 @@ class EvaluationRecovery:
                 if not is_out_of_memory(error):
                     raise
                 failure = Failure.of(error)
-            event = self.parts.event(failure, "evaluation", step.indices[0], parts, count)
+            refusal = self.strategy.obstacle(training=False, leave_out=False)
+            event = self.parts.event(failure, "evaluation", step.indices[0], parts, count, refusal)
             answer = self.parts.ask(event)
             del self.logs.pending[pending:]
             self.rewind.restore()
-            obstacle = self.strategy.obstacle(training=False, leave_out=False)
-            if obstacle or answer is None or not answer.parts:  # what is left out would be missing in the metrics
-                raise_with_advice(failure, event, obstacle)
+            if refusal or answer is None or not answer.parts:  # what is left out would be missing in the metrics
+                raise_with_advice(failure, event, refusal)
             count = answer.parts
             if count > 1:
                 self.parts.failed(parts, answer)
@@ -326,19 +332,8 @@ def refuse_by_hand(context: "Context", run: Callable[..., StepResult]) -> Callab
             if not is_out_of_memory(error):
                 raise
             failure = Failure.of(error)
-        event = helper.event(failure, "forward", step.batch_idx, parts, 1)
+        event = helper.event(failure, step.phase, step.batch_idx, parts, 1, _BY_HAND)
         helper.ask(event)
-        by_hand(failure, event)
+        return raise_with_advice(failure, event)
 
     return checked
-
-
-def by_hand(failure: Failure, event: OutOfMemoryEvent) -> NoReturn:
-    """Raises the error of a step that optimises by hand."""
-    raise_with_advice(
-        failure,
-        event,
-        "The module optimises by hand (automatic_optimization=False): its step may have changed parameters already, so"
-        " it cannot be done again. A smaller batch_size, precision='bf16-mixed' or activation checkpointing would"
-        " help.",
-    )

@@ -1,6 +1,7 @@
 """Steps done again in parts when memory runs out: errors that are injected at any place of any step."""
 
 import random
+import warnings
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -556,14 +557,73 @@ def test_evaluations(strategy: str, devices: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-def test_manual_optimisation_says_that_it_cannot() -> None:
-    class ByHand(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+def run_out() -> None:
+    raise torch.OutOfMemoryError("injected")
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise torch.OutOfMemoryError("injected")
 
-    with pytest.raises(torch.OutOfMemoryError, match="optimises by hand"):
-        fit(ByHand(), [OOMRecovery()])
+class ByHand(Mlp):
+    """Optimises by hand; runs out of memory in the second step.
+
+    Args:
+        place: Where.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.place = False, place
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        place = self.place if batch_idx == 1 else ""
+        optimizer: Any = self.optimizers()
+        if place == "forward":
+            run_out()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        if place == "backward":
+            loss.register_hook(lambda gradient: run_out())
+        self.manual_backward(loss)
+        if place == "training step":
+            run_out()
+        if place == "optimizer step":
+            optimizer.optimizer.register_step_pre_hook(lambda *_: run_out())
+        optimizer.step()
+        if place == "after the step":
+            run_out()
+
+
+@pytest.mark.parametrize("policy", ["split", "skip", "raise"])
+@pytest.mark.parametrize("place", ["forward", "backward", "training step", "optimizer step", "after the step"])
+def test_manual_optimisation_says_that_it_cannot(place: str, policy: Any) -> None:
+    """And announces nothing else; where it was is told as far as anybody knows."""
+    phase = "training step" if place == "after the step" else place
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Batch")
+        with pytest.raises(torch.OutOfMemoryError, match=f"Batch 1 of .* on cpu in {phase}\\..* optimises by hand"):
+            fit(ByHand(place), [recovery := OOMRecovery(policy)])
+    (event,) = recovery.events
+    assert (event.phase, event.most_parts, event.can_repeat, recovery.skipped) == (phase, 1, False, 0)
+    assert "optimises by hand" in event.obstacle
+
+
+def test_manual_optimisation_with_a_closure_says_where_it_was() -> None:
+    """The closure is a step of its own within that of the optimiser."""
+
+    class WithClosure(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> Tensor:
+                loss = Mlp.training_step(self, batch, batch_idx)
+                if self.place == "training step":
+                    run_out()
+                if self.place == "backward":
+                    loss.register_hook(lambda gradient: run_out())
+                self.manual_backward(loss)
+                return loss
+
+            optimizer: Any = self.optimizers()
+            if self.place == "optimizer step":
+                optimizer.optimizer.register_step_post_hook(lambda *_: run_out())
+            optimizer.step(closure=closure)
+
+    for place in ("training step", "backward", "optimizer step"):
+        with pytest.raises(torch.OutOfMemoryError, match=f"in {place}.*optimises by hand"):
+            fit(WithClosure(place), [OOMRecovery()])
