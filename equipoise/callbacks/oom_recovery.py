@@ -4,6 +4,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
@@ -16,7 +17,7 @@ __all__ = ["OOMRecovery"]
 
 
 class OOMRecovery(Callback):
-    """Lets training go on when a batch runs out of memory.
+    """Lets training go on when a batch runs out of memory; in Lightning's own Trainer it can do nothing but warn.
 
     The step is done again from where it began, the batch in 2, 4, 8, … parts, down to one sample each. Gradients are
     those of the whole batch, whatever its parts; no sample is lost, and what the failed attempt logged or drew is
@@ -62,8 +63,13 @@ class OOMRecovery(Callback):
         self._earlier = (0, 0)  # events and batches left out before this run
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Notes where the run begins."""
+        """Notes where the run begins; warns where nobody will ask."""
         self._earlier = (len(self.events), self.skipped)
+        if not hasattr(trainer.strategy, "gather_objects"):  # a strategy of ours has it
+            rank_zero_warn(
+                "OOMRecovery does nothing in Lightning's Trainer, which does not ask its callbacks when memory runs"
+                " out. Take equipoise.Trainer."
+            )
 
     def on_out_of_memory(self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent) -> Split | None:
         """Decides; see `Callback.on_out_of_memory`."""
