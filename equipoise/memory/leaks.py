@@ -16,6 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from time import monotonic
 from typing import Any
 
@@ -169,7 +170,7 @@ class LeakWatch:
         if self._steps <= _WARM_UP:
             return []
         known = [tensor for reference in self._known if (tensor := reference()) is not None]
-        alive = self._alive([*known, *gc.get_objects()])
+        alive = self._alive(chain(known, gc.get_objects()))  # a list of both would hold itself
         self._nodes.add(alive.nodes)
         self._plain.add(alive.nbytes)
         leaks = []
