@@ -22,6 +22,7 @@ __all__ = [
     "buffers_of",
     "children_of",
     "has_hooks",
+    "has_module_hooks",
     "hooks_of",
     "is_compiled",
     "merge_metric_states",
@@ -84,6 +85,13 @@ def is_compiled(module: nn.Module) -> bool:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody registered a hook on a parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """Whether somebody registered a hook on a module's forward or backward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:

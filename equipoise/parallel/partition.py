@@ -1,0 +1,217 @@
+"""Where to cut a sequence of blocks into stages, so that the slowest is as quick as can be and every one fits.
+
+A dynamic programme over the ends of stages, exact for a given order of devices: its cost is the time of the slowest
+stage and, among equals, the bytes that pass between stages. Devices may be of unequal speed and memory (the problem of
+Narayanan et al., "PipeDream", 2019, for one machine).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from equipoise.parallel.schedule import Schedule, in_flight
+
+__all__ = ["Block", "DoesNotFit", "Stage", "StageDevice", "choose_cuts", "describe_stages"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What cannot be cut further, measured for one micro-batch.
+
+    Attributes:
+        name: Its name.
+        forward, backward: Seconds, on a device of slowness 1.
+        parameters: Bytes of its parameters and buffers.
+        trained: Bytes of those parameters that are trained.
+        saved: Bytes that its forward keeps for its backward.
+        boundary: Bytes that pass to the next block.
+        transient: Bytes beyond these at its worst moment.
+        may_end: Whether a stage may end with it.
+    """
+
+    name: str
+    forward: float = 0.0
+    backward: float = 0.0
+    parameters: int = 0
+    trained: int = 0
+    saved: int = 0
+    boundary: int = 0
+    transient: int = 0
+    may_end: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageDevice:
+    """What a stage has to do with.
+
+    Attributes:
+        slowness: How many times longer than measured everything takes there.
+        memory: Bytes that may be planned with; None: no limit.
+    """
+
+    slowness: float = 1.0
+    memory: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Consecutive blocks.
+
+    Attributes:
+        first, end: The first block, and the one after the last.
+        forward, backward: Predicted seconds for one micro-batch.
+        memory: Predicted bytes at the peak.
+        parameters: Bytes of parameters and buffers.
+    """
+
+    first: int
+    end: int
+    forward: float
+    backward: float
+    memory: int
+    parameters: int
+
+
+class DoesNotFit(Exception):
+    """No cut fits into the devices' memory.
+
+    Attributes:
+        best: The cut whose stages overrun their memory least.
+    """
+
+    def __init__(self, best: Sequence[int]) -> None:
+        super().__init__("no cut fits")
+        self.best = list(best)
+
+
+class _Costs:
+    """Sums over blocks, so that a stage of any length is priced at once."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        devices: Sequence[StageDevice],
+        schedule: Schedule,
+        micro_batches: int,
+        state_factor: float,
+    ) -> None:
+        self.blocks, self.devices, self.state_factor = blocks, devices, state_factor
+        self.flights = [in_flight(schedule, stage, len(devices), micro_batches) for stage in range(len(devices))]
+        self.forward = [0.0, *accumulate(block.forward for block in blocks)]
+        self.backward = [0.0, *accumulate(block.backward for block in blocks)]
+        self.parameters = [0, *accumulate(block.parameters for block in blocks)]
+        self.trained = [0, *accumulate(block.trained for block in blocks)]
+        self.saved = [0, *accumulate(block.saved for block in blocks)]
+
+    def stage(self, stage: int, first: int, end: int, transient: int | None = None) -> Stage:
+        """What blocks from first to end come to as a stage."""
+        if transient is None:
+            transient = max(block.transient for block in self.blocks[first:end])
+        slowness = self.devices[stage].slowness
+        parameters = self.parameters[end] - self.parameters[first]
+        trained = self.trained[end] - self.trained[first]
+        passing = self.blocks[first - 1].boundary if first else 0
+        passing += self.blocks[end - 1].boundary
+        held = self.flights[stage] * (self.saved[end] - self.saved[first] + passing)
+        return Stage(
+            first=first,
+            end=end,
+            forward=(self.forward[end] - self.forward[first]) * slowness,
+            backward=(self.backward[end] - self.backward[first]) * slowness,
+            memory=int(parameters + self.state_factor * trained + held + transient),
+            parameters=parameters,
+        )
+
+
+def choose_cuts(
+    blocks: Sequence[Block],
+    devices: Sequence[StageDevice],
+    *,
+    schedule: Schedule = "1f1b",
+    micro_batches: int = 1,
+    state_factor: float = 3.0,
+) -> list[int]:
+    """Chooses the blocks with which stages end.
+
+    Args:
+        blocks: The blocks, in order.
+        devices: One for each stage, in order.
+        schedule: How micro-batches are computed; it decides how many activations a stage holds.
+        micro_batches: Their number.
+        state_factor: Bytes of gradients and the optimiser's state for each byte of a trained parameter. Default: 3,
+            which is Adam's.
+
+    Returns:
+        For each stage the index of the block after its last.
+
+    Raises:
+        ValueError: If there are more stages than places to cut.
+        DoesNotFit: If no cut fits into memory.
+
+    Example:
+        >>> blocks = [Block(name=str(index), forward=seconds) for index, seconds in enumerate([1, 1, 1, 3])]
+        >>> choose_cuts(blocks, [StageDevice(), StageDevice()])
+        [3, 4]
+    """
+    costs = _Costs(blocks, devices, schedule, micro_batches, state_factor)
+    cuts, overrun = _best(costs)
+    if cuts is None:
+        raise ValueError(
+            f"{len(devices)} stages need as many blocks, and places to cut between them; there are {len(blocks)}."
+        )
+    if overrun:
+        raise DoesNotFit(cuts)
+    return cuts
+
+
+def describe_stages(
+    blocks: Sequence[Block],
+    devices: Sequence[StageDevice],
+    cuts: Sequence[int],
+    *,
+    schedule: Schedule = "1f1b",
+    micro_batches: int = 1,
+    state_factor: float = 3.0,
+) -> list[Stage]:
+    """What the stages of a cut come to; see `choose_cuts`."""
+    costs = _Costs(blocks, devices, schedule, micro_batches, state_factor)
+    return [costs.stage(stage, first, end) for stage, (first, end) in enumerate(zip([0, *cuts], cuts, strict=False))]
+
+
+Cost = tuple[float, float, int]  # bytes beyond the memory, as a share of it; seconds of the slowest; bytes that pass
+
+
+def _best(costs: _Costs) -> tuple[list[int] | None, float]:
+    """The best ends of all stages, and by how much memory is overrun."""
+    blocks, stages = costs.blocks, len(costs.devices)
+    count = len(blocks)
+    best: list[dict[int, tuple[Cost, int]]] = [{0: ((0.0, 0.0, 0), 0)}]  # by stages so far, then by blocks so far
+    for stage in range(stages):
+        last = stage == stages - 1
+        row: dict[int, tuple[Cost, int]] = {}
+        for end in range(stage + 1, count + 1) if not last else (count,):
+            if not (blocks[end - 1].may_end or end == count):
+                continue
+            transient = 0
+            for first in range(end - 1, stage - 1, -1):
+                transient = max(transient, blocks[first].transient)
+                if first not in best[stage]:
+                    continue
+                (over, slowest, passed), _ = best[stage][first]
+                made = costs.stage(stage, first, end, transient)
+                limit = costs.devices[stage].memory
+                beyond = 0.0 if limit is None else max(0.0, made.memory / max(1, limit) - 1)
+                seconds = made.forward + made.backward
+                passing = 0 if end == count else blocks[end - 1].boundary
+                cost = (max(over, beyond), max(slowest, seconds), passed + passing)
+                if end not in row or cost < row[end][0]:
+                    row[end] = (cost, first)
+        best.append(row)
+    if count not in best[stages]:
+        return None, math.inf
+    cuts, end = [], count
+    for stage in range(stages, 0, -1):
+        cuts.append(end)
+        end = best[stage][end][1]
+    return cuts[::-1], best[stages][count][0][0]
