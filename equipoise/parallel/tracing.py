@@ -18,13 +18,8 @@ from equipoise.parallel.internals import has_module_hooks
 
 __all__ = ["CallStructure", "NotTraceable", "Traced", "trace", "writes_in_place"]
 
-_IN_PLACE = {
-    f"i{name}"
-    for name in (
-        ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
-    )
-}
-_IN_PLACE.add("setitem")
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_IN_PLACE = {"setitem", "ilshift", "irshift", *(f"i{name}" for name in _ARITHMETIC)}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
