@@ -1,0 +1,208 @@
+"""What each call of a network takes: time forward and backward, activations, what passes on."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from equipoise.parallel.partition import Block
+from equipoise.parallel.rewind import Rewind
+from equipoise.parallel.stages import crossing, map_tensors, may_cut
+from equipoise.parallel.tracing import Traced, writes_in_place
+
+__all__ = ["merge_blocks", "profile_calls"]
+
+_REPEATS = 3
+_FINEST = 400  # a block takes at least such a part of the whole, where it may be cut
+
+
+def profile_calls(
+    traced: Traced, module: nn.Module, tensors: Sequence[Tensor], device: torch.device, *, repeats: int = _REPEATS
+) -> list[Block]:
+    """Measures every call of a forward, one after the other, on a device; nothing is changed by it.
+
+    Args:
+        traced: The forward.
+        module: The user's module, whose buffers and metrics are brought back.
+        tensors: What it is called with; one micro-batch.
+        device: Where. Parameters that lie elsewhere are there while their call is measured.
+        repeats: How often; the quickest counts. Default: 3.
+
+    Returns:
+        A block for each call.
+    """
+    rewind = Rewind(module, [device])
+    rewind.mark()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            tensors = [tensor.detach().clone().to(device) for tensor in tensors]
+            return _profile(traced, tuple(tensors), device, repeats)
+    finally:
+        rewind.restore()
+
+
+def _profile(traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, repeats: int) -> list[Block]:
+    calls, values = traced.calls, {}
+    (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
+    values[given] = tensors
+    passing, cuts = crossing(traced, range(1, len(calls) + 1)), may_cut(traced)
+    last = {node: index for index, nodes in enumerate(passing) for node in nodes}
+    blocks = []
+    for index, node in enumerate(calls):
+        measured = _measure(node, traced.root, values, device, repeats)
+        values[node] = measured.pop("output")
+        boundary = sum(tensor.nbytes for value in passing[index] for tensor in _tensors(values[value]))
+        blocks.append(Block(name=_name(node), boundary=boundary, may_end=cuts[index], **measured))
+        for old in [old for old in values if last.get(old, -1) < index]:
+            del values[old]
+    return blocks
+
+
+def _measure(
+    node: fx.Node, root: nn.Module, values: dict[fx.Node, Any], device: torch.device, repeats: int
+) -> dict[str, Any]:
+    owner = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    parameters = [] if owner is None else list(owner.parameters())
+    if node.op == "get_attr" and isinstance(held := _attribute(root, str(node.target)), nn.Parameter):
+        parameters = [held]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    forward = backward = float("inf")
+    saved = 0
+    output: Any = None
+    with _placed(owner, device):
+        for _ in range(repeats):
+            inputs: list[Tensor] = []
+            args, kwargs = fx.map_arg((node.args, node.kwargs), partial(_leaves, values, inputs))
+            if writes_in_place(node, root):
+                args, kwargs = map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs)
+            seen: dict[int, int] = {}
+            begin = _now(device)
+            with torch.autograd.graph.saved_tensors_hooks(_counter(seen, parameters), lambda packed: packed):
+                output = _call(node, root, args, kwargs)
+            forward, saved = min(forward, _now(device) - begin), sum(seen.values())
+            outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+            wanted = [tensor for tensor in inputs if tensor.requires_grad] + [p for p in trained if outputs]
+            begin = _now(device)
+            if outputs and wanted:
+                ones = [torch.ones_like(tensor) for tensor in outputs]
+                torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+            backward = min(backward, _now(device) - begin)
+    made = sum(tensor.nbytes for tensor in _tensors(output))
+    return {
+        "forward": forward,
+        "backward": backward,
+        "parameters": sum(parameter.nbytes for parameter in parameters),
+        "trained": sum(parameter.nbytes for parameter in trained),
+        "saved": saved,
+        "transient": 2 * made,
+        "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output),
+    }
+
+
+def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], used: fx.Node) -> Any:
+    """A value as leaves of autograd, which are noted."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        made = tensor.detach().requires_grad_(tensor.requires_grad)
+        inputs.append(made)
+        return made
+
+    return map_tensors(leaf, values[used])
+
+
+def _counter(seen: dict[int, int], parameters: Sequence[Tensor]) -> Any:
+    """Notes the bytes that are saved for the backward, each storage once, parameters not."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            seen[place] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    return pack
+
+
+def _call(node: fx.Node, root: nn.Module, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op == "get_attr":
+        return _attribute(root, str(node.target))
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _attribute(root: nn.Module, name: str) -> Any:
+    owner, _, own = name.rpartition(".")
+    return getattr(root.get_submodule(owner), own)
+
+
+@contextmanager
+def _placed(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
+    """A layer on the device, for a while."""
+    with ExitStack() as stack:
+        if owner is not None and any(tensor.device != device for tensor in owner.parameters()):
+            before = next(owner.parameters()).device
+            stack.callback(owner.to, before)
+            owner.to(device)
+        yield
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).removeprefix("network.") if node.op in ("call_module", "get_attr") else node.name
+
+
+def merge_blocks(blocks: Sequence[Block]) -> tuple[list[Block], list[int]]:
+    """Puts calls together until each takes a noticeable part of the time, so that few places to cut are left.
+
+    Args:
+        blocks: One for each call.
+
+    Returns:
+        The merged blocks, and for each the index of the call after its last.
+    """
+    whole = sum(block.forward + block.backward for block in blocks)
+    merged: list[Block] = []
+    ends: list[int] = []
+    first, seconds = 0, 0.0
+    for index, block in enumerate(blocks):
+        seconds += block.forward + block.backward
+        last = index == len(blocks) - 1
+        if last or (block.may_end and (seconds >= whole / _FINEST or len(blocks) <= _FINEST)):
+            merged.append(_merged(blocks[first : index + 1]))
+            ends.append(index + 1)
+            first, seconds = index + 1, 0.0
+    return merged, ends
+
+
+def _merged(blocks: Sequence[Block]) -> Block:
+    named = next((block.name for block in blocks if block.parameters), blocks[0].name)
+    return Block(
+        name=named,
+        forward=sum(block.forward for block in blocks),
+        backward=sum(block.backward for block in blocks),
+        parameters=sum(block.parameters for block in blocks),
+        trained=sum(block.trained for block in blocks),
+        saved=sum(block.saved for block in blocks),
+        boundary=blocks[-1].boundary,
+        transient=max(block.transient for block in blocks),
+        may_end=blocks[-1].may_end,
+    )
