@@ -11,9 +11,12 @@ import torch as _torch  # noqa: F401  the one import that every use of the packa
 
 if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback
+    from equipoise.callbacks.evaluation_pass import EvaluationResult
     from equipoise.callbacks.memory_logger import MemoryLogger
+    from equipoise.callbacks.no_grad_evaluation import NoGradEvaluation
     from equipoise.callbacks.oom_recovery import OOMRecovery
     from equipoise.callbacks.progress_bar import ProgressBar
+    from equipoise.callbacks.run_report import RunReport
     from equipoise.callbacks.run_summary import RunSummary
     from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
     from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
@@ -32,10 +35,13 @@ __all__ = [
     "ConfigurationError",
     "DDPStrategy",
     "DataParallelStrategy",
+    "EvaluationResult",
     "MemoryLogger",
+    "NoGradEvaluation",
     "OOMRecovery",
     "OutOfMemoryEvent",
     "ProgressBar",
+    "RunReport",
     "RunSummary",
     "SimulatedDevice",
     "SingleDeviceStrategy",
@@ -57,9 +63,12 @@ _HOME = {
     "DDPStrategy": "equipoise.strategies.ddp",
     "DataParallelStrategy": "equipoise.strategies.data_parallel",
     "MemoryLogger": "equipoise.callbacks.memory_logger",
+    "EvaluationResult": "equipoise.callbacks.evaluation_pass",
+    "NoGradEvaluation": "equipoise.callbacks.no_grad_evaluation",
     "OOMRecovery": "equipoise.callbacks.oom_recovery",
     "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
     "ProgressBar": "equipoise.callbacks.progress_bar",
+    "RunReport": "equipoise.callbacks.run_report",
     "RunSummary": "equipoise.callbacks.run_summary",
     "SimulatedDevice": "equipoise.parallel.calibration",
     "SingleDeviceStrategy": "equipoise.strategies.single_device",

@@ -52,6 +52,11 @@ class Callback(_LightningCallback):
     Every hook receives the trainer and the module first. A callback written for Lightning works here and the other
     way round.
 
+    Attributes:
+        fires_without_batch: Whether `on_train_batch_end` is called also in a process that has no batch in a step while
+            others have, with `{}` for outputs and None for the batch. For callbacks that talk to the other processes in
+            it, which would wait for this one. Default: False.
+
     Example:
         >>> from equipoise import Callback
         >>> class PrintLoss(Callback):
@@ -59,6 +64,8 @@ class Callback(_LightningCallback):
         ...         if batch_idx % 100 == 0:
         ...             trainer.print(f"step {trainer.global_step}: loss {outputs['loss']:.3f}")
     """
+
+    fires_without_batch: bool = False
 
     def on_before_batch_to_device(self, trainer: "Trainer", pl_module: LightningModule, batch_idx: int) -> None:
         """A training batch was read and is about to be copied to its devices; Lightning's Trainer does not tell.

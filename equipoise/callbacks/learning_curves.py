@@ -12,7 +12,7 @@ from typing import Any
 
 from equipoise.callbacks.progress_display import format_value
 
-__all__ = ["can_draw", "draw_curves", "split_name"]
+__all__ = ["can_draw", "draw_curves", "group_curves", "split_name"]
 
 Curve = Mapping[float, float]
 
@@ -66,7 +66,8 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    families = _families(curves)
+    finite = {name: {x: y for x, y in curve.items() if math.isfinite(y)} for name, curve in curves.items()}
+    families = group_curves({name: curve for name, curve in finite.items() if curve})
     shown = dict(list(families.items())[:_MOST])
     columns = min(len(shown), 3 if len(shown) != 4 else 2)
     rows = math.ceil(len(shown) / columns)
@@ -84,13 +85,18 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> None:
     figure.savefig(path)
 
 
-def _families(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Curves by what they measure, then by what tells them apart; several curves first, losses before all."""
+def group_curves(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
+    """Groups curves by what they measure, then by what tells them apart; several curves first, losses before all.
+
+    Args:
+        curves: For every metric's name its values, by epochs done.
+
+    Example:
+        >>> group_curves({"acc": {1: 0.5}, "train_loss": {1: 0.9}, "val_loss": {1: 1.0}})
+        {'loss': {'train': {1: 0.9}, 'val': {1: 1.0}}, 'accuracy': {'': {1: 0.5}}}
+    """
     families: dict[str, dict[str, Curve]] = {}
     for name, curve in curves.items():
-        curve = {x: y for x, y in curve.items() if math.isfinite(y)}
-        if not curve:
-            continue
         family, where = split_name(name)
         members = families.setdefault(family, {})
         members[name if where in members else where] = curve

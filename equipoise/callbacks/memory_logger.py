@@ -154,7 +154,7 @@ class MemoryLogger(Callback):
             return
         fit.step, fit.epoch_started = trainer.global_step, monotonic()
         if self.watch_leaks:
-            fit.leaks = LeakWatch(lambda: _roots(trainer, pl_module, self), _keeps)
+            fit.leaks = LeakWatch(lambda: _roots(trainer, pl_module, self), _keeps, began=fit.started)
             fit.leaks.start()
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:

@@ -1,7 +1,6 @@
 """The closing word of a fit: a table of what came out and what it took, and a picture of the learning curves."""
 
 import contextlib
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,15 @@ from typing import Any
 
 import rich
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from equipoise.callbacks.callback import Callback
+from equipoise.callbacks.curve_history import CurveHistory
 from equipoise.callbacks.learning_curves import can_draw, draw_curves
-from equipoise.callbacks.progress_display import format_time, format_value
+from equipoise.callbacks.progress_display import format_value
+from equipoise.callbacks.run_facts import checkpoint_callbacks, device_name, devices_of, format_duration, shorten
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, peak_of_process
 from equipoise.parallel.split import Splitter
@@ -38,8 +38,6 @@ class _Fit:
         training_time: Time in training epochs, validation excluded.
         epoch_started, validation_started: When the present one began, if there is one.
         validation_time: Time in validation since the epoch began.
-        pending: The epoch that ended last, while its values may still change.
-        names_before: The metrics known before a validation.
         alone: The counts are those of this process alone, though there are others.
     """
 
@@ -57,8 +55,6 @@ class _Fit:
     epoch_started: float | None = None
     validation_started: float | None = None
     validation_time: float = 0.0
-    pending: int | None = None
-    names_before: frozenset[str] = frozenset()
     alone: bool = False
 
 
@@ -85,10 +81,13 @@ class RunSummary(Callback):
     def __init__(self, *, curves: bool = True, table: bool = True) -> None:
         self.curves = curves
         self.table = table
-        self.history: dict[str, dict[float, float]] = {}
-        self._validation_names: set[str] = set()
-        self._batch_idx = -1
+        self.recorded = CurveHistory()
         self._fit: _Fit | None = None
+
+    @property
+    def history(self) -> dict[str, dict[float, float]]:
+        """The curves: for every metric's name its values, by epochs done."""
+        return self.recorded.curves
 
     def __getstate__(self) -> dict[str, Any]:
         """The curves and the options; neither a fit under way nor the methods that Lightning lends to callbacks."""
@@ -97,14 +96,12 @@ class RunSummary(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The curves so far."""
         if self._fit is not None:  # the checkpoint of an epoch's end is written when its values are known
-            self._record_epoch(self._fit)
-        history = {name: dict(curve) for name, curve in self.history.items()}
-        return {"history": history, "validation_names": sorted(self._validation_names)}
+            self.recorded.take_epoch(self._fit.trainer)
+        return self.recorded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the curves of an earlier process."""
-        self.history = {name: dict(curve) for name, curve in state_dict["history"].items()}
-        self._validation_names = set(state_dict["validation_names"])
+        self.recorded.load_state_dict(state_dict)
 
     # What is counted.
 
@@ -114,28 +111,24 @@ class RunSummary(Callback):
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         size_of = Splitter(pl_module, getattr(trainer.strategy, "dim", 0)).size
         self._fit = _Fit(trainer=trainer, folder=folder, started=monotonic(), size_of=size_of)
+        self.recorded.on_fit_start()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Drops what an earlier fit recorded beyond the point where this one begins."""
         if (fit := self._fit) is not None:
             fit.first_epoch, fit.first_step = trainer.current_epoch, trainer.global_step
             fit.epoch_started = monotonic()  # an epoch that is resumed in its middle does not start again
-            limit = trainer.current_epoch + 1 if trainer.global_step else 0
-            self.history = {
-                name: {epoch: value for epoch, value in curve.items() if epoch <= limit}
-                for name, curve in self.history.items()
-            }
+            self.recorded.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Starts the epoch's clock."""
         if (fit := self._fit) is not None:
-            self._record_epoch(fit)
-            fit.pending, fit.validation_time, self._batch_idx = None, 0.0, -1
-            fit.epoch_started = monotonic()
+            self.recorded.on_train_epoch_start(trainer)
+            fit.validation_time, fit.epoch_started = 0.0, monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Counts the samples."""
-        self._batch_idx = batch_idx
+        self.recorded.batches_done = batch_idx + 1
         if (fit := self._fit) is not None:
             size = fit.size_of(batch)
             if size is None:
@@ -147,7 +140,7 @@ class RunSummary(Callback):
         """Notes which metrics are known: those that validation adds are its own."""
         if (fit := self._fit) is not None and not trainer.sanity_checking:
             fit.validation_started = monotonic()
-            fit.names_before = frozenset(trainer.callback_metrics)
+            self.recorded.on_validation_start(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Takes the values of a validation, at the fraction of the epoch that is done."""
@@ -155,23 +148,21 @@ class RunSummary(Callback):
             return
         fit.validation_time += monotonic() - fit.validation_started
         fit.validation_started = None
-        self._validation_names |= set(trainer.callback_metrics) - fit.names_before
-        share = min(1.0, (self._batch_idx + 1) / trainer.num_training_batches)
-        self._record(trainer, trainer.current_epoch + (share or 1.0), self._validation_names)
+        self.recorded.on_validation_end(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Stops the epoch's clock. Its values are taken later: the module may log more after this."""
         if (fit := self._fit) is not None and fit.epoch_started is not None:
             fit.epoch_time += monotonic() - fit.epoch_started
             fit.epochs += 1
-            fit.pending = trainer.current_epoch
+            self.recorded.on_train_epoch_end(trainer)
             self._stop_epoch(fit)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Takes the last values, and the samples of all processes."""
         if (fit := self._fit) is None:
             return
-        self._record_epoch(fit)
+        self.recorded.take_epoch(trainer)
         if trainer.world_size > 1:
             counts = torch.tensor([fit.samples, fit.countless], device=trainer.strategy.root_device)
             samples, countless = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
@@ -190,7 +181,7 @@ class RunSummary(Callback):
             self._stop_epoch(fit)
         fit.alone = trainer.world_size > 1
         if not fit.alone:  # reading the values may need the others
-            self._record_epoch(fit)
+            self.recorded.take_epoch(trainer)
         interrupted = isinstance(exception, KeyboardInterrupt)
         self._conclude(trainer, "interrupted" if interrupted else f"stopped by {type(exception).__name__}")
 
@@ -202,18 +193,6 @@ class RunSummary(Callback):
             fit.validation_time += now - fit.validation_started
         fit.training_time += now - fit.epoch_started - fit.validation_time
         fit.epoch_started = fit.validation_started = None
-
-    def _record_epoch(self, fit: _Fit) -> None:
-        """Takes the values of the epoch that has ended."""
-        if fit.pending is not None:
-            names = set(fit.trainer.callback_metrics) - self._validation_names
-            self._record(fit.trainer, fit.pending + 1, names)
-
-    def _record(self, trainer: Any, epoch: float, names: set[str]) -> None:
-        metrics = trainer.callback_metrics
-        for name, value in metrics.items():
-            if name in names and not _is_fork(name, metrics):
-                self.history.setdefault(name, {})[float(epoch)] = float(value)
 
     # What is made of it.
 
@@ -241,9 +220,9 @@ class RunSummary(Callback):
         return table
 
     def _metric_rows(self, trainer: Any) -> list[tuple[str, str]]:
-        names = sorted(self.history, key=lambda name: name in self._validation_names)
+        names = sorted(self.history, key=lambda name: name in self.recorded.validation_names)
         rows = [(name, format_value(curve[max(curve)])) for name in names if (curve := self.history[name])]
-        for callback in _checkpoint_callbacks(trainer):
+        for callback in checkpoint_callbacks(trainer):
             if callback.monitor and callback.best_model_score is not None:
                 rows.append((f"best {callback.monitor}", format_value(float(callback.best_model_score))))
         return rows
@@ -251,10 +230,10 @@ class RunSummary(Callback):
     def _checkpoint_lines(self, trainer: Any) -> list[Text]:
         """Paths stand outside of the table, so that they are not cut."""
         lines = []
-        for callback in _checkpoint_callbacks(trainer):
+        for callback in checkpoint_callbacks(trainer):
             if callback.best_model_path:
                 kind = "Best checkpoint" if callback.monitor else "Checkpoint"
-                lines.append(Text.assemble((f"{kind}: ", "dim"), _short(callback.best_model_path)))
+                lines.append(Text.assemble((f"{kind}: ", "dim"), shorten(callback.best_model_path)))
         return lines
 
     def _draw(self, path: Path) -> Text:
@@ -265,7 +244,7 @@ class RunSummary(Callback):
             draw_curves(self.history, path)
         except OSError as error:  # a full disk must not hide how the run went
             return Text(f"Learning curves could not be written: {error}", "red")
-        return Text.assemble(("Learning curves: ", "dim"), _short(str(path)))
+        return Text.assemble(("Learning curves: ", "dim"), shorten(str(path)))
 
 
 def _run_rows(trainer: Any, fit: _Fit) -> list[tuple[str, str]]:
@@ -280,50 +259,18 @@ def _run_rows(trainer: Any, fit: _Fit) -> list[tuple[str, str]]:
         kind = "samples per second" + (" (this process)" if fit.alone else "")
         rows.append((kind, f"{fit.samples / fit.training_time:,.0f}"))
     if fit.epochs:
-        rows.append(("time per epoch", _duration(fit.epoch_time / fit.epochs)))
-    return [*rows, ("total time", _duration(monotonic() - fit.started))]
+        rows.append(("time per epoch", format_duration(fit.epoch_time / fit.epochs)))
+    return [*rows, ("total time", format_duration(monotonic() - fit.started))]
 
 
 def _machine_rows(trainer: Any) -> list[tuple[str, str]]:
     """Where it ran, and the memory it took."""
     rows = [("processes", str(trainer.world_size))] if trainer.world_size > 1 else []
-    strategy = trainer.strategy
-    devices = dict.fromkeys(map(torch.device, getattr(strategy, "devices", None) or [strategy.root_device]))
+    devices = devices_of(trainer)
     for device in devices:
         which = f" {device}" if len(devices) > 1 else ""
-        rows.append((f"device{which}", _device_name(device)))
+        rows.append((f"device{which}", device_name(device)))
         with contextlib.suppress(ConfigurationError):  # a kind of device that has no readings
             if (peak := peak_of_process(device)) is not None:
                 rows.append((f"peak memory{which}", format_bytes(peak)))
     return rows
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device}, {torch.cuda.get_device_name(device)}"
-    threads = torch.get_num_threads()
-    return f"cpu, {platform.machine()}, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else str(device)
-
-
-def _checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-
-
-def _is_fork(name: str, names: Any) -> bool:
-    """Whether a name is `loss_step` or `loss_epoch` beside `loss`: the same value, under the names loggers get."""
-    base, mark, loader = name.partition("/dataloader_idx_")
-    root = base.removesuffix("_step").removesuffix("_epoch")
-    return root != base and f"{root}{mark}{loader}" in names and f"{root}_epoch{mark}{loader}" in names
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 59.95 else format_time(seconds)
-
-
-def _short(path: str) -> str:
-    """The path from where the user stands, if it lies below."""
-    with contextlib.suppress(ValueError):
-        return str(Path(path).relative_to(Path.cwd()))
-    return path

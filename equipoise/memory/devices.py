@@ -7,6 +7,7 @@ waits for a device.
 import os
 import platform
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from equipoise.errors import ConfigurationError
 __all__ = [
     "DeviceInfo",
     "MemoryReading",
+    "PeakMeter",
     "format_bytes",
     "list_devices",
     "peak_of_process",
@@ -25,6 +27,9 @@ __all__ = [
     "reset_peak",
     "resident_bytes",
 ]
+
+_earlier_peaks: dict[str, int] = {}  # of a device whose peak a meter began anew, for those who read it afterwards
+_before_resets: dict[str, int] = {}  # of all that was before a peak was begun anew
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +77,23 @@ class MemoryReading:
     peak: int | None
 
 
-def list_devices() -> list[DeviceInfo]:
+def list_devices(only: Collection[str] | None = None) -> list[DeviceInfo]:
     """Lists the CPU, then the visible CUDA devices in order, then MPS.
 
     Asking a CUDA device for its free memory opens a context on it, which takes a few hundred MiB there.
+
+    Args:
+        only: The names of those that are wanted, such as "cuda:1"; no other is asked for anything. Default: all.
 
     Example:
         >>> list_devices()[0].device
         'cpu'
     """
-    devices = [_cpu()]
+    devices = [_cpu()] if only is None or "cpu" in only else []
     if torch.cuda.is_available():
-        devices += [_cuda(index) for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
+        indices = range(torch.cuda.device_count())
+        devices += [_cuda(index) for index in indices if only is None or f"cuda:{index}" in only]
+    if torch.backends.mps.is_available() and (only is None or any(name.startswith("mps") for name in only)):
         devices.append(_mps())
     return devices
 
@@ -106,6 +115,7 @@ def read_memory(device: str | torch.device) -> MemoryReading:
     device = _readable(device)
     if device.type == "cpu":
         resident, peak = _resident.read()
+        peak = max(peak, _earlier_peaks.get("cpu", 0))
         return MemoryReading(device="cpu", allocated=resident, reserved=None, peak=peak)
     if device.type == "mps":
         return MemoryReading(
@@ -117,7 +127,8 @@ def read_memory(device: str | torch.device) -> MemoryReading:
     stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_allocated() and its kin flatten all of it each time
     allocated = stats["allocated_bytes"]["all"] if stats else {"current": 0, "peak": 0}
     reserved = stats["reserved_bytes"]["all"]["current"] if stats else 0
-    return MemoryReading(device=str(device), allocated=allocated["current"], reserved=reserved, peak=allocated["peak"])
+    peak = max(allocated["peak"], _earlier_peaks.get(str(device), 0))
+    return MemoryReading(device=str(device), allocated=allocated["current"], reserved=reserved, peak=peak)
 
 
 def peak_of_process(device: str | torch.device) -> int | None:
@@ -134,9 +145,6 @@ def peak_of_process(device: str | torch.device) -> int | None:
     return None if peak is None else max(peak, _before_resets.get(str(device), 0))
 
 
-_before_resets: dict[str, int] = {}
-
-
 def reset_peak(device: str | torch.device) -> None:
     """Begins the peak of a device anew, at what is allocated now; `peak_of_process` still knows the old one.
 
@@ -149,10 +157,51 @@ def reset_peak(device: str | torch.device) -> None:
     """
     device = _readable(device)
     _before_resets[str(device)] = peak_of_process(device) or 0
+    _earlier_peaks.pop(str(device), None)
     if device.type == "cpu":
         _resident.reset()
     elif device.type == "cuda" and _cuda_in_use():
         torch.cuda.reset_peak_memory_stats(device)
+
+
+class PeakMeter:
+    """Measures how much more memory a piece of work held at its peak than was held before.
+
+    It begins the device's peak anew, yet `read_memory` goes on as if it had not: the peak it reads afterwards is the
+    larger one of before and after. Meters may stand in one another. `torch.cuda.max_memory_allocated` knows nothing of
+    this.
+
+    Args:
+        device: As for `read_memory`.
+
+    Attributes:
+        extra: The bytes, after the work. On a CPU that is the growth of the resident set: none where the process had
+            memory to spare. On a device that keeps no peak (MPS), what is held at the end is taken for it.
+
+    Raises:
+        ConfigurationError: If there are no readings for this kind of device.
+
+    Example:
+        >>> with PeakMeter("cpu") as meter:
+        ...     _ = torch.ones(1000).sum()
+        >>> meter.extra >= 0
+        True
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.device = _readable(device)
+        self.extra = 0
+
+    def __enter__(self) -> "PeakMeter":
+        self._before = read_memory(self.device)
+        reset_peak(self.device)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        now = read_memory(self.device)
+        peak = now.allocated if now.peak is None else now.peak
+        self.extra = max(0, peak - self._before.allocated)
+        _earlier_peaks[str(self.device)] = max(peak, self._before.peak or 0)
 
 
 def format_bytes(count: float) -> str:

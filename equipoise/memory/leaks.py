@@ -47,7 +47,7 @@ class Leak:
         nodes: How many nodes of graphs they held.
         nbytes: The bytes of their storages.
         step: `trainer.global_step` at that moment.
-        seconds: The time of that moment, of the clock `time.monotonic`.
+        seconds: The time of that moment, since the run began.
     """
 
     holder: str
@@ -109,13 +109,21 @@ class LeakWatch:
     Args:
         roots: Returns what people know by name, to look for holders in it; see `find_holders`.
         keeps: Says of an object that it keeps tensors on purpose, as a metric does. Those with a graph are told anyway.
+        began: When the run began, of the clock `time.monotonic`. Default: now.
 
     Attributes:
         watches_steps: Whether steps are still looked at.
     """
 
-    def __init__(self, roots: Callable[[], Mapping[str, object]], keeps: Callable[[object], bool]) -> None:
+    def __init__(
+        self,
+        roots: Callable[[], Mapping[str, object]],
+        keeps: Callable[[object], bool],
+        *,
+        began: float | None = None,
+    ) -> None:
         self._roots, self._keeps = roots, keeps
+        self._began = monotonic() if began is None else began
         self._nodes, self._plain, self._epochs = _Series(), _Series(), _Series()
         self._before: dict[bool, dict[str, int]] = {}
         self._origins = Origins()
@@ -202,7 +210,7 @@ class LeakWatch:
         return {path: size(held) for path, held in self._holders(alive, with_graph=with_graph).items()}
 
     def _grown(self, alive: _Alive, step: int, *, with_graph: bool) -> list[Leak]:
-        before, now = self._before.get(with_graph, {}), monotonic()
+        before, now = self._before.get(with_graph, {}), monotonic() - self._began
         size = _count_nodes if with_graph else _bytes
         holders = self._holders(alive, with_graph=with_graph)
         grown = {path: held for path, held in holders.items() if size(held) > before.get(path, 0)}

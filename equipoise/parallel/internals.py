@@ -5,7 +5,7 @@ them changes.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from equipoise.errors import StepError
+from equipoise.parallel.sampling import in_turn
 
 __all__ = [
     "STRUCTURE",
@@ -25,11 +26,14 @@ __all__ = [
     "has_module_hooks",
     "hooks_of",
     "is_compiled",
+    "join_metrics",
     "merge_metric_states",
+    "metrics_of",
     "other_state",
     "parameters_of",
     "restore_metric_state",
     "shell_of",
+    "states_to_send",
     "take_metric_state",
     "versions",
     "with_dataset",
@@ -215,6 +219,58 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
         f" state {name!r} is reduced. Take parallelize='forward', where metrics see whole batches, or update it in"
         " `on_train_batch_end` and its siblings."
     )
+
+
+def metrics_of(metrics: nn.Module) -> list[Metric]:
+    """A metric and those inside it, or all metrics of a collection."""
+    return [part for part in metrics.modules() if isinstance(part, Metric)]
+
+
+def states_to_send(metrics: nn.Module) -> list[MetricState]:
+    """The state and the count of updates of each of `metrics_of`, on the CPU."""
+    cpu = torch.device("cpu")
+    return [
+        {name: _on(getattr(metric, name), cpu) for name in _states_of(metric)} | {_COUNT: metric._update_count}
+        for metric in metrics_of(metrics)
+    ]
+
+
+def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) -> None:
+    """Lets metrics hold what those of several processes have gathered, and compute without asking them again.
+
+    Other than torchmetrics' own exchange, a process that saw nothing counts for nothing, a mean is weighted by the
+    number of updates, and lists come into the order of batches that were dealt out in turn.
+
+    Args:
+        metrics: A metric or a collection; the same in all processes.
+        of_processes: What `states_to_send` returned in each, in the order of ranks.
+    """
+    for metric, states in zip(metrics_of(metrics), zip(*of_processes, strict=True), strict=True):
+        metric.distributed_available_fn = _never
+        updated = [state for state in states if state[_COUNT]]
+        if not updated:
+            continue
+        counts = [state[_COUNT] for state in updated]
+        names = _states_of(metric)
+        lists = [name for name in names if isinstance(updated[0][name], list)]
+        aligned = all(len({len(state[name]) for name in lists}) <= 1 for state in updated)
+        joined = {name: _joined(metric, name, [state[name] for state in updated], counts, aligned) for name in names}
+        joined = {name: _on(value, metric.device) for name, value in joined.items()}
+        restore_metric_state(metric, joined | {_COUNT: sum(counts), _COMPUTED: None})
+
+
+def _never() -> bool:
+    return False
+
+
+def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], aligned: bool) -> Any:
+    reduce: Any = metric._reductions[name]
+    if isinstance(states[0], list):
+        items = in_turn(states) if aligned else [item for state in states for item in state]
+        return items if reduce is None or reduce is dim_zero_cat else reduce(items)
+    if reduce is None and len(states) > 1:
+        return torch.stack(states)  # as torchmetrics leaves them; the metric itself puts them together
+    return _reduced(metric, name, states, counts)
 
 
 # Loaders

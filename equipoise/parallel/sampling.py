@@ -11,7 +11,8 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from enum import Enum
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -19,7 +20,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 from equipoise.parallel import random_state
 
-__all__ = ["NO_BATCH", "BatchesInTurn", "Collate", "Filled", "SameOrder", "SharedBatches", "UnpaddedDistributedSampler"]
+__all__ = [
+    "NO_BATCH",
+    "BatchesInTurn",
+    "Collate",
+    "Filled",
+    "SameOrder",
+    "SharedBatches",
+    "UnpaddedDistributedSampler",
+    "in_turn",
+]
+
+T = TypeVar("T")
 
 
 class _Nothing(Enum):
@@ -188,3 +200,14 @@ class Collate:
     def __call__(self, samples: Any) -> Any:
         """The batch, or `NO_BATCH`."""
         return NO_BATCH if isinstance(samples, list) and not samples else self.collate(samples)
+
+
+def in_turn(of_processes: Iterable[Iterable[T]]) -> list[T]:
+    """What processes made of batches that were dealt out in turn, in the order of the batches.
+
+    Example:
+        >>> in_turn([["a", "c", "e"], ["b", "d"]])
+        ['a', 'b', 'c', 'd', 'e']
+    """
+    rounds: Iterator[tuple[Any, ...]] = zip_longest(*of_processes, fillvalue=NO_BATCH)
+    return [each for turn in rounds for each in turn if each is not NO_BATCH]

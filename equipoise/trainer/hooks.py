@@ -81,8 +81,12 @@ class Hooks:
         return self._fire(name, self._of_callbacks(name, chosen), None)
 
     def bind_deciders(self, name: str) -> Hook | None:
-        """The hook of the callbacks that decide together with those of other processes: checkpoints and timers."""
-        return self._fire(name, self._of_callbacks(name, [c for c in self.callbacks if isinstance(c, _DECIDERS)]), None)
+        """The hook of the callbacks that act together with those of other processes: checkpoints, timers, and who asks.
+
+        See `equipoise.Callback.fires_without_batch`.
+        """
+        chosen = [c for c in self.callbacks if isinstance(c, _DECIDERS) or getattr(c, "fires_without_batch", False)]
+        return self._fire(name, self._of_callbacks(name, chosen), None)
 
     def bind_module(self, name: str) -> Hook | None:
         """The hook of the module alone; None if it does not override it."""

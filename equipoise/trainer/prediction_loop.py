@@ -1,7 +1,6 @@
 """Prediction: every batch once, the outputs in the order of the data."""
 
 from collections.abc import Iterator
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import with_sampler
-from equipoise.trainer.batch_stream import NOTHING, BatchStream
+from equipoise.parallel.sampling import in_turn
+from equipoise.trainer.batch_stream import BatchStream
 from equipoise.trainer.data import Loaders
 from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, evaluator, without_gradients
 from equipoise.trainer.progress import BatchProgress
@@ -110,7 +110,7 @@ class PredictionLoop:
             self._predict(context, recorded, index, several=several, final=index == len(passes) - 1)
         hooks.call("on_predict_epoch_end")
         if self.return_predictions:
-            self._predictions = [_in_turn(strategy.gather_objects(outputs)) for outputs in self._predictions]
+            self._predictions = [in_turn(strategy.gather_objects(outputs)) for outputs in self._predictions]
         results = self.predictions if self.return_predictions else None
         if not self.return_predictions:
             self._predictions = []
@@ -153,12 +153,6 @@ class PredictionLoop:
             del output, batch, parts
             if self.trainer.received_sigterm and not self.progress.is_last_batch:
                 self.trainer.raise_if_terminated()
-
-
-def _in_turn(of_processes: list[list[Any]]) -> list[Any]:
-    """The outputs of processes that had the batches in turn, in the order of the batches."""
-    rounds = zip_longest(*of_processes, fillvalue=NOTHING)
-    return [output for turn in rounds for output in turn if output is not NOTHING]
 
 
 class _RecordedPass:

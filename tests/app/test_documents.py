@@ -90,7 +90,13 @@ def test_the_project_in_the_documentation(tmp_path, equipoise, monkeypatch):
     assert code == 0, err
     config = yaml.safe_load(out)
     assert (config["trainer"]["limit_train_batches"], config["trainer"]["gradient_clip_val"]) == (10, 1.0)
-    assert set(config["callbacks"]) == {"model_checkpoint", "learning_rate_monitor", "run_summary"}
+    assert set(config["callbacks"]) == {
+        "model_checkpoint",
+        "learning_rate_monitor",
+        "run_summary",
+        "run_report",
+        "memory_logger",
+    }
     assert "wandb" in yaml.safe_load(equipoise("fit", "logger=[csv,wandb]", "--cfg", "job")[1])["logger"]
     quiet = ("trainer.enable_progress_bar=false", "trainer.log_every_n_steps=1", "trainer.max_epochs=1")
     assert equipoise("fit", "experiment=first", "trainer=quick", *quiet)[0] == 0

@@ -33,6 +33,7 @@ def run_in(folder: Path, site: Path, *arguments: str) -> str:
 
 def test_the_wheel_holds_configurations_and_the_starter_project_and_no_leftovers(site):
     files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
+    assert {"equipoise/memory/report.css", "equipoise/memory/report.js"} <= files
     assert {"equipoise/conf/equipoise.yaml", "equipoise/conf/logger/csv.yaml", "equipoise/py.typed"} <= files
     starter = {path.removeprefix("equipoise/starter/") for path in files if path.startswith("equipoise/starter/")}
     assert {"conf/config.yaml", "conf/experiment/digits.yaml", "digits/module.py", "tests/test_digits.py"} <= starter
@@ -47,7 +48,9 @@ def test_a_starter_project_from_a_wheel_trains_at_once(site, tmp_path):
     out = run_in(tmp_path / "mine", site, "fit", "trainer.max_epochs=1", "trainer.enable_progress_bar=false")
     assert "test_accuracy" in out
     (run,) = (path.parent for path in (tmp_path / "mine" / "outputs").glob("*/*/config.yaml"))
-    assert {"config.yaml", "metrics.csv", "checkpoints", "curves.png"} <= {path.name for path in run.iterdir()}
+    assert {"config.yaml", "metrics.csv", "checkpoints", "curves.png", "report.html"} <= {
+        path.name for path in run.iterdir()
+    }
 
 
 WITHOUT_HYDRA = """

@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
 
-from equipoise import Trainer
+from equipoise import NoGradEvaluation, Trainer
 
 
 def only_run(root: Path, kind: str = "outputs") -> Path:
@@ -82,6 +82,21 @@ def test_overrides_reach_the_trainer(project, equipoise, monkeypatch):
     assert trainer.early_stopping_callback.patience == 9
     assert {"EarlyStopping", "Timer", "RunSummary", "ModelCheckpoint"} <= {type(c).__name__ for c in trainer.callbacks}
     assert Path(trainer.default_root_dir) == only_run(Path.cwd())
+
+
+def test_an_evaluation_is_chosen_by_names(project, equipoise, monkeypatch):
+    trainers = []
+    monkeypatch.setattr(Trainer, "fit", lambda self, model, **kwargs: trainers.append(self))
+    equipoise(
+        "fit",
+        "callbacks=[no_grad_evaluation]",
+        "callbacks.no_grad_evaluation.dataloader=test_dataloader",
+        "callbacks.no_grad_evaluation.every_n_steps=5",
+        "callbacks.no_grad_evaluation.metrics={_target_: torchmetrics.classification.BinaryAccuracy, threshold: 0.3}",
+    )
+    (evaluation,) = (each for each in trainers[0].callbacks if isinstance(each, NoGradEvaluation))
+    assert (evaluation.dataloader, evaluation.every_n_steps) == ("test_dataloader", 5)
+    assert evaluation.metrics.threshold == 0.3
 
 
 def test_loggers_write_into_the_folder(project, equipoise):

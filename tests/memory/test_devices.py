@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from equipoise.errors import ConfigurationError
 from equipoise.memory import devices
-from equipoise.memory.devices import MemoryReading, format_bytes, list_devices, peak_of_process, read_memory, reset_peak
+from equipoise.memory.devices import (
+    MemoryReading,
+    PeakMeter,
+    format_bytes,
+    list_devices,
+    peak_of_process,
+    read_memory,
+    reset_peak,
+)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GIB = 2**30
@@ -41,6 +49,11 @@ def test_a_machine_without_accelerators(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pytest.fail("this needs CUDA"))
     assert [info.device for info in list_devices()] == ["cpu"]
+
+
+def test_only_those_that_are_wanted() -> None:
+    assert [info.device for info in list_devices(["cpu"])] == ["cpu"]
+    assert list_devices([]) == list_devices(["cuda:9999"]) == []
 
 
 def without_files(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
@@ -96,6 +109,43 @@ def test_a_reading_of_the_cpu_follows_what_is_held() -> None:
     assert after.peak >= held.peak
     reset_peak("cpu")
     assert held.peak - read_memory("cpu").peak > 150e6
+
+
+def test_a_meter_sees_a_peak_and_leaves_that_of_others() -> None:
+    gc.collect()
+    reset_peak("cpu")
+    before = read_memory("cpu")
+    block = torch.ones(75_000_000)  # 300 MB before the work
+    del block
+    with PeakMeter("cpu") as outer:
+        with PeakMeter("cpu") as meter:
+            block = torch.ones(50_000_000)
+            del block
+        with PeakMeter("cpu") as nothing:
+            pass
+    assert 150e6 < meter.extra < 250e6
+    assert 150e6 < outer.extra < 250e6
+    assert nothing.extra < 50e6
+    assert read_memory("cpu").peak - before.allocated > 250e6  # that of the first block, whoever measured in between
+    reset_peak("cpu")
+    assert read_memory("cpu").peak - before.allocated < 150e6
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_meter_on_a_gpu() -> None:
+    torch.cuda.empty_cache()
+    reset_peak("cuda:0")
+    block = torch.ones(2**22, device="cuda:0")  # 16 MiB
+    del block
+    before = read_memory("cuda:0")
+    with PeakMeter("cuda:0") as meter:
+        block = torch.ones(2**20, device="cuda:0")
+        del block
+    assert meter.extra == 2**22
+    assert read_memory("cuda:0").peak == before.peak >= 2**24
+    reset_peak("cuda:0")
+    assert read_memory("cuda:0").peak == before.allocated
 
 
 def test_a_peak_between_two_readings_is_seen() -> None:

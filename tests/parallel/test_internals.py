@@ -362,3 +362,95 @@ def test_a_collection_whose_metrics_share_states(own: bool, call: bool) -> None:
     assert call or {len(each.compute_groups) for each in (expected, *copies)} == {1}  # so that states were shared
     collection.reset()
     assert all(metric.update_count == 0 for metric in collection.values())
+
+
+# Metrics of several processes
+
+
+def joined(metrics: list[Any]) -> Any:
+    """The first one, holding what all have gathered."""
+    internals.join_metrics(metrics[0], [internals.states_to_send(each) for each in metrics])
+    return metrics[0]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=4), max_size=7), st.integers(1, 4))
+def test_metrics_of_processes_end_as_that_of_one(batches: list[list[float]], processes: int) -> None:
+    """Batches that were dealt out in turn; some processes may have none."""
+    updates = [torch.tensor(batch, dtype=torch.float64) for batch in batches]
+    whole, parts = MeansOfUpdates(), [MeansOfUpdates() for _ in range(processes)]
+    for index, update in enumerate(updates):
+        whole.update(update)
+        parts[index % processes].update(update)
+    together = joined(parts)
+    assert together.update_count == len(batches)
+    for name in ("total", "mean", "smallest", "largest", "product", "joined"):
+        expected, actual = getattr(whole, name), getattr(together, name)
+        expected, actual = (x.sort()[0] if name == "joined" else x for x in (expected, actual))
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for name in ("items", "unreduced"):  # in the order of the batches
+        assert all(map(torch.equal, getattr(whole, name), getattr(together, name)))
+        assert len(getattr(together, name)) == len(batches)
+
+
+class MeansOfUpdates(States):
+    """The mean of the means of all updates."""
+
+    def update(self, x: Tensor) -> None:
+        before, count = self.mean, self.update_count
+        super().update(x)
+        self.mean = before + (self.mean - before) / count
+
+
+def test_processes_whose_metrics_share_states() -> None:
+    """Also with one that was never updated, and so has not found out that they may be shared."""
+    torch.manual_seed(1)
+    preds, target = torch.rand(12, 3), torch.arange(12) % 3
+    make = lambda: MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3), MulticlassRecall(3)])  # noqa: E731
+    whole, parts = make(), [make() for _ in range(3)]
+    whole.update(preds, target)
+    parts[2].update(preds[:4], target[:4])
+    parts[1].update(preds[4:], target[4:])
+    for each in (0, 1):
+        states = [internals.states_to_send(part) for part in parts]
+        copies = copy.deepcopy(parts)
+        internals.join_metrics(copies[each], states)
+        torch.testing.assert_close(copies[each].compute(), whole.compute())
+
+
+def test_states_that_only_the_metric_puts_together() -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 12)
+    whole, parts = PearsonCorrCoef(), [PearsonCorrCoef() for _ in range(3)]
+    whole.update(x, y)
+    for part, rows in ((parts[0], slice(5)), (parts[2], slice(5, 12))):
+        part.update(x[rows], y[rows])
+    torch.testing.assert_close(joined(parts).compute(), whole.compute(), rtol=1e-5, atol=1e-6)
+
+
+def test_lists_of_unequal_lengths_stay_as_they_are() -> None:
+    """What belongs together in two lists could not be told if each were put in turn."""
+
+    class Two(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("one", [], dist_reduce_fx=None)
+            self.add_state("pairs", [], dist_reduce_fx=None)
+
+        def update(self, x: float) -> None:
+            self.one.append(torch.tensor(x))
+            self.pairs += [torch.tensor(x), torch.tensor(-x)]
+
+        def compute(self) -> Tensor:
+            return torch.stack([*self.one, *self.pairs])
+
+    parts = [Two(), Two()]
+    for index, part in enumerate(parts):
+        part.update(1.0 + index)
+        part.update(3.0 + index)
+    assert joined(parts).compute().tolist() == [1, 3, 2, 4, 1, -1, 3, -3, 2, -2, 4, -4]
+
+
+def test_joined_metrics_compute_alone() -> None:
+    metric = joined([MeanSquaredError(), MeanSquaredError()])
+    assert not metric.distributed_available_fn()

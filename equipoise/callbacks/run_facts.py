@@ -1,0 +1,46 @@
+"""What is told of a run at its end, in a table or in a report."""
+
+import contextlib
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from equipoise.callbacks.progress_display import format_time
+
+__all__ = ["checkpoint_callbacks", "device_name", "devices_of", "format_duration", "shorten"]
+
+
+def devices_of(trainer: Any) -> list[torch.device]:
+    """The devices that this process trains on, each once."""
+    strategy = trainer.strategy
+    return list(dict.fromkeys(map(torch.device, getattr(strategy, "devices", None) or [strategy.root_device])))
+
+
+def device_name(device: torch.device) -> str:
+    """A device and what it is."""
+    if device.type == "cuda":
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    threads = torch.get_num_threads()
+    return f"cpu, {platform.machine()}, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else str(device)
+
+
+def checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
+    """The callbacks that save checkpoints."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def format_duration(seconds: float) -> str:
+    """A time, short ones with three digits."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 59.95 else format_time(seconds)
+
+
+def shorten(path: str) -> str:
+    """The path from where the user stands, if it lies below."""
+    with contextlib.suppress(ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
