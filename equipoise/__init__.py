@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
     from equipoise.strategies.data_parallel import DataParallelStrategy
     from equipoise.strategies.ddp import DDPStrategy
+    from equipoise.strategies.pipeline import PipelineStrategy
     from equipoise.strategies.single_device import SingleDeviceStrategy
     from equipoise.strategies.strategy import StepResult, Strategy
     from equipoise.trainer.trainer import Trainer
@@ -40,6 +41,7 @@ __all__ = [
     "NoGradEvaluation",
     "OOMRecovery",
     "OutOfMemoryEvent",
+    "PipelineStrategy",
     "ProgressBar",
     "RunReport",
     "RunSummary",
@@ -67,6 +69,7 @@ _HOME = {
     "NoGradEvaluation": "equipoise.callbacks.no_grad_evaluation",
     "OOMRecovery": "equipoise.callbacks.oom_recovery",
     "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
+    "PipelineStrategy": "equipoise.strategies.pipeline",
     "ProgressBar": "equipoise.callbacks.progress_bar",
     "RunReport": "equipoise.callbacks.run_report",
     "RunSummary": "equipoise.callbacks.run_summary",

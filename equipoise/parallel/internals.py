@@ -32,6 +32,7 @@ __all__ = [
     "other_state",
     "parameters_of",
     "restore_metric_state",
+    "set_device_of",
     "shell_of",
     "states_to_send",
     "take_metric_state",
@@ -89,6 +90,12 @@ def is_compiled(module: nn.Module) -> bool:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody registered a hook on a parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def set_device_of(module: nn.Module, device: torch.device) -> None:
+    """Makes `module.device` say where its batches are, though its parts lie on several devices."""
+    if hasattr(module, "_device"):  # Lightning's modules know it by what `to` was last called with
+        module._device = device
 
 
 def has_module_hooks(module: nn.Module) -> bool:

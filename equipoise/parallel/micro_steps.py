@@ -34,6 +34,7 @@ class MicroStep:
     Attributes:
         call: The arguments with which it has called the network; None if it has not.
         state: What torch keeps for the thread at that moment.
+        inside: The name of the module whose call was caught; None before.
         result: What the function returned, once it has ended.
         ended: Whether it has.
     """
@@ -47,6 +48,7 @@ class MicroStep:
         self._abandoned = False
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.state: ThreadState | None = None
+        self.inside: str | None = None
         self.result: Any = None
         self.ended = False
 

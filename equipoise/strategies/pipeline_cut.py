@@ -38,7 +38,7 @@ class CutOptions:
 
     def stage_devices(self) -> list[StageDevice]:
         """What each stage has to do with. Stages on one device share its memory, and so do all on a CPU."""
-        infos = {info.device: info for info in list_devices(only=self.devices)}
+        infos = {info.device: info for info in list_devices(only={str(device) for device in self.devices})}
         speeds = self.speeds or [1.0] * len(self.devices)
         made = []
         for device, speed in zip(self.devices, speeds, strict=True):
@@ -100,9 +100,7 @@ def cut_automatically(traced: Traced, module: nn.Module, tensors: Sequence[Tenso
             f"No cut of the network fits into memory; the best would need: {wanted}. More micro_batches, a smaller"
             " batch, activation checkpointing, a lower precision or more devices would help."
         ) from None
-    stages = describe_stages(
-        blocks, devices, chosen, schedule=options.schedule, micro_batches=options.micro_batches
-    )
+    stages = describe_stages(blocks, devices, chosen, schedule=options.schedule, micro_batches=options.micro_batches)
     return Cut(
         ends=[ends_of_blocks[end - 1] for end in chosen],
         first_blocks=[blocks[first].name for first in [0, *chosen[:-1]]],
@@ -179,4 +177,3 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
             f" {cut.idle:.0%} of the time."
         )
     return "\n".join(lines)
-

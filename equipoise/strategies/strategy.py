@@ -94,6 +94,9 @@ class TrainingStep(PartwiseStep, Protocol):
     def backward(self, result: StepResult) -> None:
         """Runs the backward of a result with its hooks and the scaler; nothing in manual optimisation."""
 
+    def piece_of(self, size: int, whole: int) -> None:
+        """The next part to go backward is a piece of so many samples of a batch."""
+
     def total_with(self, result: StepResult) -> Weight:
         """Σw of this process's window, a result that is about to go backward included; 0 in manual optimisation."""
 
@@ -113,6 +116,7 @@ class Strategy:
 
     Attributes:
         name: The name by which `Trainer(strategy=...)` finds it.
+        goes_back_in_parts: Whether `forward_backward` runs a backward for each part of a batch rather than one for all.
         oom_scope: Whether one process may repeat a step alone ("local"), all must ("agreed"), or none can ("none").
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
@@ -121,6 +125,7 @@ class Strategy:
 
     name: ClassVar[str] = ""
     oom_scope: ClassVar[Literal["local", "agreed", "none"]] = "local"
+    goes_back_in_parts: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
     dim: int = 0
