@@ -7,15 +7,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import format_bytes
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
 
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
 
 __all__ = ["OOMRecovery"]
-
-_MANY = 2**40
 
 
 class OOMRecovery(Callback):
@@ -25,8 +22,8 @@ class OOMRecovery(Callback):
     those of the whole batch, whatever its parts; no sample is lost, and what the failed attempt logged or drew is
     forgotten. The size that worked is kept for batches of that kind, and tried twice as large after some good steps.
 
-    BatchNorm sees the parts, each with statistics of its own. A second call of a random generator, as in dropout, sees
-    parts, too: a step that is cut draws other numbers than one that is not.
+    BatchNorm computes the statistics of each part apart. Dropout draws part by part, so a step that is cut draws other
+    numbers than one that is not.
 
     Args:
         policy: "split": as told above. "skip": the batch is left out, counted and reported. "raise": an error that says
@@ -69,19 +66,10 @@ class OOMRecovery(Callback):
             self.skipped += 1
             if self.skipped > self.most_skipped:
                 return None
-            rank_zero_warn(f"{told(event)} It is left out; {self.skipped} so far.")
+            rank_zero_warn(f"{event} It is left out; {self.skipped} so far.")
             return Split(0)
         if self.policy != "split" or event.phase == "optimizer step" or event.parts >= event.most_parts:
             return None
         parts = min(2 * event.parts, event.most_parts)
-        rank_zero_warn(f"{told(event)} It is computed in {parts} parts.")
+        rank_zero_warn(f"{event} It is computed in {parts} parts.")
         return Split(parts, self.grow_after)
-
-
-def told(event: OutOfMemoryEvent) -> str:
-    """An event in a sentence."""
-    size = "" if event.batch_size is None else f" of {event.batch_size} samples"
-    asked = "" if not event.requested or event.requested >= _MANY else f", asking for {format_bytes(event.requested)}"
-    parts = f" in {event.parts} parts" if event.parts > 1 else ""
-    where = f"{event.device}{f' of rank {event.global_rank}' if event.global_rank else ''}"
-    return f"Batch {event.batch_idx}{size}{parts} ran out of memory on {where} in {event.phase}{asked}."

@@ -21,6 +21,7 @@ __all__ = [
     "MemoryReading",
     "PeakMeter",
     "format_bytes",
+    "free_memory",
     "list_devices",
     "peak_of_process",
     "read_memory",
@@ -202,6 +203,26 @@ class PeakMeter:
         peak = now.allocated if now.peak is None else now.peak
         self.extra = max(0, peak - self._before.allocated)
         _earlier_peaks[str(self.device)] = max(peak, self._before.peak or 0)
+
+
+def free_memory(device: str | torch.device) -> int | None:
+    """What this process could still take of a device's memory, in bytes; None where nobody says.
+
+    Args:
+        device: "cpu", "cuda:0", ... CUDA is asked only if it is in use; what torch's allocator keeps in
+            reserve counts.
+
+    Example:
+        >>> free_memory("cpu") > 0
+        True
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    if device.type != "cuda" or not _cuda_in_use():
+        return None
+    reading = read_memory(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + (reading.reserved or 0) - reading.allocated
 
 
 def format_bytes(count: float) -> str:

@@ -104,6 +104,11 @@ class Calibration:
 
         return timed
 
+    def limit(self, index: int, most: int) -> None:
+        """A device holds so many samples and no more."""
+        known = self.times[index].most
+        self.times[index].most = most if known is None else min(known, most)
+
     def end_step(self, batch_size: int) -> None:
         """All parts of a batch were measured."""
         self._step += 1
@@ -121,9 +126,7 @@ class Calibration:
             before, samples = self._allocated[index]
             per_sample = max(torch.cuda.max_memory_allocated(device) - before, 1) / samples
             free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - before
-            most = max(1, int(_RESERVE * free / per_sample))
-            known = self.times[index].most
-            self.times[index].most = most if known is None else min(known, most)
+            self.limit(index, max(1, int(_RESERVE * free / per_sample)))
         torch.cuda.reset_peak_memory_stats(device)
         self._allocated[index] = torch.cuda.memory_allocated(device), size
 

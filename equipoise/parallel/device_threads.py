@@ -65,10 +65,14 @@ class DeviceThreads:
 
     Args:
         devices: All devices, repeats allowed.
+
+    Attributes:
+        failed: The index of the device whose error the last `run` raised; None if it raised none.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
+        self.failed: int | None = None
         kinds = {device.type for device in devices} | {"cpu"}
         self._kinds = tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
         others = len(set(devices)) - 1
@@ -86,6 +90,8 @@ class DeviceThreads:
         """
         answers: list[Any] = [None] * len(functions)
         by_device: dict[torch.device, list[int]] = {}
+        failed: dict[torch.device, int] = {}
+        self.failed = None
         for position, (index, _) in enumerate(functions):
             by_device.setdefault(self.devices[index], []).append(position)
 
@@ -95,6 +101,7 @@ class DeviceThreads:
                     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                         answers[position] = functions[position][1]()
                 except BaseException as error:
+                    failed[device] = functions[position][0]
                     error.add_note(f"This was part {position + 1} of {len(functions)} of the batch, on {device}.")
                     raise
 
@@ -109,6 +116,7 @@ class DeviceThreads:
         errors += [failure for failure in [future.exception() for future in futures] if failure is not None]
         try:
             if errors:
+                self.failed = next(failed[device] for device in by_device if device in failed)
                 raise errors[0]
         finally:
             del errors, futures  # else the error, in whose traceback this frame is, would keep itself alive

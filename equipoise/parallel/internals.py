@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
@@ -22,6 +23,7 @@ __all__ = [
     "MetricState",
     "buffers_of",
     "children_of",
+    "collective_count",
     "has_hooks",
     "has_module_hooks",
     "hooks_of",
@@ -94,8 +96,9 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def set_device_of(module: nn.Module, device: torch.device) -> None:
     """Makes `module.device` say where its batches are, though its parts lie on several devices."""
-    if hasattr(module, "_device"):  # Lightning's modules know it by what `to` was last called with
-        module._device = device
+    state: dict[str, Any] = vars(module)
+    if "_device" in state:  # Lightning's modules know it by what `to` was last called with
+        state["_device"] = device
 
 
 def has_module_hooks(module: nn.Module) -> bool:
@@ -112,6 +115,18 @@ def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:
     return [("register_hook", hook) for hook in before.values()] + [
         ("register_post_accumulate_grad_hook", hook) for hook in after.values()
     ]
+
+
+# Processes
+
+
+def collective_count() -> int:
+    """How many collective operations this process has begun, in all groups.
+
+    Torch numbers them, to find out which process hangs, and tells nobody.
+    """
+    world: Any = dist.distributed_c10d
+    return sum(group._get_sequence_number_for_group() for group in world._world.pg_map)
 
 
 # Metrics

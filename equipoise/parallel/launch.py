@@ -325,13 +325,13 @@ def _enter(options: _Options, package: Package, answer: Package, stack: Connecti
     os.setpgid(0, 0)  # Ctrl-C is the parent's to hand on, and what a worker starts ends with it
     faulthandler.register(signal.SIGUSR1, stack.fileno())
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    code, rank = 0, options.rank
+    code, rank, send = 0, options.rank, log_forwarding.one_at_a_time(parent.send)
     is_consequence: Any = None
     try:
         torch.set_num_threads(options.threads)
         set_start_method(options.start_method, force=True)  # loaders start their workers as they do in the parent
         if rank == 0:
-            log_forwarding.install(parent.send, options.levels)
+            log_forwarding.install(send, options.levels)
         function, is_consequence, path, surroundings, known = package.unpack(options.layout)
         package.close()
         sys.path[:] = path
@@ -341,10 +341,10 @@ def _enter(options: _Options, package: Package, answer: Package, stack: Connecti
     except BaseException as error:
         code, report = 1, _report_of(error, rank, is_consequence)
     try:
-        parent.send(report)
+        send(report)
     except Exception:
         code = 1
-        parent.send(_Report(rank, time.monotonic(), text=report.text or traceback.format_exc()))
+        send(_Report(rank, time.monotonic(), text=report.text or traceback.format_exc()))
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,10 +1,22 @@
 """What a worker's loggers say, said by the parent's: its handlers may write to a file of the run, or nowhere."""
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["hand_on", "install", "levels"]
+__all__ = ["hand_on", "install", "levels", "one_at_a_time"]
+
+
+def one_at_a_time(send: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The same for any number of threads: what a connection sends in pieces must not be mixed."""
+    lock = threading.Lock()
+
+    def locked(message: Any) -> None:
+        with lock:
+            send(message)
+
+    return locked
 
 
 def levels() -> dict[str, int]:

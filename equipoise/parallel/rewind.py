@@ -10,6 +10,8 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import getitem, is_not
 from typing import Any
 
 import torch
@@ -44,11 +46,13 @@ class Rewind:
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self._cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
         owners: list[dict[str, Any]] = [buffers_of(part) for part in module.modules()]
-        self._places = [(owner, name) for owner in owners for name, buffer in owner.items() if buffer is not None]
+        places = [(owner, name) for owner in owners for name, buffer in owner.items() if buffer is not None]
+        self._owners, self._names = [owner for owner, _ in places], [name for _, name in places]
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._python, self._numpy = _of_python(), _of_numpy()
+        self._python = _of_python()
+        self._generator, self._numpy = _of_numpy()
         self._buffers: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self._groups: list[_Group] = []
         self._states: list[MetricState] = []
 
     def mark(self) -> None:
@@ -56,26 +60,24 @@ class Rewind:
         self._cpu_state = torch.get_rng_state()
         self._cuda_states = [torch.cuda.get_rng_state(index) for index in self._cuda]
         self._python.mark()
-        if self._numpy is not None:
+        numpy: Any = sys.modules.get("numpy.random")
+        if numpy is not None:
+            if numpy.get_bit_generator() is not self._generator:  # imported since, or exchanged
+                self._generator, self._numpy = _of_numpy()
             self._numpy.mark()
-        elif "numpy.random" in sys.modules:
-            self._numpy = _of_numpy()
-        if self._places:
+        if self._names:
             self._copy_buffers()
         if self._metrics:
             self._states = [_state_of(metric) for metric in self._metrics]
 
     def _copy_buffers(self) -> None:
-        buffers = [owner[name] for owner, name in self._places]
-        if len(self._copies) != len(buffers) or any(
-            copy.shape != now.shape or copy.device != now.device or copy.dtype != now.dtype
-            for copy, now, before in zip(self._copies, buffers, self._buffers, strict=True)
-            if now is not before
-        ):
-            self._copies = [torch.empty_like(buffer) for buffer in buffers]
+        buffers: list[Tensor] = list(map(getitem, self._owners, self._names))
+        if len(self._buffers) != len(buffers) or any(map(is_not, buffers, self._buffers)):
+            self._groups = _grouped(buffers)
         self._buffers = buffers
         with torch.no_grad():
-            foreach.copy_(self._copies, buffers)
+            for group in self._groups:
+                group.mark(buffers)
 
     def restore(self) -> None:
         """Brings everything back to how it was."""
@@ -83,14 +85,57 @@ class Rewind:
         for index, state in zip(self._cuda, self._cuda_states, strict=True):
             torch.cuda.set_rng_state(state, index)
         random.setstate(self._python.state)
-        if self._numpy is not None and self._numpy.state is not None:
-            sys.modules["numpy.random"].set_state(self._numpy.state)
+        if self._numpy.state is not None:
+            numpy: Any = sys.modules["numpy.random"]
+            if numpy.get_bit_generator() is not self._generator:
+                numpy.set_bit_generator(self._generator)
+            numpy.set_state(self._numpy.state)
         with torch.no_grad():
-            foreach.copy_(self._buffers, self._copies)
-        for (owner, name), buffer in zip(self._places, self._buffers, strict=True):
+            for group in self._groups:
+                group.restore(self._buffers)
+        for owner, name, buffer in zip(self._owners, self._names, self._buffers, strict=True):
             owner[name] = buffer  # a step may have put another one there
         for metric, gathered in zip(self._metrics, self._states, strict=True):
             restore_metric_state(metric, _copied(gathered))
+
+
+class _Group:
+    """Copies of buffers of one dtype and device; of small ones in one tensor, by one operation.
+
+    Args:
+        buffers: All buffers.
+        indices: Which of them are in the group.
+    """
+
+    def __init__(self, buffers: list[Tensor], indices: list[int]) -> None:
+        self._indices, members = indices, [buffers[index] for index in indices]
+        self._joins = {0: torch.stack, 1: torch.cat}.get(members[0].ndim)
+        if self._joins is None:
+            self._copies = [torch.empty_like(member) for member in members]
+            return
+        self._whole = self._joins(members)
+        sizes = [member.numel() for member in members]
+        self._copies = list(torch.split(self._whole, sizes) if members[0].ndim else self._whole.unbind())
+
+    def mark(self, buffers: list[Tensor]) -> None:
+        """Copies the group's buffers."""
+        members = [buffers[index] for index in self._indices]
+        if self._joins is None:
+            foreach.copy_(self._copies, members)
+        else:
+            self._joins(members, out=self._whole)
+
+    def restore(self, buffers: list[Tensor]) -> None:
+        """Copies them back."""
+        foreach.copy_([buffers[index] for index in self._indices], self._copies)
+
+
+def _grouped(buffers: list[Tensor]) -> list[_Group]:
+    groups: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for index, buffer in enumerate(buffers):
+        groups.setdefault((min(buffer.ndim, 2), buffer.dtype, buffer.device), []).append(index)
+    with torch.no_grad():
+        return [_Group(buffers, indices) for indices in groups.values()]
 
 
 def _state_of(metric: Metric) -> MetricState:
@@ -144,11 +189,12 @@ def _of_python() -> _Twister:
     return _Twister(address, random.getstate, lambda state: state[2] is not None)
 
 
-def _of_numpy() -> _Twister | None:
-    """That of numpy's global functions; None where nobody has imported them."""
+def _of_numpy() -> tuple[Any, _Twister]:
+    """The generator behind numpy's global functions, and its state; None where nobody has imported them."""
     module: Any = sys.modules.get("numpy.random")
     if module is None:
-        return None
+        return None, _Twister(0, dict, bool)
     generator = module.get_bit_generator()
     address = generator.ctypes.state_address if type(generator).__name__ == "MT19937" else 0
-    return _Twister(address, lambda: module.get_state(legacy=False), lambda state: bool(state.get("has_gauss")))
+    read = partial(module.get_state, legacy=False)
+    return generator, _Twister(address, read, lambda state: bool(state.get("has_gauss")))

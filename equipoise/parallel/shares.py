@@ -7,11 +7,33 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["DeviceTimes", "even_chunks", "even_sizes", "finish_together", "first_device_sizes", "sizes_by_shares"]
+__all__ = [
+    "DeviceTimes",
+    "are_shares",
+    "even_chunks",
+    "even_sizes",
+    "finish_together",
+    "first_device_sizes",
+    "sizes_by_shares",
+]
 
 _LEAST_GAIN = 0.03  # that uneven sizes must bring, as a fraction of the time
 _MOST_NOISE = 0.3  # that is believed; more comes from a few steps that were disturbed
+
+
+def are_shares(shares: Any) -> bool:
+    """Whether something is a sequence of finite numbers from 0, not all of them 0.
+
+    Example:
+        >>> are_shares([2, 0, 3.5]), are_shares([0, 0]), are_shares("23")
+        (True, False, False)
+    """
+    if not isinstance(shares, Sequence) or isinstance(shares, str):
+        return False
+    numbers = all(isinstance(share, (int, float)) and not isinstance(share, bool) for share in shares)
+    return numbers and all(0 <= share < math.inf for share in shares) and any(shares)
 
 
 def even_sizes(batch_size: int, devices: int) -> list[int]:

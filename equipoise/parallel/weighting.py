@@ -4,7 +4,8 @@ A step yields a mean loss and its weight, the denominator of that mean: the numb
 says. The gradient of parts i is Σ wᵢgᵢ / Σ wᵢ. The arithmetic is part of the rule:
 
 1. The backward of a part runs on `loss · (w / w_ref) / n`, where n is the nominal number of parts of the window and
-   w_ref the weight of the first part ever seen. A factor of 1 is left out.
+   w_ref the weight of the first part ever seen; if that is a piece of a batch, of the batch, as far as its samples
+   tell. A factor of 1 is left out.
 2. At the window's end the gradients are multiplied by `n · w_ref / Σw`, unless that is 1.
 
 So equal parts in full windows are `loss / n` to the bit, and large token counts do not overflow half precision.
@@ -29,6 +30,7 @@ class Window:
 
     Attributes:
         agree: Makes the reference weight, once, the same in all processes. None: there is one.
+        piece: The samples of the next part and of the batch of which it is a piece; None if it is no piece.
 
     Example:
         >>> window = Window(parts=2)
@@ -42,6 +44,7 @@ class Window:
     def __init__(self, parts: int = 1) -> None:
         self.parts = parts
         self.agree: Callable[[float], float] | None = None
+        self.piece: tuple[int, int] | None = None
         self._reference: Weight | None = None
         self._equal = 0  # parts of the reference weight: counted, because 0.1 added ten times is not 1
         self._others: Weight = 0  # Σw of the other parts
@@ -58,6 +61,11 @@ class Window:
         if isinstance(self._reference, Tensor) or weight != self._reference:
             return self.total + weight
         return (self._equal + 1) * self._reference + self._others
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the reference weight is fixed."""
+        return self._reference is not None
 
     @property
     def is_open(self) -> bool:
@@ -81,7 +89,10 @@ class Window:
         return _divide(weight, reference) / self.parts
 
     def _first(self, weight: Weight) -> Weight:
-        """The reference weight, by the first part."""
+        """The reference weight, by the first part. Pieces that counted for 1 might overflow float16."""
+        if self.piece is not None:
+            size, whole = self.piece
+            weight = weight * whole / max(1, size)
         if self.agree is not None:  # a number of the host's: weights of other processes may be of another kind
             return self.agree(float(weight) or 1.0)
         return torch.where(weight > 0, weight, 1) if isinstance(weight, Tensor) else weight or 1

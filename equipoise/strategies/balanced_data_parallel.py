@@ -1,6 +1,5 @@
 """Data parallelism in one process, with batches cut to fit unequal or shared devices."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -10,15 +9,20 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.calibration import Calibration, SimulatedDevice
-from equipoise.parallel.shares import even_sizes, first_device_sizes, sizes_by_shares
+from equipoise.parallel.shares import are_shares, even_sizes, first_device_sizes, sizes_by_shares
 from equipoise.precision import Precision
 from equipoise.strategies.replicated import Parallelize, ReplicatedStrategy
 
 __all__ = ["BalancedDataParallelStrategy"]
 
+_LESS = 0.75  # of what a device had when its memory ran out
+_LEAST = 0.01  # of the largest share; less helps nobody
+
 
 class BalancedDataParallelStrategy(ReplicatedStrategy):
     """Computes every batch in unequal parts on several devices of one machine, in one process; gradients are exact.
+
+    With `OOMRecovery`, a device that ran out of memory in training gets a quarter less from then on.
 
     Args:
         shares: A number from 0 for each device, relative to one another: `[2, 3, 3]`. A device with a share of 0 takes
@@ -76,6 +80,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         self.measures = first_device_batch_size is None and shares in (None, "auto")
         self.simulated = dict(simulated or {})
         self._shares: list[float] | None = None
+        self._given: list[float] | int | None = first_device_batch_size  # by the user, whatever was learned since
         self._calibration: Calibration | None = None
         self._warned = False
         if not self.measures and shares is not None:
@@ -83,7 +88,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     @property
     def shares(self) -> list[float] | None:
-        """The shares in use; None before they were measured, or where `first_device_batch_size` is given instead.
+        """The shares in use; None before they were measured, or where `first_device_batch_size` says it instead.
 
         They may be set at any time, also while training.
         """
@@ -91,8 +96,12 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     @shares.setter
     def shares(self, shares: Any) -> None:
-        valid = isinstance(shares, Sequence) and not isinstance(shares, str) and shares
-        if not valid or not all(_is_share(share) for share in shares) or not sum(shares):
+        self._take(shares)
+        if not self.measures:
+            self._given = self._shares
+
+    def _take(self, shares: Any) -> None:
+        if not are_shares(shares):
             raise ConfigurationError(
                 f"shares must be 'auto' or a number from 0 for each device, not all of them 0, such as [2, 3, 3]; not"
                 f" {shares!r}."
@@ -128,10 +137,11 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         self._calibration = None  # of other devices
         if wrong := [index for index in self.simulated if not 0 <= index < len(devices)]:
             raise ConfigurationError(f"simulated names the device {wrong[0]}, but there are {len(devices)} devices.")
-        if self._shares is not None and not (self.measures and len(self._shares) != len(devices)):
-            self.shares = self._shares  # which checks their number
-        elif self.measures:
-            self._shares = None
+        learned = None if self._shares is self._given else self._shares
+        if learned is not None and len(learned) != len(devices):
+            self._shares = self._given if isinstance(self._given, list) else None
+        if self._shares is not None:
+            self._take(self._shares)  # which checks their number
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Places the module on the first device; see `Strategy.setup`."""
@@ -144,7 +154,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
     def sizes(self, batch_size: int) -> list[int]:
         """The number of samples for each device."""
         devices = len(self.devices)
-        if self.first_device_batch_size is not None:
+        if self.first_device_batch_size is not None and self._shares is None:
             sizes, as_asked = first_device_sizes(batch_size, devices, self.first_device_batch_size)
             if not as_asked and not self._warned:
                 self._warned = True
@@ -166,9 +176,26 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         answers = super()._compute(work, sizes)
         calibration.end_step(sum(sizes))
         if calibration.is_done:
-            self.shares = calibration.result()
+            self._take(calibration.result())
             rank_zero_info(f"Measured shares of {', '.join(map(str, self.devices))}: shares={self._shares} pins them.")
         return answers
+
+    def relieve(self) -> None:
+        """Takes a quarter of its share from the device that ran out of memory; see `Strategy.relieve`."""
+        index, devices = self._failed, range(len(self.devices))
+        if index is None or index not in self._computed:
+            return
+        name = f"{self.devices[index]}{f' (number {index})' if self.devices.count(self.devices[index]) > 1 else ''}"
+        if self._calibration is not None and self._is_measurable(sum(self._computed.values())):
+            most = max(1, int(_LESS * self._computed[index]))
+            self._calibration.limit(index, most)
+            rank_zero_warn(f"Measuring goes on with at most {most} samples for {name}, which ran out of memory.")
+            return
+        shares = list(self._shares or [float(self._computed.get(each, 0)) for each in devices])
+        if len(self.devices) > 1 and _LESS * shares[index] >= _LEAST * max(shares):
+            shares[index] = float(f"{_LESS * shares[index]:.3g}")
+            self._take(shares)
+            rank_zero_warn(f"{name} ran out of memory and gets less from now on: shares={shares}.")
 
     def _is_measurable(self, batch_size: int) -> bool:
         """Whether a batch is large enough for every device to get a part, and a larger and a smaller one."""
@@ -181,15 +208,14 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The measured shares."""
-        return {"shares": self._shares} if self.measures and self._shares is not None else {}
+        """The shares that were measured, or reduced where memory ran out; then also those that they replace."""
+        if self._shares is None or self._shares is self._given:
+            return {}
+        return {"shares": self._shares, **({} if self.measures else {"instead_of": self._given})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes measured shares back, if they are for as many devices; otherwise the devices are measured."""
+        """Takes shares back, if they are for as many devices and what was given is as it was."""
         shares = state.get("shares")
-        if self.measures and shares is not None and len(shares) == len(self.devices):
-            self.shares = shares
-
-
-def _is_share(share: Any) -> bool:
-    return isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share < math.inf
+        same = self.measures or state.get("instead_of", ()) == self._given
+        if same and shares is not None and len(shares) == len(self.devices):
+            self._take(shares)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,19 +18,20 @@ from equipoise.parallel.calibration import SimulatedDevice
 from equipoise.parallel.launch import launch
 from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
 from equipoise.parallel.sampling import NO_BATCH
-from equipoise.parallel.shares import sizes_by_shares
 from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
 from equipoise.strategies.ddp_data import gather_tensors, is_dealt, reduce_tensor, share_loader, synchronise_metrics
 from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, goes_backward_once
 from equipoise.strategies.ddp_modules import check_same_modules, copy_from_first, share_batch_statistics
+from equipoise.strategies.ddp_recovery import Guard
 from equipoise.strategies.ddp_shares import ProcessShares, check_shares
-from equipoise.strategies.strategy import StepResult, Strategy, TrainingStep, Transfer
+from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
 
 __all__ = ["DDPStrategy"]
 
 T = TypeVar("T")
+_OF_A_RUN = ("_engine", "_guard", "_placed", "_restore_layers", "_restore_metrics")
 
 
 class DDPStrategy(Strategy):
@@ -111,7 +111,7 @@ class DDPStrategy(Strategy):
         self._failed = False
         self._parameters: list[nn.Parameter] = []
         self._learned: list[bool] = []
-        self._armed = False
+        self._guard: Guard | None = None  # where steps may be done again
         self._restore_layers: Callable[[], None] | None = None
 
     # Where it runs.
@@ -136,11 +136,13 @@ class DDPStrategy(Strategy):
                 f"shares={given!r} are {len(given)} numbers, but there are {self.world_size} processes."
                 " Give a number for each."
             )
-        before, self._shares = self.shares, self._made_shares()
-        self._shares.take(before)
+        self._share_out()
 
-    def _made_shares(self) -> ProcessShares:
-        return ProcessShares(self._given_shares, self.world_size, self.global_rank, self.root_device, self.simulated)
+    def _share_out(self) -> None:
+        """Makes the shares for this process's rank, those known so far taken over."""
+        given, known = self._given_shares, self.shares
+        self._shares = ProcessShares(given, self.world_size, self.global_rank, self.root_device, self.simulated)
+        self._shares.take(known)
 
     @property
     def shares(self) -> list[float] | None:
@@ -195,8 +197,7 @@ class DDPStrategy(Strategy):
         check_same_modules(module)
         copy_from_first((*module.parameters(), *module.buffers()))
         self._restore_metrics = synchronise_metrics(module)
-        before, self._shares = self.shares, self._made_shares()  # this process has its rank now
-        self._shares.take(before)
+        self._share_out()  # this process has its rank now
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Replaces BatchNorm layers while the run lasts; see `Strategy.share_batch_statistics`."""
@@ -209,15 +210,14 @@ class DDPStrategy(Strategy):
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Lets go of hooks and buckets; see `Strategy.teardown`."""
-        engine, self._engine, self._failed, self._armed = self._engine, None, False, False
+        engine, self._engine, self._failed, self._guard = self._engine, None, False, None
         if engine is not None:
             engine.close()
-        restore, self._restore_metrics = self._restore_metrics, None
-        if restore is not None:
-            restore()
-        restore, self._restore_layers = self._restore_layers, None
-        if restore is not None:
-            restore()
+        restores = (self._restore_metrics, self._restore_layers)
+        self._restore_metrics = self._restore_layers = None
+        for restore in restores:
+            if restore is not None:
+                restore()
         super().teardown(error)
 
     # Data.
@@ -228,22 +228,8 @@ class DDPStrategy(Strategy):
             return loader
         training, seed = stage == "train", int(os.environ.get("PL_GLOBAL_SEED") or 0)  # of `seed_everything`
         assert self._shares is not None
-        size = getattr(loader, "batch_size", None) if training else None
-        cut = self._given_shares is not None and (size or self._given_shares != "auto")
-        if size:
-            each = self.shares and sizes_by_shares(size * self.world_size, self.shares)
-            rank_zero_info(
-                f"A step has {size * self.world_size} samples: {each or size} in {'the' if each else 'each of'}"
-                f" {self.world_size} processes."
-            )
-        return share_loader(
-            loader,
-            self.global_rank,
-            self.world_size,
-            seed,
-            training=training,
-            sizes=self._shares.sizes if cut else None,
-        )
+        sizes = self._shares.cut_of(loader) if training else None
+        return share_loader(loader, self.global_rank, self.world_size, seed, training=training, sizes=sizes)
 
     def part_of(self, batches: float, part: Any) -> float | None:
         """How many of so many batches this process evaluates; see `Strategy.part_of`."""
@@ -280,6 +266,8 @@ class DDPStrategy(Strategy):
         if self.world_size == 1:
             return super().forward_backward(step, parts, last)
         assert self._shares is not None
+        if self._guard is not None:
+            step = self._guard.watched(step, training=True)
         if self._given_shares is None and not self.simulated:
             return self._made_engine().forward_backward(step, parts, last)
         self._shares.begin_step(step.batch_idx, self.gather_objects)
@@ -287,11 +275,22 @@ class DDPStrategy(Strategy):
 
     def arm_recovery(self) -> None:
         """From now on gradients are exchanged by the native engine, which can take a step again."""
-        self._armed = True
+        if self._guard is None and self.world_size > 1 and self._placed is not None:
+            self._guard = Guard(self._placed)
+
+    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
+        """Runs an evaluation step; see `Strategy.evaluate`."""
+        return step(parts[0]) if self._guard is None else self._guard.run(step, parts[0], training=False)
+
+    def obstacle(self, *, training: bool, leave_out: bool) -> str:
+        """Communication within the forward; see `Strategy.obstacle`."""
+        return "" if self._guard is None else self._guard.obstacle(training=training, leave_out=leave_out)
 
     def discard_gradients(self) -> bool:
         """Breaks off an exchange, to be gone on with; see `Strategy.discard_gradients`."""
-        return self._engine is not None and self._engine.break_off()
+        if self._shares is not None:
+            self._shares.begin_again()
+        return isinstance(self._engine, NativeEngine) and self._engine.break_off()
 
     def _made_engine(self) -> Engine:
         learned = [parameter.requires_grad for parameter in self._parameters]
@@ -308,14 +307,16 @@ class DDPStrategy(Strategy):
             self._learned = [parameter.requires_grad for parameter in self._parameters]
             # Torch's wrapper takes a step once, and one backward for it.
             plain = automatic and goes_backward_once(module)
-            made = TorchEngine if self.engine == "torch" and plain and not self._armed else NativeEngine
+            made = TorchEngine if self.engine == "torch" and plain and self._guard is None else NativeEngine
             self._engine = made(module, self.root_device, self._torch_options)
         return self._engine
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """One backward; see `Strategy.backward`."""
         if self.world_size > 1 and not getattr(self._placed, "automatic_optimization", True):
-            self._made_engine().manual_backward(loss, *args, **kwargs)
+            engine = self._made_engine()
+            assert isinstance(engine, NativeEngine)  # the other is for automatic optimisation
+            engine.manual_backward(loss, *args, **kwargs)
         else:
             super().backward(loss, *args, **kwargs)
 
@@ -383,7 +384,7 @@ class DDPStrategy(Strategy):
 
     def __getstate__(self) -> Mapping[str, Any]:
         """The options; nothing that belongs to a run."""
-        return {**vars(self), "_engine": None, "_restore_metrics": None, "_restore_layers": None, "_placed": None}
+        return {**vars(self), **dict.fromkeys(_OF_A_RUN)}
 
 
 def _run_in_process(strategy: DDPStrategy, function: Callable[[], T], port: int, rank: int) -> T:

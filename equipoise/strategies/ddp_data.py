@@ -25,7 +25,7 @@ from equipoise.parallel.sampling import (
     UnpaddedDistributedSampler,
 )
 
-__all__ = ["gather_tensors", "is_dealt", "reduce_tensor", "share_loader", "synchronise_metrics"]
+__all__ = ["gather_tensors", "is_dealt", "reduce_tensor", "share_loader", "synchronise_metrics", "why_not_by_shares"]
 
 Sizes = Callable[[int, int], list[int]]
 
@@ -44,11 +44,8 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
     Raises:
         ConfigurationError: If nobody can tell which samples are whose.
     """
-    if training and sizes is not None and not (isinstance(loader, DataLoader) and loader.batch_size):
-        raise ConfigurationError(
-            f"shares need a DataLoader with a batch_size to cut, which this {type(loader).__name__} has not. Leave them"
-            " out."
-        )
+    if training and sizes is not None and (why := why_not_by_shares(loader)):
+        raise ConfigurationError(f"shares need a DataLoader with a batch_size to cut, {why}. Leave them out.")
     if not isinstance(loader, DataLoader):
         return _Turns(loader, rank, count, fill=training)
     if isinstance(loader.dataset, IterableDataset):
@@ -81,6 +78,17 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
         order = UnpaddedDistributedSampler(loader.dataset, 1, 0, shuffle=shuffle, seed=seed)
     evenly = sizes or (lambda size, step: [len(range(each, size, count)) for each in range(count)])
     return _with_batches(loader, SharedBatches(order, together, evenly, rank, loader.drop_last))
+
+
+def why_not_by_shares(loader: Any) -> str:
+    """Why the samples of a loader's steps cannot be shared out unevenly; empty if they can."""
+    if not (isinstance(loader, DataLoader) and loader.batch_size):
+        return f"which this {type(loader).__name__} has not"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"but {type(loader.dataset).__name__} is an IterableDataset, which shares itself out"
+    if isinstance(loader.sampler, DistributedSampler) and not isinstance(loader.sampler, UnpaddedDistributedSampler):
+        return f"but its {type(loader.sampler).__name__} shares the samples out already"
+    return ""
 
 
 def is_dealt(part: Any) -> bool:

@@ -41,12 +41,6 @@ class Engine(Protocol):
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """Ends a window; returns whether no process had any weight."""
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A backward whose gradients are averaged at once."""
-
-    def break_off(self) -> bool:
-        """Ends an attempt that failed; returns whether gradients of it are on their way."""
-
     def close(self) -> None:
         """Lets go of the module."""
 
@@ -233,14 +227,6 @@ class TorchEngine:
         """See `Engine`. The wrapper has averaged over the processes."""
         return _weigh(window, optimizer, self._weight.total(), dist.get_world_size())
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Not for this engine."""
-        raise NotImplementedError("Manual optimisation takes the native engine.")
-
-    def break_off(self) -> bool:
-        """Not for this engine, whose buckets cannot be filled again."""
-        raise NotImplementedError("Steps are done again by the native engine.")
-
     def close(self) -> None:
         """See `Engine`."""
 
@@ -296,14 +282,18 @@ class NativeEngine:
         return _weigh(window, optimizer, _read(self._reducer.total()), 1)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """See `Engine`."""
+        """A backward whose gradients are averaged at once."""
         self._reducer.begin()
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._reducer.finish()
         self._reducer.scale(1 / dist.get_world_size())
 
     def break_off(self) -> bool:
-        """See `Engine`. What was sent stays as it is: those gradients were whole."""
+        """Ends an attempt that failed; what was sent stays as it is, since those gradients were whole.
+
+        Returns:
+            Whether anything was sent.
+        """
         return self._reducer.break_off()
 
     def close(self) -> None:

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.calibration import Calibration, SimulatedDevice
-from equipoise.parallel.shares import DeviceTimes, even_sizes, finish_together, sizes_by_shares
+from equipoise.parallel.shares import DeviceTimes, are_shares, even_sizes, finish_together, sizes_by_shares
 from equipoise.parallel.split import infer_batch_size
+from equipoise.strategies.ddp_data import why_not_by_shares
 from equipoise.strategies.strategy import StepResult, TrainingStep
 
 __all__ = ["ProcessShares", "check_shares"]
@@ -31,16 +32,11 @@ def check_shares(shares: Any) -> None:
     """
     if shares is None or shares == "auto":
         return
-    valid = isinstance(shares, Sequence) and not isinstance(shares, str) and shares
-    if not valid or not all(_is_share(share) for share in shares) or not sum(shares):
+    if not are_shares(shares):
         raise ConfigurationError(
             "shares must be 'auto' or a number from 0 for each process, not all of them 0, such as [2, 3]; not"
             f" {shares!r}."
         )
-
-
-def _is_share(share: Any) -> bool:
-    return isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share < float("inf")
 
 
 class ProcessShares:
@@ -71,7 +67,25 @@ class ProcessShares:
         # Two, since what a process learns of its own memory must not change a cut that others do not know of.
         self._plan, self._own = (Calibration([device] * processes, simulated) for _ in range(2))
         self._batch_idx: int | None = None
+        self._again: int | None = None  # the step up to which a window is done again
         self._measured = self._before = self._asked = self._since = self._largest = 0
+
+    def cut_of(self, loader: Any) -> Callable[[int, int], list[int]] | None:
+        """How the steps of a training loader are cut, which is told; None: evenly.
+
+        Args:
+            loader: The loader. One that cannot be cut by shares is left alone where these are only measured.
+        """
+        cut = self.shares is not None or self.measures
+        if self.measures and why_not_by_shares(loader):
+            cut = False
+        if size := getattr(loader, "batch_size", None):
+            each = sizes_by_shares(size * self._processes, self.shares) if cut and self.shares else size
+            rank_zero_info(
+                f"A step has {size * self._processes} samples: {each} in {'the' if each != size else 'each of'}"
+                f" {self._processes} processes."
+            )
+        return self.sizes if cut else None
 
     def sizes(self, size: int, step: int) -> list[int]:
         """The parts of a step.
@@ -116,6 +130,10 @@ class ProcessShares:
             batch_idx: The number of the batch.
             gather: Returns what all processes pass to it.
         """
+        if self._again is not None:  # what was measured counts once, as in the other processes
+            if batch_idx < self._again:
+                return
+            self._again = None
         before, self._batch_idx = self._batch_idx, batch_idx
         if before in (None, batch_idx) or not self.is_measuring:
             return
@@ -129,6 +147,10 @@ class ProcessShares:
         found = finish_together(self._largest, times) if measured else even_sizes(self._largest, self._processes)
         self.shares, self._since = [float(each) for each in found], max(asked)
         rank_zero_info(f"Measured shares of {self._processes} processes: shares={found} pins them.")
+
+    def begin_again(self) -> None:
+        """The window's steps up to the present one are done again."""
+        self._again = self._batch_idx
 
     def take(self, shares: Sequence[float] | None) -> None:
         """Takes measured shares back, of an earlier run."""

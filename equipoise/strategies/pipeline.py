@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -57,7 +57,6 @@ class PipelineStrategy(Strategy):
     """
 
     name: ClassVar[str] = "pipeline"
-    oom_scope: ClassVar[Literal["local", "agreed", "none"]] = "local"
     goes_back_in_parts: ClassVar[bool] = True
 
     def __init__(

@@ -52,19 +52,19 @@ class StagedNetwork:
         if type(self.module).forward is not nn.Module.forward:
             names.append("")
         for name in names:
-            owner = self._named[name]
-            self._originals[name] = owner.forward
-            vars(owner)["forward"] = self._catcher(name)
+            self._originals[name] = self._named[name].forward
+        self.recover()
 
     def uncover(self) -> None:
         """Lets calls through again."""
         for name in self._originals:
-            vars(self._named[name]).pop("forward", None)
+            if "forward" in vars(self._named[name]):
+                del self._named[name].forward
 
     def recover(self) -> None:
         """Catches calls again after `uncover`."""
         for name in self._originals:
-            vars(self._named[name])["forward"] = self._catcher(name)
+            self._named[name].forward = self._catcher(name)
 
     def _catcher(self, name: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

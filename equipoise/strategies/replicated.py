@@ -12,7 +12,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -64,8 +64,6 @@ class ReplicatedStrategy(Strategy):
         ConfigurationError: If an argument cannot be right.
     """
 
-    oom_scope: ClassVar[Literal["local", "agreed", "none"]] = "local"
-
     def __init__(
         self,
         *,
@@ -87,6 +85,8 @@ class ReplicatedStrategy(Strategy):
         self._threads: DeviceThreads | None = None
         self._training = True  # or evaluating
         self._inside = threading.local()
+        self._computed: dict[int, int] = {}  # the samples of each device in the last computation
+        self._failed: int | None = None  # the device that ran out of memory, by its index
         self._forwarded = parallelize == "step"  # whether forward has been called, or need not be
 
     # How a batch is shared out.
@@ -234,7 +234,16 @@ class ReplicatedStrategy(Strategy):
     def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
         """Runs the computation of every part on its device."""
         assert self._threads is not None
+        self._computed = {index: size for (index, _), size in zip(functions, sizes, strict=True)}
         return self._threads.run(functions)
+
+    def failed_device(self, named: str | None) -> torch.device:
+        """That of the part that failed, or the one that is named; see `Strategy.failed_device`."""
+        self._failed = None if self._threads is None else self._threads.failed
+        alike = [index for index, device in enumerate(self.devices) if str(device) == named]
+        if named is not None and self._failed not in alike:  # another one, or the backward, where parts have no threads
+            self._failed = alike[0] if len(alike) == 1 else None
+        return super().failed_device(named) if self._failed is None else self.devices[self._failed]
 
     def _refreshed(self, indices: Sequence[int]) -> Replicas:
         assert self._replicas is not None

@@ -9,7 +9,7 @@ The trainer never asks which strategy it has. A batch goes through a strategy in
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -117,14 +117,12 @@ class Strategy:
     Attributes:
         name: The name by which `Trainer(strategy=...)` finds it.
         goes_back_in_parts: Whether `forward_backward` runs a backward for each part of a batch rather than one for all.
-        oom_scope: Whether one process may repeat a step alone ("local"), all must ("agreed"), or none can ("none").
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
         launches: Whether `launch` runs things in other processes than the caller's.
     """
 
     name: ClassVar[str] = ""
-    oom_scope: ClassVar[Literal["local", "agreed", "none"]] = "local"
     goes_back_in_parts: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
@@ -319,6 +317,24 @@ class Strategy:
 
     def arm_recovery(self) -> None:
         """Steps may be done again from now on; called before the first one."""
+
+    def obstacle(self, *, training: bool, leave_out: bool) -> str:
+        """Why a step that ran out of memory cannot be done again, or left out; empty if it can."""
+        return ""
+
+    def failed_device(self, named: str | None) -> torch.device:
+        """The device that ran out of memory in the last computation, as far as anybody knows.
+
+        Args:
+            named: What the allocator's message calls it; None if it does not say.
+        """
+        return self.root_device if named is None else torch.device(named)
+
+    def relieve(self) -> None:
+        """Lets the failed device compute less from now on, where batches are shared out unequally.
+
+        Called in training, after `failed_device`; the batch at hand stays as it was cut.
+        """
 
     def discard_gradients(self) -> bool:
         """Lets go of gradients that a failed attempt has left anywhere but in the module's own parameters.

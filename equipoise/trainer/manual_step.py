@@ -90,6 +90,9 @@ class _ManualStep(UserStep):
             )
         return StepResult(None, None, out)
 
+    def piece_of(self, size: int, whole: int) -> None:
+        """Nothing is weighed."""
+
     def total_with(self, result: StepResult) -> Weight:
         """Nothing is weighed."""
         return 0

@@ -11,16 +11,18 @@ The hooks around a backward fire for each part. Where an error is raised after a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.memory.out_of_memory import is_out_of_memory
+from equipoise.memory.out_of_memory import OutOfMemoryEvent, is_out_of_memory
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
 from equipoise.strategies.strategy import StepResult, parameters_of
-from equipoise.trainer.smaller_parts import Failure, Parts, raise_with_advice
+from equipoise.trainer.failure import Failure, raise_with_advice
+from equipoise.trainer.smaller_parts import Parts
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -62,10 +64,12 @@ class Recovery:
         self._open = _Window()
         self._ends = True  # whether the window ends with the present batch
         self._start: tuple[dict[str, Any], list[Tensor | None]] | None = None  # of a window that was begun elsewhere
-        self._marked = False
+        self._marked = self._weighed = False
+        self._whole = 0  # the samples of a batch that is computed in pieces
 
     def _compute(self, parts: Sequence[Any], last: bool) -> StepResult:
         ends = last and self._ends and self._running is self._open.batches[-1]
+        self.window.piece = (self.parts.size(parts), self._whole) if self.step.in_pieces else None
         return self.strategy.forward_backward(self.step, parts, ends)
 
     def __call__(self, step: Any, parts: Sequence[Any], last: bool) -> StepResult:
@@ -75,6 +79,7 @@ class Recovery:
             self.rewind.mark()
             opened.batches.clear()
             self._marked, self._start = True, None if fresh else self._state()  # or resumed in its midst
+            self._weighed = self.window.has_reference or self.window.agree is not None  # agreed upon once, by all
         opened.pending = len(self.logs.pending)
         count = self.parts.count(parts) if parts else 1
         opened.batches.append(_Batch(parts, step.batch_idx, count))
@@ -115,7 +120,7 @@ class Recovery:
             return nothing
         if batch.count <= 1:
             return self._compute(batch.parts if batch.count else (), True)
-        self.step.weigh = self.step.weigher
+        self.step.weigh, self._whole = self.step.weigher, self.parts.size(batch.parts)
         return self.parts.run(self.step, batch.parts, batch.count)
 
     def _prepare(self, failure: Failure) -> None:
@@ -124,11 +129,16 @@ class Recovery:
         event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count)
         answer = self.parts.ask(event)
         sent = self._roll_back()
-        if answer is None or (sent and not answer.parts):  # others have a part of this batch's gradients already
-            advice = (
+        if answer is None:
+            raise_with_advice(failure, event, self.strategy.obstacle(training=True, leave_out=False))
+        obstacle = self.strategy.obstacle(training=True, leave_out=not answer.parts)
+        if sent and not answer.parts and not obstacle:
+            obstacle = (
                 "It cannot be left out: others have a part of its gradients. OOMRecovery(policy='split') can cut it."
             )
-            raise_with_advice(failure, event, advice if sent and answer is not None else "")
+        if obstacle:
+            raise_with_advice(failure, event, obstacle)
+        self.strategy.relieve()
         batch.count = answer.parts
         if answer.parts > 1:
             self.parts.failed(batch.parts, answer)
@@ -140,6 +150,8 @@ class Recovery:
         del self.logs.pending[self._open.pending :]
         self.rewind.restore()
         self.window.reset()
+        if not self._weighed:  # else the failed attempt's weight would show in the bits of this one
+            self.window.forget_reference()
         if self._start is not None:
             state, gradients = self._start
             self.window.load_state_dict(state)
@@ -168,9 +180,16 @@ class Recovery:
         """Steps an optimiser; once more if memory ran out before anything was changed."""
         if closure is not None:
             return self.strategy.optimizer_step(optimizer, closure, **kwargs)
+        return self._step(self.strategy.optimizer_step, optimizer, **kwargs)
+
+    def surviving(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for another way of stepping, such as a scaler's, which takes the optimiser first."""
+        return partial(self._step, step)
+
+    def _step(self, step: Callable[..., Any], optimizer: Optimizer, **kwargs: Any) -> Any:
         before = _versions(optimizer)
         try:
-            return self.strategy.optimizer_step(optimizer, **kwargs)
+            return step(optimizer, **kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -185,7 +204,7 @@ class Recovery:
         if not before[1]:  # its state was just being made
             optimizer.state.clear()
         self.parts.let_go()
-        return self.strategy.optimizer_step(optimizer, **kwargs)
+        return step(optimizer, **kwargs)
 
 
 def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]:
@@ -204,6 +223,7 @@ class EvaluationRecovery:
 
     def __init__(self, context: "Context", name: str) -> None:
         self.strategy, self.logs = context.strategy, context.logs
+        self.strategy.arm_recovery()
         self.rewind = Rewind(context.module, context.strategy.devices)
         self.parts = Parts(context, self._compute, name)
 
@@ -230,8 +250,9 @@ class EvaluationRecovery:
             answer = self.parts.ask(event)
             del self.logs.pending[pending:]
             self.rewind.restore()
-            if answer is None or not answer.parts:  # what is left out would be missing in the metrics
-                raise_with_advice(failure, event)
+            obstacle = self.strategy.obstacle(training=False, leave_out=False)
+            if obstacle or answer is None or not answer.parts:  # what is left out would be missing in the metrics
+                raise_with_advice(failure, event, obstacle)
             count = answer.parts
             if count > 1:
                 self.parts.failed(parts, answer)
@@ -261,7 +282,7 @@ def refuse_by_hand(context: "Context", run: Callable[..., StepResult]) -> Callab
     return checked
 
 
-def by_hand(failure: Failure, event: Any) -> NoReturn:
+def by_hand(failure: Failure, event: OutOfMemoryEvent) -> NoReturn:
     """Raises the error of a step that optimises by hand."""
     raise_with_advice(
         failure,

@@ -1,18 +1,19 @@
-"""Batches that do not fit into memory: computed in parts, of sizes that are learned; or errors that say what helps."""
+"""Batches that do not fit into memory: computed in parts, of sizes that are learned."""
 
 import gc
-import traceback
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from equipoise.callbacks.callback import Callback
-from equipoise.errors import StepError
-from equipoise.memory.devices import format_bytes
+from equipoise.errors import ConfigurationError, StepError
+from equipoise.memory.devices import free_memory
+from equipoise.memory.holdings import holdings_of
 from equipoise.memory.out_of_memory import (
     OutOfMemoryEvent,
     Phase,
@@ -24,12 +25,13 @@ from equipoise.memory.out_of_memory import (
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.split import Splitter, entries_of
 from equipoise.strategies.strategy import StepResult, Strategy
+from equipoise.trainer.failure import Failure
 from equipoise.trainer.hooks import overrides
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
 
-__all__ = ["Failure", "Parts", "is_armed", "raise_with_advice"]
+__all__ = ["Parts", "is_armed"]
 
 _MOST_AGAIN = 5  # times that the same is tried: a callback may wait for memory, but not for ever
 Shapes = tuple[tuple[int, ...], ...]
@@ -38,22 +40,6 @@ Shapes = tuple[tuple[int, ...], ...]
 def is_armed(context: "Context") -> bool:
     """Whether a callback decides what happens when memory runs out."""
     return any(overrides(callback, "on_out_of_memory", Callback) for callback in context.hooks.callbacks)
-
-
-@dataclass
-class Failure:
-    """What is kept of an error: no traceback, whose frames would keep the tensors of the failed attempt."""
-
-    message: str
-    lines: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Failure":
-        """Takes from an error what is to be kept."""
-        lines = "".join(traceback.format_exception(error))
-        while error.__cause__ is not None:  # an error that was explained on its way
-            error = error.__cause__
-        return cls(str(error), lines)
 
 
 @dataclass
@@ -84,9 +70,15 @@ class Parts:
         self._again = 0  # answers in a row that did not ask for smaller parts
         self._sizes: dict[Shapes, _Size] = context.fitting.setdefault(name, {})
 
+    def _kind(self, parts: Sequence[Any]) -> Shapes:
+        """What batches have in common that need as much memory for each sample."""
+        shapes = [tuple(tensor.shape) for part in parts for _, tensor in entries_of(part)]
+        dim = self.strategy.dim
+        return tuple(shape[:dim] + shape[dim + 1 :] for shape in shapes)
+
     def count(self, parts: Sequence[Any]) -> int:
         """In how many parts a batch is to be computed, by what is known of its kind."""
-        if not self._sizes or (known := self._sizes.get(_kind(parts))) is None:
+        if not self._sizes or (known := self._sizes.get(self._kind(parts))) is None:
             return 1
         return -(-self.size(parts) // known.samples)
 
@@ -107,7 +99,7 @@ class Parts:
     def good(self, parts: Sequence[Any]) -> None:
         """A batch went well; after enough of them a larger size is tried."""
         self._again = 0
-        if self._sizes and (known := self._sizes.get(_kind(parts))) is not None:
+        if self._sizes and (known := self._sizes.get(self._kind(parts))) is not None:
             known.good += 1
             if known.before and self.size(parts) > known.before:
                 known.before = 0  # the larger size fits
@@ -116,7 +108,7 @@ class Parts:
 
     def failed(self, parts: Sequence[Any], split: Split) -> None:
         """A batch is to be computed in more parts."""
-        kind, samples = _kind(parts), max(1, -(-self.size(parts) // split.parts))
+        kind, samples = self._kind(parts), max(1, -(-self.size(parts) // split.parts))
         known = self._sizes.get(kind)
         if known is None:
             self._sizes[kind] = _Size(samples, split.grow_after)
@@ -151,20 +143,27 @@ class Parts:
         outputs = _in_order(pieces, results, sizes, device, dim)
         return combined._replace(outputs=step.finished(outputs))
 
-    def event(self, failure: Failure, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int) -> Any:
-        """An event for callbacks."""
+    def event(
+        self, failure: Failure, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int
+    ) -> OutOfMemoryEvent:
+        """An event for callbacks; the failure learns what is held."""
         size, most, obstacle = self.most(parts)
+        device = str(self.strategy.failed_device(device_of(failure.message)))
+        failure.held = holdings_of(self.context.module, self.context.trainer.optimizers, device)
+        free = free_bytes(failure.message)
         return OutOfMemoryEvent(
             phase=phase,
-            device=device_of(failure.message) or str(self.strategy.root_device),
+            device=device,
             batch_idx=batch_idx,
             batch_size=size,
             parts=count,
             most_parts=most,
             obstacle=obstacle,
             requested=requested_bytes(failure.message),
-            free=free_bytes(failure.message),
+            free=free_memory(device) if free is None else free,
             message=failure.message,
+            step=self.context.trainer.global_step,
+            seconds=time.monotonic(),
             global_rank=self.strategy.global_rank,
         )
 
@@ -176,7 +175,7 @@ class Parts:
                     self.context.trainer, self.context.module, event
                 )
                 if answer is not None:
-                    split = answer if isinstance(answer, Split) else Split(int(answer))
+                    split = _split(answer, callback)
                     self._again = self._again + 1 if 0 < split.parts <= event.parts else 0
                     return None if self._again > _MOST_AGAIN else split
         return None
@@ -187,9 +186,15 @@ class Parts:
         self.strategy.empty_cache()
 
 
-def _kind(parts: Sequence[Any]) -> Shapes:
-    """What batches have in common that need as much memory for each sample."""
-    return tuple(tuple(tensor.shape[1:]) for part in parts for _, tensor in entries_of(part))
+def _split(answer: Any, callback: Any) -> Split:
+    if isinstance(answer, Split):
+        return answer
+    if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
+        raise ConfigurationError(
+            f"{type(callback).__name__}.on_out_of_memory returns a number of parts from 0, a Split or None, not"
+            f" {answer!r}."
+        )
+    return Split(answer)
 
 
 def _detached(result: Any) -> StepResult:
@@ -219,43 +224,3 @@ def _in_order(
     made = PartialOutputs(parts, part_sizes, device, dim, weights)
     made.check()
     return made
-
-
-def raise_with_advice(failure: Failure, event: OutOfMemoryEvent, advice: str = "") -> NoReturn:
-    """Raises the error of an allocator, with what would help.
-
-    Args:
-        failure: The error.
-        event: What happened.
-        advice: What would help. Default: what does in general.
-
-    Raises:
-        OutOfMemoryError: Torch's.
-    """
-    asked = f" It asked for {format_bytes(event.requested)}." if event.requested else ""
-    free = f" There were {format_bytes(event.free)} free." if event.free is not None else ""
-    size = f" of {event.batch_size} samples" if event.batch_size is not None else ""
-    parts = f", computed in {event.parts} parts," if event.parts > 1 else ""
-    raise torch.OutOfMemoryError(
-        f"Batch {event.batch_idx}{size}{parts} ran out of memory on {event.device} in {event.phase}.{asked}{free}"
-        f" {advice or _advice(event)}\n\nThe allocator said: {event.message}\n\n{failure.lines}"
-    ) from None
-
-
-def _advice(event: OutOfMemoryEvent) -> str:
-    if event.phase == "optimizer step":
-        return (
-            "Parameters, gradients and the optimiser's state do not fit. An optimiser with less state (SGD, or"
-            " foreach=False), precision='bf16-true', or sharded states would help; smaller batches would not."
-        )
-    if event.obstacle:
-        return event.obstacle
-    if event.parts >= event.most_parts > 1 or event.batch_size == 1:
-        return (
-            "A single sample does not fit. Mixed precision (precision='bf16-mixed'), activation checkpointing, shorter"
-            " or smaller samples, or a model over several devices would help."
-        )
-    return (
-        "What would help, the most effective first: OOMRecovery(policy='split'), a smaller batch_size with"
-        " accumulate_grad_batches, precision='bf16-mixed', activation checkpointing."
-    )

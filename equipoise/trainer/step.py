@@ -182,8 +182,11 @@ class AutomaticOptimization:
         )
         self.recovery = Recovery(context, self.step) if armed else None
         self.forward_backward: ForwardBackward = self.recovery or self.strategy.forward_backward
+        self.step_scaled = None if self.scaler is None else self.scaler.step
         if self.recovery is not None:
             self.finish, self.step_optimizer = self.strategy.finish_gradients, self.recovery.optimizer_step
+            if self.step_scaled is not None:
+                self.step_scaled = self.recovery.surviving(self.step_scaled)
         self.before_zero_grad = hooks.bind("on_before_zero_grad")
         self.user_zero_grad = hooks.bind_module("optimizer_zero_grad")
         self.before_step = hooks.bind("on_before_optimizer_step")
@@ -275,7 +278,8 @@ class AutomaticOptimization:
             return optimizer.step(**kwargs) if step is None else step(optimizer, **kwargs)
         if skipped:
             return None
-        answer = self.scaler.step(optimizer, **kwargs)
+        assert self.step_scaled is not None
+        answer = self.step_scaled(optimizer, **kwargs)
         self.scaler.update()
         return answer
 

@@ -1,9 +1,5 @@
 """The data-parallel benchmark runs, and what it compares with is right."""
 
-import logging
-import sys
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -11,20 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "data_parallel"
+from tests.benchmarks.conftest import Scripts
 
 
 @pytest.fixture
-def benchmark() -> Iterator[ModuleType]:
-    """The benchmark's module; gone again afterwards."""
-    threads, loggers = torch.get_num_threads(), [logging.getLogger(name) for name in ("lightning.pytorch", "equipoise")]
-    levels = [logger.level for logger in loggers]
-    with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
-        yield import_module("main")
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-    del sys.modules["main"]
-    torch.set_num_threads(threads)
+def benchmark(scripts: Scripts) -> ModuleType:
+    """The benchmark's script."""
+    return scripts("data_parallel", "main")["main"]
 
 
 def test_a_replica_built_anew_computes_the_same(benchmark: ModuleType) -> None:

@@ -1,34 +1,20 @@
 """The DDP benchmark runs, tells what is too slow, and leaves no process."""
 
-import logging
-import os
-import sys
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import pytest
-import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "ddp"
+from tests.benchmarks.conftest import Scripts
+
 MODULES = ("main", "launches")
-LOGGERS = ("lightning.pytorch", "equipoise")
 
 
 @pytest.fixture
-def benchmark() -> Iterator[dict[str, ModuleType]]:
-    """The benchmark's modules, by name; gone again afterwards."""
-    threads, loggers = torch.get_num_threads(), [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
-    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
-        yield {name: import_module(name) for name in MODULES}
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-    for name in MODULES:
-        del sys.modules[name]
-    torch.set_num_threads(threads)
+def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
+    """The benchmark's scripts, by name."""
+    return scripts("ddp", *MODULES)
 
 
 def test_the_clock_covers_the_steps_after_the_warm_up(benchmark: dict[str, ModuleType]) -> None:

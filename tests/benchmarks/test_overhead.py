@@ -1,11 +1,7 @@
 """The overhead benchmark: all do the same work over the same steps, and the verdict follows from the numbers."""
 
 import json
-import logging
-import os
 import sys
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,24 +11,16 @@ import pytest
 import torch
 from rich.console import Console
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "overhead"
-MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main")
-LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")  # which it silences
+from tests.benchmarks.conftest import Scripts
+
+MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main", "armed")
 LOADS = ("bare", "logs", "full", "full with epoch values", "accumulation", "evaluation")
 
 
 @pytest.fixture
-def benchmark() -> Iterator[dict[str, ModuleType]]:
-    """The benchmark's modules, by name; gone again afterwards."""
-    threads, loggers = torch.get_num_threads(), [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
-    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
-        yield {name: import_module(name) for name in MODULES}
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-    for name in MODULES:
-        del sys.modules[name]
-    torch.set_num_threads(threads)
+def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
+    """The benchmark's scripts, by name."""
+    return scripts("overhead", *MODULES)
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning and Accelerate, about loaders, terminals and folders
@@ -162,3 +150,38 @@ def test_a_missing_framework_is_named(benchmark: dict[str, ModuleType], monkeypa
     entries, missing = benchmark["main"].entries(["equipoise", "accelerate"], None)
     assert missing == ["accelerate"]
     assert {entry.name for entry in entries} == {"by hand", "by hand, again", "Equipoise"}
+
+
+# With OOMRecovery
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_recovery_changes_nothing(benchmark: dict[str, ModuleType]) -> None:
+    armed, workload = benchmark["armed"], benchmark["workload"]
+    assert len(list(armed.with_buffers().buffers())) == 162
+    batches, size = workload.make_batches(3), workload.Size(steps=4, warm_up=1)
+    for make in armed.NETWORKS.values():
+        one, other = (armed.fit(make, way, workload.TimedBatches(batches, size)).state_dict() for way in (False, True))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("over", "code"), [(14.0, 0), (16.0, 1)])
+def test_the_bounds_of_recovery(
+    over: float, code: int, benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    armed, timing = benchmark["armed"], benchmark["timing"]
+
+    def measured(entries: Any, *_: Any, **__: Any) -> Any:
+        cost = {armed.ARMED: over}
+        return [timing.Row(e.group, e.name, e.load, 100.0, cost.get(e.name, 0.0), 0.0, 0.0, 1.0) for e in entries]
+
+    with mock.patch.object(armed, "measure", measured):
+        assert armed.main(["--rounds", "1", "--check"]) == code
+        assert armed.main(["--rounds", "1"]) == 0
+    assert "| 162 buffers | armed | 100.0 |" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_for_recovery(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark["armed"].main(["--rounds", "1", "--steps", "3"]) == 0
+    assert "| 32-64-64-10 | armed |" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -454,3 +455,26 @@ def test_lists_of_unequal_lengths_stay_as_they_are() -> None:
 def test_joined_metrics_compute_alone() -> None:
     metric = joined([MeanSquaredError(), MeanSquaredError()])
     assert not metric.distributed_available_fn()
+
+
+# Processes
+
+
+def test_collective_operations_are_counted() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor, other = torch.ones(2), dist.new_group([0])
+        for operation in (
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.all_gather([torch.ones(2)], tensor),
+            lambda: dist.broadcast(tensor, 0),
+            lambda: dist.all_reduce(tensor, group=other),
+            dist.barrier,
+        ):
+            before = internals.collective_count()
+            tensor.add_(1)
+            assert internals.collective_count() == before
+            operation()
+            assert internals.collective_count() > before
+    finally:
+        dist.destroy_process_group()

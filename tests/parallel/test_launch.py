@@ -38,6 +38,7 @@ def servers() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left(servers: None) -> Iterator[None]:
     """No descriptor, thread, process or handler that was not there before."""
+    gc.collect()  # what earlier tests have left to it
     before = held()
     yield
     gc.collect()

@@ -1,6 +1,7 @@
 """Some processes run out of memory, others do not: none waits for ever, and gradients are exact and the same in all."""
 
 import random
+import time
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import DDPStrategy, OOMRecovery, StepError
+from equipoise.strategies.ddp_recovery import Guard
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Samples, assert_same_weights, trainer
 
@@ -117,3 +119,86 @@ def test_a_batch_of_which_others_have_a_part_cannot_be_left_out() -> None:
 def test_without_a_callback_that_decides() -> None:
     with pytest.raises((torch.OutOfMemoryError, StepError), match="injected in forward"):
         run(Fragile({(1, 1, "forward")}, 99), "ddp", 2)
+
+
+class Talking(Fragile):
+    """Communicates in its forward, as SyncBatchNorm does, in every step or in later ones.
+
+    Args:
+        failing: As for `Fragile`; also "first", before anything was exchanged.
+        since: The first step that communicates.
+    """
+
+    def __init__(self, failing: set[tuple[int, int, str]], since: int = 0, most: int = 99) -> None:
+        super().__init__(failing, most)
+        self.since = since
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (self.global_rank, self.global_step, "first") in self.failing and len(batch[0]) > 1:
+            raise torch.OutOfMemoryError("injected before the exchange")
+        if self.global_step >= self.since:
+            torch.distributed.all_reduce(torch.ones(3))
+        return super().training_step(batch, batch_idx)
+
+
+REASON = "All processes communicate in the forward, so one cannot do its step again alone. Take a smaller batch_size"
+
+
+@pytest.mark.parametrize("policy", ["split", "skip"])
+@pytest.mark.parametrize("place", ["first", "forward", "backward", "late"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_communication_within_the_forward(step: int, place: str, policy: Any) -> None:
+    """All processes fail with the reason, soon; nobody waits for one that does its step again."""
+    reason = REASON
+    if (step, place) == (0, "first"):  # nothing was exchanged yet, so nobody could know
+        reason = "the others compute theirs as a whole" if policy == "split" else "nobody knows yet whether others wait"
+    strategy = DDPStrategy(timeout=60, bucket_megabytes=1e-5)
+    begun = time.monotonic()
+    with pytest.raises((torch.OutOfMemoryError, StepError), match=reason) as caught:
+        run(Talking({(1, step, place)}), strategy, 2, callbacks=[OOMRecovery(policy)])
+    assert "Raised in rank 1 of 2." in caught.value.__notes__
+    assert time.monotonic() - begun < 50  # well before time is up
+
+
+def test_communication_that_comes_later() -> None:
+    """A process that has learned to compute in parts meets a step that communicates."""
+    with pytest.raises(StepError, match="the others compute theirs as a whole"):
+        run(Talking({(1, 0, "forward")}, since=1), DDPStrategy(timeout=60), 2, callbacks=[OOMRecovery()])
+
+
+def test_communication_without_an_error() -> None:
+    one, many = Fragile(set(), 99), Talking(set())
+    run(one, "single_device", 1)
+    run(many, "ddp", 2, callbacks=[OOMRecovery()])
+    assert_same_weights(one, many)
+
+
+def test_communication_in_an_evaluation() -> None:
+    class Gathers(Fragile):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.all_gather(batch[0].mean())
+            if self.global_rank == 1 and len(batch[0]) > 2:
+                raise torch.OutOfMemoryError("injected in the evaluation")
+
+    fitted = trainer(DDPStrategy(timeout=60), 2, callbacks=[OOMRecovery()])
+    with pytest.raises(torch.OutOfMemoryError, match=REASON):
+        fitted.validate(Gathers(set(), 99), DataLoader(Samples(24), batch_size=6), verbose=False)
+
+
+def test_layers_that_are_known_to_communicate() -> None:
+    guard = Guard(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    assert guard.obstacle(training=True, leave_out=False).startswith(REASON)
+    assert not guard.obstacle(training=False, leave_out=False)  # with running statistics
+
+
+def test_measuring_goes_on_while_windows_are_done_again() -> None:
+    """What one process computes twice is measured once, or the others would wait for it."""
+    one, many = Fragile(set(), 99), Fragile({(1, step, "backward") for step in range(4)}, 99)
+    fitted = trainer("single_device", 1, accumulate_grad_batches=3)
+    fitted.fit(one, DataLoader(Samples(160), batch_size=16))
+    strategy = DDPStrategy(shares="auto", timeout=60)
+    fitted = trainer(strategy, 2, accumulate_grad_batches=3, callbacks=[OOMRecovery(grow_after=1)])
+    fitted.fit(many, DataLoader(Samples(160), batch_size=8))
+    assert strategy.shares is not None
+    assert_same_weights(one, many)
+    assert many.same

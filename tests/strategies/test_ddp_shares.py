@@ -6,7 +6,8 @@ from typing import Any
 
 import lightning as L
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from equipoise import ConfigurationError, DDPStrategy
 from equipoise.parallel.calibration import SimulatedDevice
@@ -68,7 +69,39 @@ class Batches:
         return 2
 
 
-def test_shares_of_loaders_that_cannot_be_cut() -> None:
-    with pytest.raises(ConfigurationError, match=r"shares need a DataLoader with a batch_size to cut"):
-        trainer(DDPStrategy(shares=[1, 3]), 2).fit(numbered(), Batches())
-    trainer(DDPStrategy(shares="auto"), 2).fit(numbered(), Batches())
+class Stream(IterableDataset[Any]):
+    """Four samples that share themselves out."""
+
+    def __init__(self, first: int = 0, step: int = 1) -> None:
+        self.samples = [Samples(4)[index] for index in range(first, 4, step)]
+
+    def shard(self, num_shards: int, index: int) -> "Stream":
+        return Stream(index, num_shards)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+class Own(L.LightningDataModule):
+    """A loader whose sampler shares the samples out."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        sampler: Any = DistributedSampler(range(8), 2, self.trainer.global_rank, shuffle=False)
+        return DataLoader(Samples(8), batch_size=2, sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ({"train_dataloaders": Batches()}, "which this Batches has not"),
+        ({"train_dataloaders": DataLoader(Stream(), batch_size=2)}, "but Stream is an IterableDataset, which shares"),
+        ({"datamodule": Own()}, "but its DistributedSampler shares the samples out already"),
+    ],
+    ids=["no loader", "stream", "sampler"],
+)
+def test_shares_of_loaders_that_cannot_be_cut(data: Any, why: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"shares need a DataLoader with a batch_size to cut, {why}"):
+        trainer(DDPStrategy(shares=[1, 3]), 2).fit(numbered(), **data)
+    trainer(strategy := DDPStrategy(shares="auto"), 2).fit(numbered(), **data)
+    assert strategy.shares is None

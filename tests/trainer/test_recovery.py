@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from equipoise import BalancedDataParallelStrategy, Callback, OOMRecovery, Strategy, Trainer
+from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
 from tests.conftest import ignoring
 from tests.test_transparency import (
     CLASSES,
@@ -30,9 +31,10 @@ from tests.test_transparency import (
     Recurrent,
     Tied,
     assert_same,
+    difference,
 )
 
-pytestmark = ignoring("Batch \\d+ of \\d+ samples")
+pytestmark = ignoring("Batch \\d+ of \\d+ samples?", "cpu \\(number \\d\\) ran out")
 
 
 class OutOfMemory:
@@ -138,6 +140,38 @@ def test_any_failures(case: int) -> None:
     assert_same(train(make, **options), train(make, injected, strategy, devices, **options))
 
 
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("phase", ["late", "backward"])
+@pytest.mark.parametrize("make", [Mlp, Masked, MaskedOnTheHost])
+def test_bits_are_those_of_a_run_that_was_split_so_from_the_start(make: type[Base], phase: str, window: int) -> None:
+    """Whatever the failed attempts had computed."""
+    runs = [train(make, OutOfMemory(most=4, phase=each), accumulate_grad_batches=window) for each in ("forward", phase)]
+    for expected, actual in zip(*(run[0].parameters() for run in runs), strict=True):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_bits_are_those_of_a_loop_by_hand(phase: str) -> None:
+    """Which weighs each piece by its share of the batch."""
+    injected = OutOfMemory(most=4, phase=phase)
+    actual = train(Mlp, injected)[0]
+    torch.manual_seed(7)
+    module, sizes = Mlp().double(), iter(injected.sizes)
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for batch in Batches(SIZES):
+            features, done = batch["features"].double(), 0
+            optimizer.zero_grad()
+            while done < len(features):
+                end = done + next(sizes)
+                loss = nn.functional.cross_entropy(module(features[done:end]), batch["label"][done:end])
+                (loss * ((end - done) / len(features))).backward()
+                done = end
+            optimizer.step()
+    for expected, parameter in zip(module.parameters(), actual.parameters(), strict=True):
+        assert torch.equal(expected, parameter)
+
+
 class Noisy(Mlp):
     """With dropout, batch statistics, metrics and logs."""
 
@@ -203,7 +237,7 @@ def test_an_attempt_that_failed_leaves_no_trace(phase: str, window: int) -> None
     assert states[0][1] == states[1][1]
 
 
-def fit(module: Any, callbacks: list[Any], **options: Any) -> Trainer:
+def fit(module: Any, callbacks: list[Any], ckpt_path: Any = None, **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
         devices=1,
@@ -212,7 +246,7 @@ def fit(module: Any, callbacks: list[Any], **options: Any) -> Trainer:
         callbacks=callbacks,
         **{**quiet, "precision": "64-true", "max_epochs": 2, **options},
     )
-    trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None))
+    trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -244,7 +278,7 @@ def test_skipping() -> None:
         (
             "raise",
             5,
-            r"Batch 0 of 11 samples ran out of memory on cpu in forward\. What would help, the most",
+            r"Batch 0 of 11 samples ran out of memory on cpu in forward\. There were .* What would help, the most",
         ),
         ("split", 0, r"Batch 0 of 11 samples, computed in 11 parts, ran out .* A single sample does not fit"),
     ],
@@ -278,11 +312,43 @@ def test_the_same_is_not_tried_for_ever() -> None:
         fit(OutOfMemory(most=5).wrap(Mlp()), [SameAgain()])
 
 
+@pytest.mark.parametrize("answer", [-1, True, "2", 2.0])
+def test_answers_that_cannot_be(answer: Any) -> None:
+    class Wrong(Callback):
+        def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> Any:
+            return answer
+
+    with pytest.raises(ConfigurationError, match=r"Wrong\.on_out_of_memory returns a number of parts from 0.* not"):
+        fit(OutOfMemory(most=5).wrap(Mlp()), [Wrong()])
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_failures_while_a_window_is_done_again(phase: str) -> None:
     """The second batch fails, then the first when it is computed anew, then the second again."""
     injected = OutOfMemory(failing=(1, 2, 4, 6), phase=phase)
     assert_same(train(Mlp, accumulate_grad_batches=2), train(Mlp, injected, accumulate_grad_batches=2))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("batch_idx", [2, 3, 4])
+def test_a_window_that_is_resumed_in_its_midst(batch_idx: int, phase: str, tmp_path: Path) -> None:
+    """Its first gradients come from the checkpoint, also when the step is done again."""
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if (trainer.current_epoch, index) == (0, batch_idx):
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    torch.manual_seed(7)
+    one = Mlp()
+    fit(one, [Save()], accumulate_grad_batches=3)
+    for failing in ((), (0,), (1,), (0, 1, 2, 4)):
+        module, recovery = Mlp(), OOMRecovery(grow_after=1)
+        OutOfMemory(failing=failing, phase=phase).wrap(module)
+        fit(module, [recovery], accumulate_grad_batches=3, ckpt_path=tmp_path / "x.ckpt")
+        assert bool(recovery.events) == bool(failing)
+        for (name, expected), actual in zip(one.named_parameters(), module.parameters(), strict=True):
+            assert difference(expected.detach(), actual.detach()) <= 1e-12, name
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -1,0 +1,107 @@
+"""What a step costs that may be done again and need not be: Equipoise with OOMRecovery beside Equipoise without.
+
+python benchmarks/overhead/armed.py            the table, some minutes
+python benchmarks/overhead/armed.py --check    exits with 1 if a bound is broken
+"""
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from rich.console import Console
+from timing import BY_HAND, NOISE, Entry, Row, measure
+from torch import nn
+from workload import CLASSES, FEATURES, Classifier, Size, TimedBatches, loader_of, make_batches, network
+
+from equipoise import OOMRecovery, Trainer
+
+UNARMED, ARMED = "unarmed", "armed"
+
+
+def with_buffers() -> nn.Module:
+    """(32, 32) → (32, 10), with the 162 buffers of 54 BatchNorm layers: about as many as a ResNet-50 has."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(54):
+        layers += [nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)]
+    return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"32-64-64-10": network, "162 buffers": with_buffers}
+MICROSECONDS = {"32-64-64-10": 15.0, "162 buffers": 80.0}
+"""The most that OOMRecovery may add to a step in which nothing fails."""
+
+
+def fit(make: Callable[[], nn.Module], armed: bool, data: TimedBatches) -> nn.Module:
+    """Trains a network."""
+    module = Classifier()
+    module.network = make()  # type: ignore[assignment]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[OOMRecovery()] if armed else [],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader_of(data))
+    return module.network
+
+
+def entries() -> list[Entry]:
+    """For each network the unarmed trainer, which stands in for the loop by hand, and once more for the noise."""
+    found = []
+    for name, make in NETWORKS.items():
+        found += [Entry(name, way, UNARMED, partial(fit, make, False)) for way in (BY_HAND, NOISE)]
+        found.append(Entry(name, ARMED, ARMED, partial(fit, make, True)))
+    return found
+
+
+def lines(rows: list[Row]) -> list[list[str]]:
+    """The table, titles first."""
+    table = [["network", "", "per step", "over unarmed", "quartiles", "bound", "rounds"]]
+    for row in sorted(rows, key=lambda row: list(NETWORKS).index(row.group)):
+        name = {BY_HAND: UNARMED, NOISE: f"{UNARMED}, again"}.get(row.name, row.name)
+        over = ["", ""] if row.name == BY_HAND else [f"{row.over:+.1f}", f"{row.low:+.1f} … {row.high:+.1f}"]
+        bound = f"{MICROSECONDS[row.group]:.0f}" if row.name == ARMED else ""
+        table.append([row.group, name, f"{row.time:.1f}", *over, bound, str(row.rounds)])
+    return table
+
+
+def main(command: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="shuffled rounds (default: 20)")
+    parser.add_argument("--steps", type=int, default=500, help="timed steps of each run (default: 500)")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is broken")
+    options, console = parser.parse_args(command), Console()
+    console.width = max(console.width, 100)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    size = Size(options.steps, 50)
+    rows = measure(
+        entries(),
+        make_batches(),
+        size=size,
+        rounds=options.rounds,
+        seed=0,
+        report=lambda done: print(f"\rround {done} of {options.rounds}", end="", file=sys.stderr, flush=True),
+    )
+    print(file=sys.stderr)
+    titles, *table = lines(rows)
+    for line in (titles, ["---"] * 2 + ["---:"] * (len(titles) - 2), *table):
+        console.print(f"| {' | '.join(line)} |", markup=False, highlight=False)
+    broken = [row for row in rows if row.name == ARMED and row.over > MICROSECONDS[row.group]]
+    for row in broken:
+        console.print(f"Bound broken: {row.group}: {row.over:.1f} µs, not {MICROSECONDS[row.group]:.0f}.")
+    return int(options.check and bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""A sample of the campaign of injected errors, and that it notices what is wrong."""
+
+import random
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.benchmarks.conftest import Scripts
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def scripts_of_it(scripts: Scripts) -> dict[str, ModuleType]:
+    """The benchmark's scripts, by name."""
+    return scripts("oom_recovery", "cases", "main")
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_a_sample(part: int, scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn anew each time; the number of the first case is printed."""
+    print("first:", first := random.randrange(10**6))
+    code = scripts_of_it["main"].main(["--cases", "6", "--ddp", "0", "--first", str(first)])
+    assert code == 0, capsys.readouterr().out
+
+
+def test_a_sample_on_several_processes(
+    scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    print("first:", first := random.randrange(10**6))
+    code = scripts_of_it["main"].main(["--cases", "0", "--ddp", "4", "--first", str(first)])
+    assert code == 0, capsys.readouterr().out
+
+
+def off(outcome: Any) -> None:
+    outcome.weights[0][0] += 1e-9
+
+
+def one_lost(outcome: Any) -> None:
+    outcome.seen.pop(0)
+
+
+def another_step(outcome: Any) -> None:
+    outcome.steps += 1
+
+
+def drawn(outcome: Any) -> None:
+    outcome.random_state[-1] += 1
+
+
+def apart(outcome: Any) -> None:
+    outcome.equal = False
+
+
+@pytest.mark.parametrize("spoil", [off, one_lost, another_step, drawn, apart])
+def test_what_is_wrong_is_noticed(
+    spoil: Callable[[Any], None], scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases, main = scripts_of_it["cases"], scripts_of_it["main"]
+    seed = next(n for n in range(99) if (case := cases.draw(n, ("single_device",))).is_bitwise and not case.dropout)
+
+    def spoiled(case: Any, how: str) -> Any:
+        outcome = cases.run(case, how)
+        if how == "injected":
+            with torch.no_grad():
+                spoil(outcome)
+        return outcome
+
+    with mock.patch.object(main, "run", spoiled), mock.patch.object(main, "LOCAL", ("single_device",)):
+        assert main.main(["--cases", "1", "--ddp", "0", "--first", str(seed)]) == 1
+    assert f"Case {seed} failed" in capsys.readouterr().out

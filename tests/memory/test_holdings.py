@@ -1,0 +1,46 @@
+"""What a model holds, counted by its storages."""
+
+import torch
+from torch import nn
+
+from equipoise.memory.holdings import Holdings, holdings_of
+
+
+def test_parameters_gradients_and_state() -> None:
+    module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(module.parameters())
+    parameters = 4 * (8 * 4 + 4 + 4 + 4)
+    buffers = 4 * (4 + 4) + 8  # means, variances, a counter of int64
+    assert holdings_of(module, [optimizer], "cpu") == Holdings(parameters + buffers)
+    module(torch.randn(3, 8)).sum().backward()
+    optimizer.step()
+    steps = 4 * 4  # a float32 for each of four parameters
+    held = holdings_of(module, [optimizer], "cpu")
+    assert held == Holdings(parameters + buffers, parameters, 2 * parameters + steps)
+    assert held.total == 4 * parameters + buffers + steps
+
+
+def test_shared_storages_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.other.weight = self.one.weight
+            self.register_buffer("view", self.one.weight.detach()[0])
+
+    assert holdings_of(Tied(), [], "cpu").parameters == 64
+
+
+def test_a_device_that_holds_a_copy() -> None:
+    """Of which nothing is known but that it has the same parameters and gradients."""
+    module = nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    assert holdings_of(module, [], "cuda:1") == Holdings(24, 24)
+
+
+def test_what_has_no_storage() -> None:
+    embedding = nn.Embedding(4, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    assert holdings_of(embedding, [], "cpu") == Holdings(48)
+    assert holdings_of(nn.LazyLinear(3), [], "cpu") == Holdings()
+    assert holdings_of(nn.Linear(2, 2, device="meta"), [], "cpu") == Holdings()

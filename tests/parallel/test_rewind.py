@@ -1,0 +1,128 @@
+"""What a step may change is brought back: generators of any kind, buffers, metrics."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.aggregation import CatMetric
+
+from equipoise.parallel.rewind import Rewind
+
+CPU = [torch.device("cpu")]
+
+
+@pytest.fixture(autouse=True)
+def numpys_generator() -> Iterator[None]:
+    before = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(before)
+
+
+def draw() -> list[float]:
+    """A number of every kind; normal ones are drawn in pairs, of which the second is kept."""
+    return [
+        float(torch.rand(())),
+        float(torch.randn(())),
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+    ]
+
+
+def test_generators() -> None:
+    rewind = Rewind(nn.Linear(1, 1), CPU)
+    for drawn_before in range(5):
+        for _ in range(drawn_before):
+            draw()
+        rewind.mark()
+        first = draw()
+        rewind.restore()
+        assert draw() == first
+        rewind.restore()  # as often as one likes
+        assert draw() == first
+
+
+def test_a_number_that_was_drawn_in_advance() -> None:
+    """Only the kept half of a pair is used up, which leaves no trace in the twister."""
+    rewind = Rewind(nn.Linear(1, 1), CPU)
+    random.gauss(0, 1), np.random.randn()
+    rewind.mark()
+    kept = random.gauss(0, 1), np.random.randn()
+    rewind.mark()
+    following = random.gauss(0, 1), np.random.randn()
+    rewind.restore()
+    assert (random.gauss(0, 1), np.random.randn()) == following
+    assert following != kept
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+def test_numpys_generator_is_exchanged(kind: type) -> None:
+    rewind = Rewind(nn.Linear(1, 1), CPU)
+    rewind.mark()
+    np.random.set_bit_generator(own := kind(3))  # between two steps
+    rewind.mark()
+    first = draw()
+    rewind.restore()
+    assert draw() == first
+    rewind.restore()
+    np.random.set_bit_generator(np.random.MT19937(4))  # in a step that fails
+    np.random.rand()
+    rewind.restore()
+    assert np.random.get_bit_generator() is own
+    assert draw() == first
+
+
+def test_buffers() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("nothing", None)
+
+    module = Counted()
+    rewind = Rewind(module, CPU)
+    for _ in range(3):
+        module.norm(torch.randn(4, 2))
+        rewind.mark()
+        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        kept = module.count
+        module.norm(torch.randn(4, 2))
+        module.count = module.count + 1  # another tensor in its place
+        rewind.restore()
+        assert module.count is kept
+        for name, buffer in module.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+
+
+def test_buffers_of_another_shape() -> None:
+    module = nn.Module()
+    module.register_buffer("seen", torch.zeros(2))
+    rewind = Rewind(module, CPU)
+    rewind.mark()
+    module.seen = torch.arange(3.0)  # type: ignore[assignment]
+    rewind.mark()
+    module.seen.add_(1)
+    rewind.restore()
+    assert module.seen.tolist() == [0, 1, 2]
+
+
+def test_metrics() -> None:
+    module = nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric(), "both": MetricCollection([MeanMetric()])})
+    rewind = Rewind(module, CPU)
+    for metric in module.values():
+        metric.update(torch.tensor(1.0))
+    rewind.mark()
+    for _ in range(2):
+        for metric in module.values():
+            metric.update(torch.tensor(5.0))
+        rewind.restore()
+        assert module["mean"].compute() == 1
+        assert module["all"].compute().tolist() == 1
+        assert module["both"].compute() == {"MeanMetric": 1}
+        assert module["mean"].update_count == 1
