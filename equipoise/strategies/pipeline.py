@@ -164,8 +164,9 @@ class PipelineStrategy(Strategy):
         cut = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
         micro = [MicroStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
         try:
-            calls = self._begin(micro)
-            self._compute(step, micro, calls, sizes)
+            with step.inside():
+                calls = self._begin(micro)
+                self._compute(step, micro, calls, sizes)
         except BaseException:
             for one in micro:
                 one.abandon()

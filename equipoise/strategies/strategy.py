@@ -9,6 +9,7 @@ The trainer never asks which strategy it has. A batch goes through a strategy in
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -50,6 +51,9 @@ class PartwiseStep(Protocol):
 
     def on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
         """Runs the step of a copy of the module on a part of so many samples; what it logs stays with the result."""
+
+    def inside(self) -> AbstractContextManager[None]:
+        """To be entered while runs of `on` lie in one another, in whatever threads."""
 
     def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Any]]:
         """Runs a function on one part; returns its answer, and what it logged."""

@@ -6,7 +6,8 @@ step in parts comes to what the step on the whole batch comes to.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, weighted_mean
 from equipoise.strategies.strategy import StepResult
 from equipoise.trainer.diagnosis import explain
-from equipoise.trainer.interop import LogOptions
+from equipoise.trainer.interop import CURRENT_HOOK, LogOptions
 from equipoise.trainer.log_entry import default_dtype, reduction_name
 from equipoise.trainer.logs import Logged, Logs
 
@@ -89,6 +90,16 @@ class UserStep:
             explain(error, replica, part)
             raise
         return self.result(out, size, logged)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """While runs of the method lie in one another: what is logged is logged in it, whichever has ended first."""
+        state, current = vars(self.module), CURRENT_HOOK
+        outer, state[current] = state.get(current), self._name
+        try:
+            yield
+        finally:
+            state[current] = outer
 
     def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Logged]]:
         """Runs a function; returns its answer, and what it logged."""
