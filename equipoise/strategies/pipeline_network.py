@@ -46,7 +46,9 @@ class StagedNetwork:
 
     def cover(self) -> None:
         """Catches calls of the module and of its largest child."""
-        children = {name: child for name, child in self.module.named_children() if any(True for _ in child.parameters())}
+        children = {
+            name: child for name, child in self.module.named_children() if any(True for _ in child.parameters())
+        }
         sizes = {name: sum(parameter.numel() for parameter in child.parameters()) for name, child in children.items()}
         names = [max(sizes, key=lambda name: sizes[name])] if sizes else []
         if type(self.module).forward is not nn.Module.forward:
