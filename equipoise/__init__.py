@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from equipoise.strategies.ddp import DDPStrategy
     from equipoise.strategies.pipeline import PipelineStrategy
     from equipoise.strategies.single_device import SingleDeviceStrategy
-    from equipoise.strategies.strategy import StepResult, Strategy
+    from equipoise.strategies.steps import StepResult
+    from equipoise.strategies.strategy import Strategy
     from equipoise.trainer.trainer import Trainer
 
 __all__ = [
@@ -77,7 +78,7 @@ _HOME = {
     "SingleDeviceStrategy": "equipoise.strategies.single_device",
     "Split": "equipoise.memory.out_of_memory",
     "StepError": "equipoise.errors",
-    "StepResult": "equipoise.strategies.strategy",
+    "StepResult": "equipoise.strategies.steps",
     "Strategy": "equipoise.strategies.strategy",
     "Trainer": "equipoise.trainer.trainer",
     "WorkerError": "equipoise.errors",

@@ -11,7 +11,17 @@ from typing import Literal, NamedTuple
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["SCHEDULES", "Action", "Span", "Timeline", "actions_of", "check_schedule", "in_flight", "simulate"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "actions_of",
+    "check_schedule",
+    "in_flight",
+    "simulate",
+]
 
 Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")

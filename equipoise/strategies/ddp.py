@@ -26,7 +26,8 @@ from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, 
 from equipoise.strategies.ddp_modules import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp_recovery import Guard
 from equipoise.strategies.ddp_shares import ProcessShares, check_shares
-from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
+from equipoise.strategies.steps import EvaluationStep, StepResult, TrainingStep
+from equipoise.strategies.strategy import Strategy, Transfer
 
 __all__ = ["DDPStrategy"]
 

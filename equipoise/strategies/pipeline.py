@@ -17,7 +17,8 @@ from equipoise.parallel.tracing import CallStructure
 from equipoise.precision import Precision
 from equipoise.strategies.pipeline_cut import CutOptions
 from equipoise.strategies.pipeline_network import StagedNetwork
-from equipoise.strategies.strategy import StepResult, Strategy, TrainingStep, Transfer
+from equipoise.strategies.steps import StepResult, TrainingStep
+from equipoise.strategies.strategy import Strategy, Transfer
 
 __all__ = ["PipelineStrategy"]
 

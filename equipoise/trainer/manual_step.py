@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import StepError
 from equipoise.parallel.weighting import Weight
-from equipoise.strategies.strategy import StepResult
+from equipoise.strategies.steps import StepResult
 from equipoise.trainer import interop
 from equipoise.trainer.backward import Backward
 from equipoise.trainer.optimizers import takes_no_closure

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, weighted_mean
-from equipoise.strategies.strategy import StepResult
+from equipoise.strategies.steps import StepResult
 from equipoise.trainer.diagnosis import explain
 from equipoise.trainer.interop import CURRENT_HOOK, LogOptions
 from equipoise.trainer.log_entry import default_dtype, reduction_name
@@ -134,7 +134,7 @@ class UserStep:
         dim: int = 0,
         original: Callable[[Metric], Metric],
     ) -> StepResult:
-        """Puts the results of all parts together; see `strategies.strategy.PartwiseStep`."""
+        """Puts the results of all parts together; see `strategies.steps.PartwiseStep`."""
         weights: list[Weight] = [1 if result.weight is None else result.weight for result in results]
         loss, total = weighted_mean([result.loss for result in results], weights, device)
         log_together(self._logs, [result.logged for result in results], weights, device, original)

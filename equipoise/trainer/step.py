@@ -22,7 +22,8 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, Window
-from equipoise.strategies.strategy import StepResult, Strategy
+from equipoise.strategies.steps import StepResult
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.backward import Backward
 from equipoise.trainer.diagnosis import explain
