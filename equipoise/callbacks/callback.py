@@ -56,6 +56,8 @@ class Callback(_LightningCallback):
         fires_without_batch: Whether `on_train_batch_end` is called also in a process that has no batch in a step while
             others have, with `{}` for outputs and None for the batch. For callbacks that talk to the other processes in
             it, which would wait for this one. Default: False.
+        uses_outputs: Whether `on_train_batch_end` looks at `outputs`. Where nobody does they are not made, and `{}` is
+            handed over. Default: True.
 
     Example:
         >>> from equipoise import Callback
@@ -66,6 +68,7 @@ class Callback(_LightningCallback):
     """
 
     fires_without_batch: bool = False
+    uses_outputs: bool = True
 
     def on_before_batch_to_device(self, trainer: "Trainer", pl_module: LightningModule, batch_idx: int) -> None:
         """A training batch was read and is about to be copied to its devices; Lightning's Trainer does not tell.

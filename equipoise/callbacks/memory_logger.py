@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from equipoise.callbacks.callback import Callback
@@ -46,7 +47,8 @@ class _Fit:
         detailed: The step that it is of.
         wanted: The steps that are still to be looked at so.
         leaks: Looks for growth.
-        step: `trainer.global_step` after the batch before.
+        step: `trainer.global_step` before the batch.
+        busy: Whether every batch is looked at, be it due or not.
     """
 
     readings: Readings
@@ -60,6 +62,11 @@ class _Fit:
     ledger: Ledger | None = None
     detailed: int = 0
     step: int = 0
+    busy: bool = True
+
+    def is_busy(self) -> bool:
+        """Whether every batch is looked at."""
+        return bool(self.wanted) or self.ledger is not None or (self.leaks is not None and self.leaks.watches_steps)
 
 
 class MemoryLogger(Callback):
@@ -104,6 +111,8 @@ class MemoryLogger(Callback):
         >>> Trainer(callbacks=[memory], max_epochs=1).fit(module, loader)  # doctest: +SKIP
         >>> print(memory.compositions[0])  # doctest: +SKIP
     """
+
+    uses_outputs = False
 
     def __init__(
         self,
@@ -174,14 +183,14 @@ class MemoryLogger(Callback):
     def on_before_batch_to_device(self, trainer: Any, pl_module: LightningModule, batch_idx: int) -> None:
         """A batch was read."""
         if (fit := self._fit) is not None:
-            self._begin(fit)
+            self._begin(trainer, fit)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The batch lies on its devices."""
         if (fit := self._fit) is None:
             return
         if not fit.begun:  # Lightning's Trainer has not told that it was read
-            self._begin(fit)
+            self._begin(trainer, fit)
         elif self._due:
             fit.readings.read("batch to device")
         if fit.wanted or fit.ledger is not None:
@@ -211,7 +220,10 @@ class MemoryLogger(Callback):
         """The batch is done, and with it perhaps a step of the optimiser."""
         if (fit := self._fit) is None:
             return
-        fit.begun, step = False, trainer.global_step
+        fit.begun = False
+        if not fit.busy and not self._due:
+            return
+        step = trainer.global_step
         stepped, fit.step = step != fit.step, step
         if self._due:
             if stepped:
@@ -223,6 +235,7 @@ class MemoryLogger(Callback):
                 self._end_detail(trainer, fit)
             if fit.leaks is not None and fit.leaks.watches_steps:
                 self._tell(fit.leaks.after_step(step))
+        fit.busy = fit.is_busy()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """An epoch begins."""
@@ -257,12 +270,13 @@ class MemoryLogger(Callback):
 
     # Readings.
 
-    def _begin(self, fit: _Fit) -> None:
+    def _begin(self, trainer: Any, fit: _Fit) -> None:
         """A batch begins: is it one of those that are looked at?"""
-        fit.begun, self._due = True, fit.batches % self.every_n_steps == 0
-        fit.batches += 1
-        if self._due:
+        fit.begun = True
+        if self._due or fit.batches % self.every_n_steps == 0:  # still due: the batch before never ended
+            self._due, fit.step = True, trainer.global_step
             fit.readings.reset()
+        fit.batches += 1
 
     def _record(self, trainer: Any, pl_module: LightningModule, fit: _Fit) -> None:
         """Keeps and logs what was read."""
@@ -303,7 +317,7 @@ class MemoryLogger(Callback):
         if len(fullest) > 1:
             metrics["memory/imbalance"] = max(fullest.values()) * len(fullest) / sum(fullest.values())
         for logger in trainer.loggers if metrics else ():
-            logger.log_metrics(metrics, step=trainer.global_step)
+            logger.log_metrics({"epoch": trainer.current_epoch, **metrics}, step=trainer.global_step)
 
     # In detail.
 
@@ -361,5 +375,5 @@ def _roots(trainer: Any, pl_module: LightningModule, own: MemoryLogger) -> dict[
 
 
 def _keeps(thing: object) -> bool:
-    """Whether something keeps tensors on purpose: the states of metrics and optimisers."""
-    return isinstance(thing, Metric | Optimizer)
+    """Whether something keeps tensors on purpose: metrics and optimisers their states, data sets what they read."""
+    return isinstance(thing, Metric | Optimizer | Dataset | DataLoader)

@@ -68,6 +68,8 @@ class NoGradEvaluation(Callback):
         1
     """
 
+    uses_outputs = False
+
     fires_without_batch = True
 
     def __init__(

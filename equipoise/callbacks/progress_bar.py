@@ -79,6 +79,8 @@ class ProgressBar(_LightningProgressBar):
         >>> Trainer(callbacks=[ProgressBar(leave=True)]).fit(model, datamodule=data)  # doctest: +SKIP
     """
 
+    uses_outputs = False
+
     def __init__(self, *, refresh_seconds: float = 0.2, plain_seconds: float = 10.0, leave: bool = False) -> None:
         super().__init__()
         for name, seconds in (("refresh_seconds", refresh_seconds), ("plain_seconds", plain_seconds)):

@@ -80,6 +80,8 @@ class RunReport(Callback):
         >>> Trainer(max_epochs=3, callbacks=[RunReport()]).fit(model, datamodule=data)  # doctest: +SKIP
     """
 
+    uses_outputs = False
+
     def __init__(self) -> None:
         self._recorded = CurveHistory()
         self._shared: CurveHistory | None = None

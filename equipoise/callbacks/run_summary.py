@@ -78,6 +78,8 @@ class RunSummary(Callback):
         >>> Trainer(max_epochs=3, callbacks=[RunSummary()]).fit(model, datamodule=data)  # doctest: +SKIP
     """
 
+    uses_outputs = False
+
     def __init__(self, *, curves: bool = True, table: bool = True) -> None:
         self.curves = curves
         self.table = table

@@ -29,6 +29,7 @@ __all__ = [
     "resident_bytes",
 ]
 
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _earlier_peaks: dict[str, int] = {}  # of a device whose peak a meter began anew, for those who read it afterwards
 _before_resets: dict[str, int] = {}  # of all that was before a peak was begun anew
 
@@ -308,7 +309,14 @@ def _cuda_in_use() -> bool:
 
 def resident_bytes() -> int:
     """The resident set of this process, in bytes; the quickest of all readings on a CPU."""
-    return int(psutil.Process().memory_info().rss)
+    try:
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # a tenth of the time that psutil takes
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
+    try:
+        return int(os.read(file, 128).split()[1]) * _PAGE
+    finally:
+        os.close(file)
 
 
 class _Resident:

@@ -6,6 +6,7 @@ them changes.
 
 import copy
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ __all__ = [
 STRUCTURE = ("_parameters", "_buffers", "_modules")
 
 
+_VERSION = attrgetter("_version")
+
+
 # Modules
 
 
@@ -78,7 +82,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:
     """A number for each tensor that changes when it is changed in place; None where one keeps no count of changes."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_VERSION, tensors))
     except RuntimeError:  # a tensor made in inference mode
         return None
 

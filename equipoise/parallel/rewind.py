@@ -1,7 +1,7 @@
 """Everything a step may change beside parameters and gradients, noted so that the step can be done again.
 
 Noted in every step while recovery is armed, so it must cost little: numpy's generator, whose state takes 30 µs to read,
-is compared as raw memory and read only if it has moved; buffers are copied in one operation. BatchNorm changes its
+is looked at as raw memory and read only if it has moved; buffers are copied in one operation. BatchNorm changes its
 statistics without a trace in their version counters, so they are always copied.
 """
 
@@ -23,7 +23,7 @@ from equipoise.parallel.internals import MetricState, buffers_of, restore_metric
 
 __all__ = ["Rewind"]
 
-_TWISTER = 2500  # bytes of a Mersenne twister: 624 words and a position
+_WORDS = 625  # of a Mersenne twister: its state of 624, and a position
 
 
 class Rewind:
@@ -155,8 +155,12 @@ def _copied(state: MetricState) -> MetricState:
 class _Twister:
     """A global Mersenne twister: read whole only if its memory has changed.
 
+    A draw moves its position, and 624 of them, after which that is where it was, give every word another value; so the
+    position and two words tell, which takes a cache line or two where the whole would take forty.
+
     Args:
-        address: Where its 2500 bytes lie. 0: nobody knows, so it is always read whole.
+        address: Where its 625 words lie. 0: nobody knows, so it is always read whole.
+        position: Which of them is the position; the others are the state.
         read: Returns the whole state.
         holds_spare: Whether a state holds a number that was drawn in advance.
 
@@ -164,17 +168,24 @@ class _Twister:
         state: What `read` returned; None before the first mark.
     """
 
-    def __init__(self, address: int, read: Callable[[], Any], holds_spare: Callable[[Any], bool]) -> None:
-        self._address, self._read, self._holds_spare = address, read, holds_spare
-        self._raw = b""
+    def __init__(
+        self, address: int, position: int, read: Callable[[], Any], holds_spare: Callable[[Any], bool]
+    ) -> None:
+        self._read, self._holds_spare = read, holds_spare
+        self._words = (ctypes.c_uint32 * _WORDS).from_address(address) if address else None
+        self._watched = [position, *([1, 2] if position == 0 else [0, 1])]
+        self._seen: tuple[int, ...] = ()
+        self._spare = True
         self.state: Any = None
 
     def mark(self) -> None:
         """Notes the state."""
-        raw = ctypes.string_at(self._address, _TWISTER) if self._address else b""
+        words, (position, first, second) = self._words, self._watched
+        seen = () if words is None else (words[position], words[first], words[second])
         # A number that was drawn in advance and kept may be used up without a trace in the twister.
-        if self.state is None or not raw or raw != self._raw or self._holds_spare(self.state):
-            self._raw, self.state = raw, self._read()
+        if not seen or seen != self._seen or self._spare:
+            self._seen, self.state = seen, self._read()
+            self._spare = self._holds_spare(self.state)
 
 
 def _of_python() -> _Twister:
@@ -182,19 +193,19 @@ def _of_python() -> _Twister:
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     address = id(generator) + object.__basicsize__
     *words, position = generator.getstate()[1]
-    if generator.__sizeof__() < object.__basicsize__ + _TWISTER or (
-        struct.unpack("=I624I", ctypes.string_at(address, _TWISTER)) != (position, *words)
+    if generator.__sizeof__() < object.__basicsize__ + 4 * _WORDS or (
+        struct.unpack("=I624I", ctypes.string_at(address, 4 * _WORDS)) != (position, *words)
     ):
         address = 0  # another Python, another layout
-    return _Twister(address, random.getstate, lambda state: state[2] is not None)
+    return _Twister(address, 0, random.getstate, lambda state: state[2] is not None)
 
 
 def _of_numpy() -> tuple[Any, _Twister]:
     """The generator behind numpy's global functions, and its state; None where nobody has imported them."""
     module: Any = sys.modules.get("numpy.random")
     if module is None:
-        return None, _Twister(0, dict, bool)
+        return None, _Twister(0, 0, dict, bool)
     generator = module.get_bit_generator()
     address = generator.ctypes.state_address if type(generator).__name__ == "MT19937" else 0
     read = partial(module.get_state, legacy=False)
-    return generator, _Twister(address, read, lambda state: bool(state.get("has_gauss")))
+    return generator, _Twister(address, _WORDS - 1, read, lambda state: bool(state.get("has_gauss")))

@@ -252,7 +252,7 @@ class FitLoop:
         batch_start, batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
         idle_end, before_transfer = hooks.bind_deciders("on_train_batch_end"), hooks.bind("on_before_batch_to_device")
         optimize, schedulers, after_batch = self._bind_optimization(), self.schedulers, AfterBatch(self)
-        counts, index = progress.batch.current, progress.batch.current.ready - 1
+        counts, index, wanted = progress.batch.current, progress.batch.current.ready - 1, hooks.uses_outputs()
         scheduled = self.trainer.lr_scheduler_configs  # the list itself: callbacks may add to it
         assert stream is not None
         if self.trainer.should_stop and after_batch.may_stop():  # a hook of the epoch's start asked for it
@@ -280,7 +280,7 @@ class FitLoop:
             if last and scheduled:
                 schedulers.after_batch(index, ends=ends)
             if batch_end is not None and there:
-                batch_end(optimize.outputs(result), batch, index)
+                batch_end(optimize.outputs(result) if wanted else {}, batch, index)
             elif not there:
                 logs.forget_steps()
                 if idle_end is not None:

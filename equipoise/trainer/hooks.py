@@ -171,20 +171,20 @@ class Hooks:
             str(hook.__module__).startswith(("lightning.pytorch.", "equipoise.callbacks.")) for hook in hooks
         )
 
+    def uses_outputs(self) -> bool:
+        """Whether somebody may look at the outputs that `on_train_batch_end` receives, which take some time to make."""
+        name = "on_train_batch_end"
+        return overrides(self.module, name, LightningModule) or any(
+            overrides(callback, name, Callback) and getattr(callback, "uses_outputs", True)
+            for callback in self.callbacks
+            if not interop.cannot_fire(callback, name)
+        )
+
     # How they are made.
 
     def _of_callbacks(self, name: str, callbacks: Iterable[LightningCallback]) -> list[Hook]:
         chosen = (c for c in callbacks if overrides(c, name, Callback) and not interop.cannot_fire(c, name))
-        return [self._with_trainer(getattr(c, name), f"[Callback]{c.state_key}.{name}") for c in chosen]
-
-    def _with_trainer(self, method: Hook, action: str) -> Hook:
-        trainer, module = self.trainer, self.module
-        method = self.profiled(method, action)
-
-        def with_trainer(*args: Any, **kwargs: Any) -> None:
-            method(trainer, module, *args, **kwargs)
-
-        return with_trainer
+        return [self.profiled(getattr(c, name), f"[Callback]{c.state_key}.{name}") for c in chosen]
 
     def _of_module(self, name: str) -> Hook | None:
         if not overrides(self.module, name, LightningModule):
@@ -222,10 +222,21 @@ class Hooks:
 
             return fire_module
 
+        trainer, pl_module = self.trainer, self.module
+        if len(callbacks) == 1 and module is None:
+            only = callbacks[0]
+
+            def fire_one(*args: Any, **kwargs: Any) -> None:
+                outer, state[current] = state[current], name
+                only(trainer, pl_module, *args, **kwargs)
+                state[current] = outer
+
+            return fire_one
+
         def fire(*args: Any, **kwargs: Any) -> Any:
             outer, state[current] = state[current], name
             for callback in callbacks:
-                callback(*args, **kwargs)
+                callback(trainer, pl_module, *args, **kwargs)
             answer = None if module is None else module(*args, **kwargs)
             state[current] = outer
             return answer

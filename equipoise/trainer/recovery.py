@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, is_out_of_memory
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
+from equipoise.parallel.weighting import Window
 from equipoise.strategies.steps import StepResult
 from equipoise.strategies.strategy import parameters_of
 from equipoise.trainer.failure import Failure, raise_with_advice
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["EvaluationRecovery", "Recovery", "refuse_by_hand"]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Batch:
     """A batch of the window."""
 
@@ -70,7 +71,8 @@ class Recovery:
 
     def _compute(self, parts: Sequence[Any], last: bool) -> StepResult:
         ends = last and self._ends and self._running is self._open.batches[-1]
-        self.window.piece = (self.parts.size(parts), self._whole) if self.step.in_pieces else None
+        if self.step.in_pieces:
+            self.window.piece = (self.parts.size(parts), self._whole)
         return self.strategy.forward_backward(self.step, parts, ends)
 
     def __call__(self, step: Any, parts: Sequence[Any], last: bool) -> StepResult:
@@ -83,19 +85,21 @@ class Recovery:
             self._weighed = self.window.has_reference or self.window.agree is not None  # agreed upon once, by all
         opened.pending = len(self.logs.pending)
         count = self.parts.count(parts) if parts else 1
-        opened.batches.append(_Batch(parts, step.batch_idx, count))
+        self._running = batch = _Batch(parts, step.batch_idx, count)
+        opened.batches.append(batch)
         self._ends, begin = last, len(opened.batches) - 1
+        step.phase, usual = "forward", count == 1 and bool(parts)
         while True:
-            step.phase = "forward"
-            try:
-                result = self._run(begin)
+            try:  # the shortest way, unless there is more to do
+                result = self.strategy.forward_backward(step, parts, last) if usual else self._run(begin)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = Failure.of(error)
-            begin = 0
+            begin, usual = 0, False
             self._prepare(failure)
+            step.phase = "forward"
         if parts:
             self.parts.good(parts)
         if last:
@@ -122,7 +126,10 @@ class Recovery:
         if batch.count <= 1:
             return self._compute(batch.parts if batch.count else (), True)
         self.step.weigh, self._whole = self.step.weigher, self.parts.size(batch.parts)
-        return self.parts.run(self.step, batch.parts, batch.count)
+        try:
+            return self.parts.run(self.step, batch.parts, batch.count)
+        finally:
+            self.window.piece = None
 
     def _prepare(self, failure: Failure) -> None:
         """Asks what to do, and brings everything back to how the window found it."""
@@ -171,6 +178,10 @@ class Recovery:
         gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters()]
         return self.window.state_dict(), gradients
 
+    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+        """Weighs the gradients of a window, if it was weighed at all, where one batch in one process makes a window."""
+        return self.strategy.finish_gradients(window, optimizer) if window.is_open else None
+
     def end_window(self) -> None:
         """The optimiser has stepped."""
         self.step.weigh = self.step.usual_weigher
@@ -210,8 +221,11 @@ class Recovery:
 
 def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]:
     """How often parameters and the optimiser's state were changed."""
+    parameters = versions(parameters_of(optimizer))
+    if not optimizer.state:
+        return parameters, []
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
-    return versions(parameters_of(optimizer)), versions(state)
+    return parameters, versions(state)
 
 
 class EvaluationRecovery:

@@ -161,8 +161,10 @@ def test_recovery_changes_nothing(benchmark: dict[str, ModuleType]) -> None:
     assert len(list(armed.with_buffers().buffers())) == 162
     batches, size = workload.make_batches(3), workload.Size(steps=4, warm_up=1)
     for make in armed.NETWORKS.values():
-        one, other = (armed.fit(make, way, workload.TimedBatches(batches, size)).state_dict() for way in (False, True))
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        data = [workload.TimedBatches(batches, size) for _ in range(3)]
+        loads = (armed.UNARMED, *armed.LOADS)
+        one, *others = (armed.fit(make, load, d).state_dict() for load, d in zip(loads, data, strict=True))
+        assert all(torch.equal(one[name], other[name]) for other in others for name in one)
 
 
 @pytest.mark.parametrize(("over", "code"), [(14.0, 0), (16.0, 1)])
@@ -172,16 +174,16 @@ def test_the_bounds_of_recovery(
     armed, timing = benchmark["armed"], benchmark["timing"]
 
     def measured(entries: Any, *_: Any, **__: Any) -> Any:
-        cost = {armed.ARMED: over}
+        cost = {"OOMRecovery": over}
         return [timing.Row(e.group, e.name, e.load, 100.0, cost.get(e.name, 0.0), 0.0, 0.0, 1.0) for e in entries]
 
     with mock.patch.object(armed, "measure", measured):
         assert armed.main(["--rounds", "1", "--check"]) == code
         assert armed.main(["--rounds", "1"]) == 0
-    assert "| 162 buffers | armed | 100.0 |" in capsys.readouterr().out
+    assert "| 162 buffers | OOMRecovery | 100.0 |" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_for_recovery(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark["armed"].main(["--rounds", "1", "--steps", "3"]) == 0
-    assert "| 32-64-64-10 | armed |" in capsys.readouterr().out
+    assert "| 32-64-64-10 | MemoryLogger |" in capsys.readouterr().out

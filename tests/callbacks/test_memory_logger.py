@@ -167,7 +167,7 @@ def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     memory.setup(strategy_with(["cuda:0", "cuda:0", "cuda:1"]), Model(), "fit")
     assert memory._fit is not None
-    memory._begin(memory._fit)
+    memory._begin(strategy_with([]), memory._fit)
     for phase in ("forward", "backward"):
         memory._fit.readings.read(phase)
     monkeypatch.setattr(memory, "_log", lambda trainer, metrics, fullest: seen.append((metrics, fullest)))
@@ -327,6 +327,25 @@ def test_a_leak_of_another_callback_is_told() -> None:
     memory = MemoryLogger()
     with pytest.warns(UserWarning, match=r"Collects\.losses keeps"):
         fit(memory, Model(lambda module, loss: setattr(module, "kept", [loss])), callbacks=[Collects()])
+
+
+def test_a_data_set_that_remembers_is_no_leak() -> None:
+    class Remembers(torch.utils.data.Dataset[Any]):
+        def __init__(self) -> None:
+            self.seen: dict[int, Tensor] = {}
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[Tensor]:
+            self.seen[index] = torch.ones(2**20, 6)[:1]
+            return (self.seen[index][0],)
+
+    memory, data = MemoryLogger(), Remembers()
+    trainer = Trainer(callbacks=[memory], max_epochs=1, limit_val_batches=0, logger=False, devices=1, **QUIET)
+    trainer.fit(Model(), DataLoader(data, batch_size=4))
+    assert sum(tensor.untyped_storage().nbytes() for tensor in data.seen.values()) > 2**29
+    assert not memory.leaks
 
 
 # Arguments and hooks

@@ -126,3 +126,23 @@ def test_metrics() -> None:
         assert module["all"].compute().tolist() == 1
         assert module["both"].compute() == {"MeanMetric": 1}
         assert module["mean"].update_count == 1
+
+
+@pytest.mark.parametrize("count", [1, 623, 624, 625, 1248])
+def test_any_number_of_draws_is_noticed(count: int) -> None:
+    """After 624 words a twister's position is where it was."""
+    random.seed(7)
+    np.random.seed(7)
+    rewind = Rewind(nn.Module(), CPU)
+    rewind.mark()
+    for _ in range(count):
+        random.getrandbits(32)
+        np.random.randint(0, 2**32, dtype=np.uint32)
+    rewind.mark()
+    before = random.getstate(), np.random.get_state()
+    random.random()
+    np.random.rand()
+    rewind.restore()
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[2] == before[1][2]
+    assert (np.random.get_state()[1] == before[1][1]).all()
