@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.internals import has_module_hooks
 
 __all__ = ["CallStructure", "NotTraceable", "Traced", "trace", "writes_in_place"]
@@ -149,7 +150,9 @@ class _Tracer(fx.Tracer):
         self.opaque: dict[str, str] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Torch's own layers are one call; so is whatever has hooks, which must run at each call."""
+        """Torch's own layers are one call; so is what has hooks, which must run at each call, or is checkpointed."""
+        if is_checkpointed(m):
+            return True
         if isinstance(m, _CONTAINERS) and not has_module_hooks(m):
             return False
         if isinstance(m, nn.TransformerEncoder) and not has_module_hooks(m):

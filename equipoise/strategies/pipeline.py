@@ -46,7 +46,8 @@ class PipelineStrategy(Strategy):
         cut_before: The modules with which the stages but the first begin, by their names. Default: chosen; a module
             may say by itself with a method `pipeline_cuts`, which returns such names.
         speeds: How fast the devices are beside one another, such as [3, 1]. Default: all alike.
-        threads: Whether every stage has a thread. Default: where all devices are different ones.
+        threads: Whether every stage has a thread. Default: where all devices are different ones. Never for stages on a
+            CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with less memory.
 
     Raises:
         ConfigurationError: If an argument cannot be right.

@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.micro_steps import current_step
 from equipoise.parallel.pipeline import Pipeline
 from equipoise.parallel.stages import homes_of, make_stages, owners
@@ -54,6 +55,11 @@ class StagedNetwork:
         if type(self.module).forward is not nn.Module.forward:
             names.append("")
         for name in names:
+            if is_checkpointed(self._named[name]):
+                raise ConfigurationError(
+                    f"activation_checkpointing means {name!r}, which is the network that is cut into stages. Name parts"
+                    f" of it, such as '{name}.*'."
+                )
             self._originals[name] = self._named[name].forward
         self.recover()
 
@@ -104,11 +110,16 @@ class StagedNetwork:
                 self._choose(name, traced, structure)
             ends = homes_of(traced, self._stage_finder(network), len(self.options.devices))
             stages = make_stages(traced, ends)
-            found = Pipeline(stages, self.options.devices, self.options.schedule, threads=self.threads)
+            found = Pipeline(stages, self.options.devices, self.options.schedule, threads=self._may_have_threads())
             if len(self._pipelines) > 64:
                 self._pipelines.clear()  # calls with ever other numbers among their arguments
             self._pipelines[key] = found
         return found
+
+    def _may_have_threads(self) -> bool | None:
+        """Threads that share a random generator would draw from it beside one another while forwards are repeated."""
+        on_cpu = any(device.type == "cpu" for device in self.options.devices)
+        return False if on_cpu and any(map(is_checkpointed, self.module.modules())) else self.threads
 
     def _trace(self, name: str, network: nn.Module, structure: CallStructure) -> Traced:
         self.uncover()
