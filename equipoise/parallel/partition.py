@@ -1,8 +1,8 @@
 """Where to cut a sequence of blocks into stages, so that the slowest is as quick as can be and every one fits.
 
 A dynamic programme over the ends of stages, exact for a given order of devices: its cost is the time of the slowest
-stage and, among equals, the bytes that pass between stages. Devices may be of unequal speed and memory (the problem of
-Narayanan et al., "PipeDream", 2019, for one machine).
+stage and, among cuts that are as good to within what measuring can tell, the bytes that pass between stages. Devices
+may be of unequal speed and memory (the problem of Narayanan et al., "PipeDream", 2019, for one machine).
 """
 
 import math
@@ -13,6 +13,8 @@ from itertools import accumulate
 from equipoise.parallel.schedule import Schedule, in_flight
 
 __all__ = ["Block", "DoesNotFit", "Stage", "StageDevice", "choose_cuts", "describe_stages"]
+
+_ALIKE = 1.01  # cuts whose slowest stages differ by no more are as good as one another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class Block:
         boundary: Bytes that pass to the next block.
         transient: Bytes beyond these at its worst moment.
         may_end: Whether a stage may end with it.
+        named: Whether it begins with a module that people would know by its name.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Block:
     boundary: int = 0
     transient: int = 0
     may_end: bool = True
+    named: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +159,8 @@ def choose_cuts(
         [3, 4]
     """
     costs = _Costs(blocks, devices, schedule, micro_batches, state_factor)
-    cuts, overrun = _best(costs)
+    cuts, (_, slowest, _) = _best(costs)
+    cuts, (overrun, _, _) = _best(costs, _ALIKE * slowest)
     if cuts is None:
         raise ValueError(
             f"{len(devices)} stages need as many blocks, and places to cut between them; there are {len(blocks)}."
@@ -182,8 +187,8 @@ def describe_stages(
 Cost = tuple[float, float, int]  # bytes beyond the memory, as a share of it; seconds of the slowest; bytes that pass
 
 
-def _best(costs: _Costs) -> tuple[list[int] | None, float]:
-    """The best ends of all stages, and by how much memory is overrun."""
+def _best(costs: _Costs, enough: float = 0.0) -> tuple[list[int] | None, Cost]:
+    """The best ends of all stages, and their cost; a slowest stage of `enough` seconds is as good as a quicker one."""
     blocks, stages = costs.blocks, len(costs.devices)
     count = len(blocks)
     best: list[dict[int, tuple[Cost, int]]] = [{0: ((0.0, 0.0, 0), 0)}]  # by stages so far, then by blocks so far
@@ -202,16 +207,18 @@ def _best(costs: _Costs) -> tuple[list[int] | None, float]:
                 made = costs.stage(stage, first, end, transient)
                 limit = costs.devices[stage].memory
                 beyond = 0.0 if limit is None else max(0.0, made.memory / max(1, limit) - 1)
-                seconds = made.forward + made.backward
+                seconds = max(made.forward + made.backward, enough)
                 passing = 0 if end == count else blocks[end - 1].boundary
                 cost = (max(over, beyond), max(slowest, seconds), passed + passing)
+                if end in row and (0.0, seconds) > row[end][0][:2]:
+                    break  # whatever is longer takes longer
                 if end not in row or cost < row[end][0]:
                     row[end] = (cost, first)
         best.append(row)
     if count not in best[stages]:
-        return None, math.inf
+        return None, (math.inf, math.inf, 0)
     cuts, end = [], count
     for stage in range(stages, 0, -1):
         cuts.append(end)
         end = best[stage][end][1]
-    return cuts[::-1], best[stages][count][0][0]
+    return cuts[::-1], best[stages][count][0]

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from equipoise.parallel.tracing import Traced, writes_in_place
 
-__all__ = ["StageProgram", "crossing", "homes_of", "make_stages", "map_tensors", "may_cut", "owners"]
+__all__ = ["StageProgram", "crossing", "homes_of", "make_stages", "map_tensors", "may_cut", "owners", "with_parents"]
 
 
 class StageProgram:
@@ -101,6 +101,17 @@ def owners(traced: Traced) -> list[list[str]]:
         [str(node.target).removeprefix("network.")] if node.op in ("call_module", "get_attr") else []
         for node in traced.calls
     ]
+
+
+def with_parents(name: str) -> list[str]:
+    """The name of a module and those of the modules it lies in, the outermost first.
+
+    Example:
+        >>> with_parents("encoder.layers.0")
+        ['encoder', 'encoder.layers', 'encoder.layers.0']
+    """
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def homes_of(traced: Traced, stage_of: Callable[[str], int | None], stages: int) -> list[int]:

@@ -8,7 +8,8 @@ is one entry of the list. What remains are obstacles in the network's own forwar
 import inspect
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,7 +133,8 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
     tracer = _Tracer()
     before = _Surroundings(network)
     try:
-        graph = tracer.trace(root)
+        with _functions_kept():
+            graph = tracer.trace(root)
     except Exception as error:
         before.restore()
         raise NotTraceable(_obstacle(error, forward)) from error
@@ -181,6 +183,30 @@ class _Tracer(fx.Tracer):
             self.graph.erase_node(node)
         self.opaque[name.removeprefix("network.")] = reason
         return self.create_proxy("call_module", name, args, kwargs)
+
+
+@contextmanager
+def _functions_kept() -> Iterator[None]:
+    """A call of an autograd function stays one: followed, its forward alone would remain, and lose its backward."""
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)
+        if given is None:
+            return original.__func__(cls, *args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return cls.apply(*args, **kwargs)
+
+        call.__name__ = cls.__name__
+        return given.tracer.create_proxy("call_function", call, args, kwargs)
+
+    functions: Any = torch.autograd.Function
+    functions.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        functions.apply = original
 
 
 def _encoder_forward(encoder: nn.TransformerEncoder) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, list_devices
 from equipoise.parallel.partition import DoesNotFit, Stage, StageDevice, choose_cuts, describe_stages
 from equipoise.parallel.schedule import Schedule, simulate
-from equipoise.parallel.stages import may_cut, owners
+from equipoise.parallel.stages import may_cut, owners, with_parents
 from equipoise.parallel.tracing import Traced
 from equipoise.strategies.pipeline_profile import merge_blocks, profile_calls
 
@@ -79,7 +79,7 @@ def cut_automatically(traced: Traced, module: nn.Module, tensors: Sequence[Tenso
         ConfigurationError: If there are more stages than places to cut, or nothing fits.
     """
     calls = profile_calls(traced, module, tensors, options.devices[0])
-    blocks, ends_of_blocks = merge_blocks(calls)
+    blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
     devices = options.stage_devices()
     try:
         chosen = choose_cuts(blocks, devices, schedule=options.schedule, micro_batches=options.micro_batches)
@@ -103,7 +103,7 @@ def cut_automatically(traced: Traced, module: nn.Module, tensors: Sequence[Tenso
     stages = describe_stages(blocks, devices, chosen, schedule=options.schedule, micro_batches=options.micro_batches)
     return Cut(
         ends=[ends_of_blocks[end - 1] for end in chosen],
-        first_blocks=[blocks[first].name for first in [0, *chosen[:-1]]],
+        first_blocks=["", *(blocks[first].name for first in chosen[:-1])],
         stages=stages,
         idle=_idle(stages, options),
     )
@@ -128,8 +128,10 @@ def cut_by_names(traced: Traced, names: Sequence[str], prefix: str) -> Cut:
         place = next(
             (index for index, used in enumerate(called) if any(f"{one}.".startswith(f"{own}.") for one in used)), None
         )
+        if place is None:  # a call of no module, of a cut that was chosen
+            place = next((index for index, node in enumerate(traced.calls) if node.name == own), None)
         if place is None:
-            known = sorted({f"{part}" for used in called for one in used for part in _with_parents(one)})
+            known = sorted({f"{part}" for used in called for one in used for part in with_parents(one)})
             near = difflib.get_close_matches(own, known, 1)
             hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(known[:20])}."
             raise ConfigurationError(f"cut_before names {name!r}, which the network does not call.{hint}")
@@ -141,11 +143,6 @@ def cut_by_names(traced: Traced, names: Sequence[str], prefix: str) -> Cut:
         ends.append(place)
         last = place
     return Cut(ends=[*ends, len(traced.calls)], first_blocks=["", *names], stages=[], idle=None)
-
-
-def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _idle(stages: Sequence[Stage], options: CutOptions) -> float:
