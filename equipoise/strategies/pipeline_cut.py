@@ -66,7 +66,9 @@ class Cut:
     idle: float | None
 
 
-def cut_automatically(traced: Traced, module: nn.Module, tensors: Sequence[Tensor], options: CutOptions) -> Cut:
+def cut_automatically(
+    traced: Traced, module: nn.Module, tensors: Sequence[Tensor], options: CutOptions, prefix: str = ""
+) -> Cut:
     """Measures the calls of a forward, and chooses.
 
     Args:
@@ -74,6 +76,7 @@ def cut_automatically(traced: Traced, module: nn.Module, tensors: Sequence[Tenso
         module: The user's module.
         tensors: The tensors of a call with one micro-batch.
         options: What the user wishes.
+        prefix: The network's name in the user's module. Default: it is that itself.
 
     Raises:
         ConfigurationError: If there are more stages than places to cut, or nothing fits.
@@ -103,7 +106,7 @@ def cut_automatically(traced: Traced, module: nn.Module, tensors: Sequence[Tenso
     stages = describe_stages(blocks, devices, chosen, schedule=options.schedule, micro_batches=options.micro_batches)
     return Cut(
         ends=[ends_of_blocks[end - 1] for end in chosen],
-        first_blocks=["", *(blocks[first].name for first in chosen[:-1])],
+        first_blocks=["", *(f"{prefix}.{blocks[first].name}".removeprefix(".") for first in chosen[:-1])],
         stages=stages,
         idle=_idle(stages, options),
     )

@@ -143,7 +143,7 @@ class StagedNetwork:
         if names is None:
             self.uncover()
             try:
-                cut = cut_automatically(traced, self.module, structure.tensors, self.options)
+                cut = cut_automatically(traced, self.module, structure.tensors, self.options, name)
             finally:
                 self.recover()
         else:
