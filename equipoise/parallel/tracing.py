@@ -5,18 +5,25 @@ numbers by itself, or keeps something of what it sees) stays whole: what was rec
 is one entry of the list. What remains are obstacles in the network's own forward, and those are told.
 """
 
+import dis
 import inspect
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import has_module_hooks
+from equipoise.parallel.split import rebuild
 
-__all__ = ["CallStructure", "NotTraceable", "Traced", "trace", "writes_in_place"]
+__all__ = ["CallStructure", "NotTraceable", "Surroundings", "Traced", "trace", "writes_in_place"]
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _IN_PLACE = {"setitem", "ilshift", "irshift", *(f"i{name}" for name in _ARITHMETIC)}
@@ -42,6 +49,9 @@ class CallStructure:
 
     Args:
         args, kwargs: The arguments.
+
+    Raises:
+        ConfigurationError: If tensors hide in an object of a kind that nobody can take apart.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -53,10 +63,19 @@ class CallStructure:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return _Place(len(self.tensors) - 1)
-        if type(value) in (tuple, list):
-            return type(value)(self._take(item) for item in value)
-        if type(value) is dict:
-            return {key: self._take(item) for key, item in value.items()}
+        if isinstance(value, torch.Size):
+            return value
+        if isinstance(value, tuple | list):
+            return rebuild(value, [self._take(item) for item in value])
+        if isinstance(value, Mapping):
+            return rebuild(value, [self._take(item) for item in value.values()])
+        if is_dataclass(value) and not isinstance(value, type):
+            return rebuild(value, [self._take(getattr(value, field.name)) for field in fields(value)])
+        if any(isinstance(held, Tensor) for held in getattr(value, "__dict__", {}).values()):
+            raise ConfigurationError(
+                f"The network is called with a {type(value).__name__}, whose tensors a pipeline cannot see. Pass"
+                " tensors, or tuples, lists, dictionaries or dataclasses of them."
+            )
         return value
 
     def fill(self, tensors: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -78,10 +97,14 @@ class _Place:
 def _filled(tree: Any, tensors: Any) -> Any:
     if isinstance(tree, _Place):
         return tensors[tree.index]
-    if type(tree) in (tuple, list):
-        return type(tree)(_filled(item, tensors) for item in tree)
-    if type(tree) is dict:
-        return {key: _filled(item, tensors) for key, item in tree.items()}
+    if isinstance(tree, torch.Size):
+        return tree
+    if isinstance(tree, tuple | list):
+        return rebuild(tree, [_filled(item, tensors) for item in tree])
+    if isinstance(tree, Mapping):
+        return rebuild(tree, [_filled(item, tensors) for item in tree.values()])
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return rebuild(tree, [_filled(getattr(tree, field.name), tensors) for field in fields(tree)])
     return tree
 
 
@@ -105,15 +128,22 @@ class Traced:
         root: What the names in the graph refer to.
         graph: The calls.
         opaque: For each submodule that stayed whole the reason.
+        writing: Calls that were seen to change their arguments.
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph, opaque: dict[str, str]) -> None:
         self.root, self.graph, self.opaque = root, graph, opaque
+        self.writing: set[fx.Node] = set()
 
     @property
     def calls(self) -> list[fx.Node]:
         """Everything that is computed, in order."""
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """The same for forwards that call the same things in the same order."""
+        return tuple(f"{node.name} {node.op} {node.target}" for node in self.calls)
 
 
 def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStructure) -> Traced:
@@ -129,9 +159,10 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
     """
     root = _Call(network, forward, structure)
     tracer = _Tracer()
-    before = _Surroundings(network)
+    before = Surroundings(network)
     try:
-        graph = tracer.trace(root)
+        with _without_saving_hooks():
+            graph = tracer.trace(root)
     except Exception as error:
         before.restore()
         raise NotTraceable(_obstacle(error, forward)) from error
@@ -139,6 +170,23 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
         before.restore()
         raise NotTraceable(f"{type(network).__name__}.forward {moved}")
     return Traced(root, graph, tracer.opaque)
+
+
+@contextmanager
+def _without_saving_hooks() -> Iterator[None]:
+    """Keeps activation checkpointing, which lives in such hooks, from being followed and so lost."""
+
+    def refuse(hooks: Any) -> None:
+        raise TypeError("activation checkpointing, or another hook on saved tensors, cannot be followed")
+
+    with patch.object(saved_tensors_hooks, "__enter__", refuse):
+        yield
+
+
+def holds(condition: Any) -> None:
+    """An assertion of the user's, at the place of the forward where it stands."""
+    if not condition:
+        raise AssertionError("an assertion in the network's forward does not hold")
 
 
 class _Tracer(fx.Tracer):
@@ -156,6 +204,16 @@ class _Tracer(fx.Tracer):
             return False
         return bool(super().is_leaf_module(m, module_qualified_name)) or has_module_hooks(m)
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """A question about a value: an assertion is asked when the forward runs, anything else cannot be followed."""
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.fx", __name__)):
+            frame = frame.f_back
+        if frame is not None and _asserts(frame.f_code, frame.f_lasti):
+            self.create_proxy("call_function", holds, (obj,), {})
+            return True
+        return bool(super().to_bool(obj))
+
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -165,7 +223,7 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         if isinstance(m, nn.TransformerEncoder):
             forward = _encoder_forward(m)
-        count, before = len(self.graph.nodes), _Surroundings(m)
+        count, before = len(self.graph.nodes), Surroundings(m)
         try:
             answer = super().call_module(m, forward, args, kwargs)
             reason = before.moved()
@@ -191,7 +249,18 @@ def _encoder_forward(encoder: nn.TransformerEncoder) -> Callable[..., Any]:
     return forward
 
 
-class _Surroundings:
+def _asserts(code: Any, position: int) -> bool:
+    """Whether the value that is asked for at a place of a function decides about an assertion and nothing else."""
+    following = [one for one in dis.get_instructions(code) if one.offset >= position and one.opname != "TO_BOOL"]
+    if len(following) < 2:
+        return False
+    jump, otherwise = following[:2]
+    if "IF_FALSE" in jump.opname:  # one of several conditions
+        otherwise = next((one for one in following if one.offset == jump.argval), jump)
+    return "JUMP_IF" in jump.opname.replace("_FORWARD", "") and otherwise.opname == "LOAD_ASSERTION_ERROR"
+
+
+class Surroundings:
     """What a forward must not change by itself while it is followed: attributes, and random generators."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -237,7 +306,7 @@ def _obstacle(error: Exception, forward: Callable[..., Any]) -> str:
 
 
 def writes_in_place(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a call changes its arguments."""
+    """Whether a call changes its arguments, as far as its name tells."""
     if node.op == "call_module":
         return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
     if node.kwargs.get("inplace"):

@@ -3,16 +3,19 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from equipoise.parallel.internals import versions
 from equipoise.parallel.partition import Block
 from equipoise.parallel.rewind import Rewind
 from equipoise.parallel.stages import crossing, map_tensors, may_cut
-from equipoise.parallel.tracing import Traced, writes_in_place
+from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
+from equipoise.strategies.pipeline_placement import move
 
 __all__ = ["merge_blocks", "profile_calls"]
 
@@ -35,13 +38,14 @@ def profile_calls(
     Returns:
         A block for each call.
     """
-    rewind = Rewind(module, [device])
+    rewind, surroundings = Rewind(module, [device]), Surroundings(module)
     rewind.mark()
     try:
         with torch.inference_mode(False), torch.enable_grad():
             tensors = [tensor.detach().clone().to(device) for tensor in tensors]
             return _profile(traced, tuple(tensors), device, repeats)
     finally:
+        surroundings.restore()
         rewind.restore()
 
 
@@ -49,22 +53,23 @@ def _profile(traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, 
     calls, values = traced.calls, {}
     (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
     values[given] = tensors
-    passing, cuts = crossing(traced, range(1, len(calls) + 1)), may_cut(traced)
+    passing = crossing(traced, range(1, len(calls) + 1))
     last = {node: index for index, nodes in enumerate(passing) for node in nodes}
     blocks = []
     for index, node in enumerate(calls):
-        measured = _measure(node, traced.root, values, device, repeats)
+        measured = _measure(node, traced, values, device, repeats)
         values[node] = measured.pop("output")
         boundary = sum(tensor.nbytes for value in passing[index] for tensor in _tensors(values[value]))
-        blocks.append(Block(name=_name(node), boundary=boundary, may_end=cuts[index], **measured))
+        blocks.append(Block(name=_name(node), boundary=boundary, **measured))
         for old in [old for old in values if last.get(old, -1) < index]:
             del values[old]
-    return blocks
+    return [replace(block, may_end=may) for block, may in zip(blocks, may_cut(traced), strict=True)]
 
 
 def _measure(
-    node: fx.Node, root: nn.Module, values: dict[fx.Node, Any], device: torch.device, repeats: int
+    node: fx.Node, traced: Traced, values: dict[fx.Node, Any], device: torch.device, repeats: int
 ) -> dict[str, Any]:
+    root = traced.root
     owner = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     parameters = [] if owner is None else list(owner.parameters())
     if node.op == "get_attr" and isinstance(held := _attribute(root, str(node.target)), nn.Parameter):
@@ -77,13 +82,16 @@ def _measure(
         for _ in range(repeats):
             inputs: list[Tensor] = []
             args, kwargs = fx.map_arg((node.args, node.kwargs), partial(_leaves, values, inputs))
-            if writes_in_place(node, root):
+            if node in traced.writing or _may_write(node, root):
                 args, kwargs = map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs)
+            before = versions(_tensors((args, kwargs)))
             seen: dict[int, int] = {}
             begin = _now(device)
             with torch.autograd.graph.saved_tensors_hooks(_counter(seen, parameters), lambda packed: packed):
-                output = _call(node, root, args, kwargs)
+                output = _call(node, root, args, kwargs, device)
             forward, saved = min(forward, _now(device) - begin), sum(seen.values())
+            if versions(_tensors((args, kwargs))) != before:
+                traced.writing.add(node)
             outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
             wanted = [tensor for tensor in inputs if tensor.requires_grad] + [p for p in trained if outputs]
             begin = _now(device)
@@ -101,6 +109,12 @@ def _measure(
         "transient": 2 * made,
         "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output),
     }
+
+
+def _may_write(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a call may change its arguments; of layers that are not torch's own nobody knows before."""
+    whole = node.op == "call_module" and not type(root.get_submodule(str(node.target))).__module__.startswith("torch.")
+    return whole or writes_in_place(node, root)
 
 
 def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], used: fx.Node) -> Any:
@@ -127,13 +141,14 @@ def _counter(seen: dict[int, int], parameters: Sequence[Tensor]) -> Any:
     return pack
 
 
-def _call(node: fx.Node, root: nn.Module, args: Any, kwargs: Any) -> Any:
+def _call(node: fx.Node, root: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Any:
     if node.op == "call_module":
         return root.get_submodule(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     if node.op == "get_attr":
-        return _attribute(root, str(node.target))
+        held = _attribute(root, str(node.target))
+        return held.detach().to(device).requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
     assert callable(node.target)
     return node.target(*args, **kwargs)
 
@@ -147,10 +162,10 @@ def _attribute(root: nn.Module, name: str) -> Any:
 def _placed(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
     """A layer on the device, for a while."""
     with ExitStack() as stack:
-        if owner is not None and any(tensor.device != device for tensor in owner.parameters()):
-            before = next(owner.parameters()).device
-            stack.callback(owner.to, before)
-            owner.to(device)
+        for tensor in () if owner is None else [*owner.parameters(), *owner.buffers()]:
+            if tensor.device != device:
+                stack.callback(move, tensor, tensor.device)
+                move(tensor, device)
         yield
 
 
