@@ -53,8 +53,8 @@ class Shadow:
             if getattr(part, "track_running_stats", False):
                 raise ConfigurationError(
                     f"{name!r} is used by two stages on different devices, but keeps running statistics"
-                    f" ({type(part).__name__}), of which there would be two. Cut with cut_before=[...] so that one stage"
-                    " has both uses."
+                    f" ({type(part).__name__}), of which there would be two. Cut with cut_before=[...] so that one"
+                    " stage has both uses."
                 )
         if any(has_hooks(parameter) for parameter in layer.parameters()):
             raise ConfigurationError(

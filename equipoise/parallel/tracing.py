@@ -27,6 +27,7 @@ __all__ = ["CallStructure", "NotTraceable", "Surroundings", "Traced", "trace", "
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _IN_PLACE = {"setitem", "ilshift", "irshift", *(f"i{name}" for name in _ARITHMETIC)}
+_ENCODER_FORWARD = nn.TransformerEncoder.forward
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -157,6 +158,8 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
     Raises:
         NotTraceable: If the network's own code stands in the way.
     """
+    if isinstance(network, nn.TransformerEncoder) and getattr(forward, "__func__", None) is _ENCODER_FORWARD:
+        forward = _encoder_forward(network)
     root = _Call(network, forward, structure)
     tracer = _Tracer()
     before = Surroundings(network)

@@ -79,9 +79,7 @@ class PipelineStrategy(Strategy):
         if cut_before is not None and (isinstance(cut_before, str) or not _all_are(str, cut_before)):
             raise ConfigurationError(f"cut_before takes a list of names, such as ['encoder.4'], not {cut_before!r}.")
         if speeds is not None and not (_all_are(Real, speeds) and all(0 < speed < float("inf") for speed in speeds)):
-            raise ConfigurationError(
-                f"speeds are numbers above 0, one for each device: [3, 1], not {speeds!r}."
-            )
+            raise ConfigurationError(f"speeds are numbers above 0, one for each device: [3, 1], not {speeds!r}.")
         if threads is not None and not isinstance(threads, bool):
             raise ConfigurationError(f"threads is True, False or None, not {threads!r}.")
         self.micro_batches, self.schedule = micro_batches, check_schedule(schedule)

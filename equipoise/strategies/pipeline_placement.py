@@ -15,7 +15,7 @@ from equipoise.parallel.shadows import Shadows
 from equipoise.parallel.stages import owners
 from equipoise.parallel.tracing import Traced
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "move"]
 
 
 class Placement:
