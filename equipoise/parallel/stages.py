@@ -28,6 +28,7 @@ __all__ = [
     "map_values",
     "may_cut",
     "owners",
+    "taking_inputs",
 ]
 
 _VIEWS = {"chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "getattr", "getitem", "mT"}
@@ -75,6 +76,7 @@ def may_cut(traced: Traced) -> list[bool]:
     make in the stage of its argument, and of what its argument may be a view of.
     """
     calls = traced.calls
+    taking = taking_inputs(traced)
     cuts = crossing(traced, range(1, len(calls) + 1))
     order = {node: index for index, node in enumerate(calls)}
     changed: list[tuple[fx.Node, int]] = []
@@ -84,8 +86,20 @@ def may_cut(traced: Traced) -> list[bool]:
     answer = []
     for index in range(len(calls)):
         passing = set(cuts[index])
-        answer.append(not any(argument in passing and at > index for argument, at in changed))
+        answer.append(index >= taking and not any(argument in passing and at > index for argument, at in changed))
     return answer
+
+
+def taking_inputs(traced: Traced) -> int:
+    """How many calls at the beginning only take the network's arguments."""
+    return next(
+        (index for index, node in enumerate(traced.calls) if node.all_input_nodes[:1] != _given(traced)),
+        len(traced.calls),
+    )
+
+
+def _given(traced: Traced) -> list[fx.Node]:
+    return [node for node in traced.graph.nodes if node.op == "placeholder"]
 
 
 def _seen_through(node: fx.Node, traced: Traced) -> Iterator[fx.Node]:
@@ -113,7 +127,7 @@ def make_stages(traced: Traced, ends: Sequence[int], shadow: Shadowed | None = N
             parameter or buffer is the attribute `value` of what stands for it. Default: always that itself.
     """
     passing = crossing(traced, ends[:-1])
-    (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
+    (given,) = _given(traced)
     inputs: list[list[fx.Node]] = [[given], *passing]
     calls, stages = traced.calls, []
     (output,) = (node for node in traced.graph.nodes if node.op == "output")

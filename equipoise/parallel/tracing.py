@@ -5,6 +5,7 @@ numbers by itself, or keeps something of what it sees) stays whole: what was rec
 is one entry of the list. What remains are obstacles in the network's own forward, and those are told.
 """
 
+import copy
 import dis
 import inspect
 import random
@@ -79,6 +80,12 @@ class CallStructure:
             )
         return value
 
+    def without_tensors(self) -> "CallStructure":
+        """The structure alone, which keeps nothing of the call alive."""
+        other = copy.copy(self)
+        other.tensors = []
+        return other
+
     def fill(self, tensors: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other tensors in their places."""
         args, kwargs = _filled(self._tree, tensors)
@@ -115,7 +122,7 @@ class _Call(nn.Module):
     def __init__(self, network: nn.Module, forward: Callable[..., Any], structure: CallStructure) -> None:
         super().__init__()
         self.network = network
-        self._own, self._structure = forward, structure
+        self._own, self._structure = forward, structure.without_tensors()
 
     def forward(self, tensors: Any) -> Any:
         args, kwargs = self._structure.fill(tensors)
@@ -226,7 +233,7 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         if isinstance(m, nn.TransformerEncoder):
             forward = _encoder_forward(m)
-        count, before = len(self.graph.nodes), Surroundings(m)
+        count, before, stack = len(self.graph.nodes), Surroundings(m), self.module_stack.copy()
         try:
             answer = super().call_module(m, forward, args, kwargs)
             reason = before.moved()
@@ -235,6 +242,7 @@ class _Tracer(fx.Tracer):
         if not reason:
             return answer
         before.restore()
+        self.module_stack = stack
         for node in list(self.graph.nodes)[count:][::-1]:
             self.graph.erase_node(node)
         self.opaque[name.removeprefix("network.")] = reason

@@ -28,9 +28,15 @@ __all__ = ["PipelineStrategy"]
 
 
 class _Finer(tuple[Any, ...]):
-    """A placed batch that is to be computed in more micro-batches than usual."""
+    """A placed batch that is to be computed in more micro-batches than usual.
+
+    Attributes:
+        factor: How many times more.
+        indices: The numbers of the micro-batches that it came to.
+    """
 
     factor: int = 1
+    indices: Sequence[int] = ()
 
 
 class PipelineStrategy(Strategy):
@@ -184,6 +190,8 @@ class PipelineStrategy(Strategy):
         factor = parts.factor if isinstance(parts, _Finer) else 1
         count = 1 if whole is None else min(whole, factor * self._usual_count())
         sizes = [1] if whole is None else [size for size in even_sizes(whole, count) if size]
+        if isinstance(parts, _Finer):
+            parts.indices = range(len(sizes))
         cut = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
         micro = [MicroStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
         try:
@@ -260,7 +268,9 @@ class PipelineStrategy(Strategy):
         return super().failed_device(named) if named is not None or stage is None else stage
 
     def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
-        """More micro-batches instead of pieces one after the other; see `Strategy.cut`."""
+        """In training more micro-batches instead of pieces one after the other; see `Strategy.cut`."""
+        if not torch.is_grad_enabled():
+            return super().cut(parts, count, splitter)
         finer = _Finer(parts)
         finer.factor = count * (parts.factor if isinstance(parts, _Finer) else 1)
         return [finer]

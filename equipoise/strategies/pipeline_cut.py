@@ -11,7 +11,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, list_devices
 from equipoise.parallel.partition import DoesNotFit, Stage, StageDevice, choose_cuts, describe_stages
 from equipoise.parallel.schedule import Schedule, simulate
-from equipoise.parallel.stages import may_cut, owners
+from equipoise.parallel.stages import may_cut, owners, taking_inputs
 from equipoise.parallel.tracing import Traced
 from equipoise.strategies.pipeline_profile import merge_blocks, profile_calls
 
@@ -195,8 +195,7 @@ def cut_by_names(traced: Traced, names: Sequence[str], prefix: str, stages: int)
     for name in names:
         own = name.removeprefix(f"{prefix}.") if prefix else name
         place = next(
-            (index for index, used in enumerate(called) if any(f"{one}.".startswith(f"{own}.") for one in used)),
-            next((index for index, node in enumerate(traced.calls) if node.name == name), None),
+            (index for index, node in enumerate(traced.calls) if node.name == name or _is_within(node, own)), None
         )
         if place is None:
             known = sorted({part for used in called for one in used for part in _with_parents(one)})
@@ -205,13 +204,21 @@ def cut_by_names(traced: Traced, names: Sequence[str], prefix: str, stages: int)
             hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(known[:20])}."
             raise ConfigurationError(f"cut_before names {name!r}, which the network does not call.{hint}")
         if place <= last or not allowed[place - 1]:
-            why = "that is where it begins" if not place else "it comes before the cut named earlier"
-            if place > last:
-                why = "what it begins with is changed in place"
+            why = "what it begins with is changed in place" if place > last else "it comes before the cut named earlier"
+            if place <= taking_inputs(traced):
+                why = "that is where it begins"
             raise ConfigurationError(f"The network cannot be cut before {name!r}: {why}. Name another module.")
         ends.append(place)
         last = place
     return _cut(traced, [*ends, len(traced.calls)], prefix, [], None)
+
+
+def _is_within(node: fx.Node, name: str) -> bool:
+    """Whether a call is one of a module, or of what is in it."""
+    modules = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    if node.op in ("call_module", "get_attr"):
+        modules.append(str(node.target))
+    return any(f"{one}.".startswith(f"network.{name}.") for one in modules)
 
 
 def _with_parents(name: str) -> list[str]:
