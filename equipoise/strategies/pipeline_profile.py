@@ -15,6 +15,7 @@ from equipoise.parallel.partition import Block
 from equipoise.parallel.rewind import Rewind
 from equipoise.parallel.stages import crossing, map_tensors, may_cut
 from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
+from equipoise.strategies.pipeline_memory import Storages, moment
 from equipoise.strategies.pipeline_placement import move
 
 __all__ = ["merge_blocks", "profile_calls"]
@@ -54,20 +55,28 @@ def _profile(traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, 
     (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
     values[given] = tensors
     passing = crossing(traced, range(1, len(calls) + 1))
+    storages = Storages(traced.root)
+    storages.keep_only(tensors)
     last = {node: index for index, nodes in enumerate(passing) for node in nodes}
     blocks = []
     for index, node in enumerate(calls):
-        measured = _measure(node, traced, values, device, repeats)
+        measured = _measure(node, traced, values, device, repeats, storages)
         values[node] = measured.pop("output")
-        boundary = sum(tensor.nbytes for value in passing[index] for tensor in _tensors(values[value]))
-        blocks.append(Block(name=_name(node), boundary=boundary, **measured))
+        sent = storages.passing(tensor for value in passing[index] for tensor in _tensors(values[value]))
+        blocks.append(Block(name=_name(node), boundary=sum(sent.values()), passing=sent, **measured))
         for old in [old for old in values if last.get(old, -1) < index]:
             del values[old]
+        storages.keep_only(_tensors(list(values.values())))
     return [replace(block, may_end=may) for block, may in zip(blocks, may_cut(traced), strict=True)]
 
 
 def _measure(
-    node: fx.Node, traced: Traced, values: dict[fx.Node, Any], device: torch.device, repeats: int
+    node: fx.Node,
+    traced: Traced,
+    values: dict[fx.Node, Any],
+    device: torch.device,
+    repeats: int,
+    storages: Storages,
 ) -> dict[str, Any]:
     root = traced.root
     owner = root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -75,40 +84,88 @@ def _measure(
     if node.op == "get_attr" and isinstance(held := _attribute(root, str(node.target)), nn.Parameter):
         parameters = [held]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    forward = backward = float("inf")
-    saved = 0
-    output: Any = None
+    run = _Run(node, traced, values, trained, device)
     with _placed(owner, device):
         for _ in range(repeats):
-            inputs: list[Tensor] = []
-            args, kwargs = fx.map_arg((node.args, node.kwargs), partial(_leaves, values, inputs))
-            if node in traced.writing or _may_write(node, root):
-                args, kwargs = map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs)
-            before = versions(_tensors((args, kwargs)))
-            seen: dict[int, int] = {}
-            begin = _now(device)
-            with torch.autograd.graph.saved_tensors_hooks(_counter(seen, parameters), lambda packed: packed):
-                output = _call(node, root, args, kwargs, device)
-            forward, saved = min(forward, _now(device) - begin), sum(seen.values())
-            if versions(_tensors((args, kwargs))) != before:
-                traced.writing.add(node)
-            outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-            wanted = [tensor for tensor in inputs if tensor.requires_grad] + [p for p in trained if outputs]
-            begin = _now(device)
-            if outputs and wanted:
-                ones = [torch.ones_like(tensor) for tensor in outputs]
-                torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-            backward = min(backward, _now(device) - begin)
-    made = sum(tensor.nbytes for tensor in _tensors(output))
+            run.once(storages)
+        most = moment(run.again, [*_tensors(list(values.values())), *parameters])
+    made = _tensors(run.output)
+    saved, saves = storages.add(run.seen, made)
+    kept = {place: size for place, size in run.seen.items() if place not in run.taken}
+    for tensor in made:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return {
-        "forward": forward,
-        "backward": backward,
+        "forward": run.forward,
+        "backward": run.backward,
         "parameters": sum(parameter.nbytes for parameter in parameters),
         "trained": sum(parameter.nbytes for parameter in trained),
         "saved": saved,
-        "transient": 2 * made,
-        "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output),
+        "saves": saves,
+        "transient": max(0, most - sum(kept.values())),
+        "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), run.output),
     }
+
+
+class _Run:
+    """Runs one call and its backward.
+
+    Attributes:
+        forward, backward: Seconds of the quickest.
+        seen: The places of what the last forward saved, and their bytes.
+        taken: The places of what it was called with.
+        output: What it returned.
+    """
+
+    def __init__(
+        self,
+        node: fx.Node,
+        traced: Traced,
+        values: dict[fx.Node, Any],
+        trained: Sequence[nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        self.node, self.traced, self.values, self.trained, self.device = node, traced, values, trained, device
+        self.forward = self.backward = float("inf")
+        self.seen: dict[int, int] = {}
+        self.taken: set[int] = set()
+        self.output: Any = None
+
+    def once(self, storages: Storages) -> None:
+        """Measures it."""
+        self.output, self.seen = None, {}
+        args, kwargs, inputs = self._arguments()
+        given = _tensors((args, kwargs))
+        before, self.taken = versions(given), {tensor.untyped_storage().data_ptr() for tensor in given}
+        begin = _now(self.device)
+        with storages.watch(self.seen):
+            self.output = _call(self.node, self.traced.root, args, kwargs, self.device)
+        self.forward = min(self.forward, _now(self.device) - begin)
+        if versions(given) != before:
+            self.traced.writing.add(self.node)
+        begin = _now(self.device)
+        self._go_back(inputs)
+        self.backward = min(self.backward, _now(self.device) - begin)
+
+    def again(self) -> None:
+        """Runs it without keeping anything."""
+        args, kwargs, inputs = self._arguments()
+        kept, self.output = self.output, _call(self.node, self.traced.root, args, kwargs, self.device)
+        self._go_back(inputs)
+        self.output = kept
+
+    def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
+        inputs: list[Tensor] = []
+        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), partial(_leaves, self.values, inputs))
+        if self.node in self.traced.writing or _may_write(self.node, self.traced.root):
+            args, kwargs = map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs)
+        return args, kwargs, inputs
+
+    def _go_back(self, inputs: Sequence[Tensor]) -> None:
+        outputs = [tensor for tensor in _tensors(self.output) if tensor.requires_grad]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        if outputs and (wanted or self.trained):
+            ones = [torch.ones_like(tensor) for tensor in outputs]
+            torch.autograd.grad(outputs, [*wanted, *self.trained], ones, allow_unused=True)
 
 
 def _may_write(node: fx.Node, root: nn.Module) -> bool:
@@ -126,19 +183,6 @@ def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], used: fx.Node) -> 
         return made
 
     return map_tensors(leaf, values[used])
-
-
-def _counter(seen: dict[int, int], parameters: Sequence[Tensor]) -> Any:
-    """Notes the bytes that are saved for the backward, each storage once, parameters not."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-
-    def pack(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own:
-            seen[place] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    return pack
 
 
 def _call(node: fx.Node, root: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Any:
@@ -217,7 +261,9 @@ def _merged(blocks: Sequence[Block]) -> Block:
         parameters=sum(block.parameters for block in blocks),
         trained=sum(block.trained for block in blocks),
         saved=sum(block.saved for block in blocks),
+        saves=frozenset().union(*(block.saves for block in blocks)),
         boundary=blocks[-1].boundary,
+        passing=blocks[-1].passing,
         transient=max(block.transient for block in blocks),
         may_end=blocks[-1].may_end,
     )
