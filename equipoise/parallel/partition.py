@@ -6,8 +6,8 @@ may be of unequal speed and memory (the problem of Narayanan et al., "PipeDream"
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from equipoise.parallel.schedule import Schedule, in_flight
@@ -26,8 +26,10 @@ class Block:
         forward, backward: Seconds, on a device of slowness 1.
         parameters: Bytes of its parameters and buffers.
         trained: Bytes of those parameters that are trained.
-        saved: Bytes that its forward keeps for its backward.
-        boundary: Bytes that pass to the next block.
+        saved: Bytes that its forward keeps for its backward, and that no block before keeps.
+        saves: The numbers of their storages.
+        boundary: Bytes that pass to the next block, and to those after it.
+        passing: The same by the numbers of their storages.
         transient: Bytes beyond these at its worst moment.
         may_end: Whether a stage may end with it.
         named: Whether it begins with a module that people would know by its name.
@@ -39,7 +41,9 @@ class Block:
     parameters: int = 0
     trained: int = 0
     saved: int = 0
+    saves: frozenset[int] = frozenset()
     boundary: int = 0
+    passing: Mapping[int, int] = field(default_factory=dict)
     transient: int = 0
     may_end: bool = True
     named: bool = True
@@ -101,6 +105,8 @@ class _Costs:
         state_factor: float,
     ) -> None:
         self.blocks, self.devices, self.state_factor = blocks, devices, state_factor
+        self.micro_batches = micro_batches
+        self.saver = {number: index for index, block in enumerate(blocks) for number in block.saves}
         self.flights = [in_flight(schedule, stage, len(devices), micro_batches) for stage in range(len(devices))]
         self.forward = [0.0, *accumulate(block.forward for block in blocks)]
         self.backward = [0.0, *accumulate(block.backward for block in blocks)]
@@ -115,17 +121,31 @@ class _Costs:
         slowness = self.devices[stage].slowness
         parameters = self.parameters[end] - self.parameters[first]
         trained = self.trained[end] - self.trained[first]
-        passing = self.blocks[first - 1].boundary if first else 0
-        passing += self.blocks[end - 1].boundary
-        held = self.flights[stage] * (self.saved[end] - self.saved[first] + passing)
+        flights, held = self.flights[stage], self._held(first, end)
+        # Gradients are there from the first backward on, when one micro-batch is not held any more.
+        activations = (
+            flights * held + trained
+            if flights < self.micro_batches
+            else max(flights * held, (flights - 1) * held + trained)
+        )
         return Stage(
             first=first,
             end=end,
             forward=(self.forward[end] - self.forward[first]) * slowness,
             backward=(self.backward[end] - self.backward[first]) * slowness,
-            memory=int(parameters + self.state_factor * trained + held + transient),
+            memory=int(parameters + (self.state_factor - 1) * trained + activations + transient),
             parameters=parameters,
         )
+
+    def _held(self, first: int, end: int) -> int:
+        """Bytes of one micro-batch between its forward and its backward: what is saved, and what came and went."""
+        held = self.saved[end] - self.saved[first]
+        passing: dict[int, int] = {}
+        for block in [*self.blocks[max(0, first - 1) : first], self.blocks[end - 1]]:
+            passing |= block.passing
+            if not block.passing:
+                held += block.boundary
+        return held + sum(size for number, size in passing.items() if not first <= self.saver.get(number, -1) < end)
 
 
 def choose_cuts(
@@ -144,7 +164,7 @@ def choose_cuts(
         schedule: How micro-batches are computed; it decides how many activations a stage holds.
         micro_batches: Their number.
         state_factor: Bytes of gradients and the optimiser's state for each byte of a trained parameter. Default: 3,
-            which is Adam's.
+            which is Adam's; 1 are the gradients.
 
     Returns:
         For each stage the index of the block after its last.

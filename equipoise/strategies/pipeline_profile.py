@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from equipoise.parallel.internals import versions
 from equipoise.parallel.partition import Block
 from equipoise.parallel.rewind import Rewind
-from equipoise.parallel.stages import crossing, map_tensors, may_cut, owners, with_parents
-from equipoise.parallel.tracing import Traced, writes_in_place
+from equipoise.parallel.stages import crossing, map_tensors, may_cut, names_of
+from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
+from equipoise.strategies.pipeline_memory import Storages, moment
+from equipoise.strategies.pipeline_placement import move
 
 __all__ = ["merge_blocks", "profile_calls"]
 
@@ -40,19 +43,20 @@ def profile_calls(
     Returns:
         A block for each call.
     """
-    rewind = Rewind(module, [device])
+    rewind, surroundings = Rewind(module, [device]), Surroundings(module)
     rewind.mark()
     try:
         with torch.inference_mode(False), torch.enable_grad():
             given = tuple(tensor.detach().clone().to(device) for tensor in tensors)
             begin = time.perf_counter()
-            blocks = _profile(traced, given, device)
+            blocks = _profile(traced, given, device, first=True)
             for count in range(1, _MOST):
                 if count >= _LEAST and time.perf_counter() - begin > seconds:
                     break
                 blocks = list(map(_quicker, blocks, _profile(traced, given, device)))
             return blocks
     finally:
+        surroundings.restore()
         rewind.restore()
 
 
@@ -60,67 +64,135 @@ def _quicker(one: Block, other: Block) -> Block:
     return replace(one, forward=min(one.forward, other.forward), backward=min(one.backward, other.backward))
 
 
-def _profile(traced: Traced, tensors: tuple[Tensor, ...], device: torch.device) -> list[Block]:
+def _profile(traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, *, first: bool = False) -> list[Block]:
+    """One pass; only the first looks at what is needed for a moment, which takes its time."""
     calls, values = traced.calls, {}
     (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
     values[given] = tensors
-    passing, cuts = crossing(traced, range(1, len(calls) + 1)), may_cut(traced)
+    passing = crossing(traced, range(1, len(calls) + 1))
+    storages = Storages(traced.root)
+    storages.keep_only(tensors)
     last = {node: index for index, nodes in enumerate(passing) for node in nodes}
-    names, blocks = _names(traced), []
+    names, blocks = names_of(traced), []
     for index, node in enumerate(calls):
-        measured = _measure(node, traced.root, values, device)
+        measured = _measure(node, traced, values, device, storages, first=first)
         values[node] = measured.pop("output")
-        boundary = sum(tensor.nbytes for value in passing[index] for tensor in _tensors(values[value]))
+        sent = storages.passing(tensor for value in passing[index] for tensor in _tensors(values[value]))
         name, named = names[index]
-        blocks.append(Block(name=name, named=named, boundary=boundary, may_end=cuts[index], **measured))
+        blocks.append(Block(name=name, named=named, boundary=sum(sent.values()), passing=sent, **measured))
         for old in [old for old in values if last.get(old, -1) < index]:
             del values[old]
-    return blocks
+        storages.keep_only(_tensors(list(values.values())))
+    return [replace(block, may_end=may) for block, may in zip(blocks, may_cut(traced), strict=True)]
 
 
-def _measure(node: fx.Node, root: nn.Module, values: dict[fx.Node, Any], device: torch.device) -> dict[str, Any]:
+def _measure(
+    node: fx.Node,
+    traced: Traced,
+    values: dict[fx.Node, Any],
+    device: torch.device,
+    storages: Storages,
+    *,
+    first: bool,
+) -> dict[str, Any]:
+    root = traced.root
     owner = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     parameters = [] if owner is None else list(owner.parameters())
     if node.op == "get_attr" and isinstance(held := _attribute(root, str(node.target)), nn.Parameter):
         parameters = [held]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    run = _Run(node, traced, values, trained, device)
     with _placed(owner, device):
-        inputs: list[Tensor] = []
-        args, kwargs = fx.map_arg((node.args, node.kwargs), partial(_leaves, values, inputs))
-        if writes_in_place(node, root):
-            args, kwargs = map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs)
-        seen: dict[int, int] = {}
-        begin = _now(device)
-        with torch.autograd.graph.saved_tensors_hooks(_counter(seen, parameters), lambda packed: packed):
-            output = _call(node, root, args, kwargs)
-        forward = _now(device) - begin
-        backward = _go_back(output, inputs, trained, device)
-    made = sum(tensor.nbytes for tensor in _tensors(output))
+        run.once(storages)
+        most = moment(run.again, [*_tensors(list(values.values())), *parameters]) if first else 0
+    made = _tensors(run.output)
+    saved, saves = storages.add(run.seen, made)
+    kept = {place: size for place, size in run.seen.items() if place not in run.taken}
+    for tensor in made:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return {
-        "forward": forward,
-        "backward": backward,
+        "forward": run.forward,
+        "backward": run.backward,
         "parameters": sum(parameter.nbytes for parameter in parameters),
         "trained": sum(parameter.nbytes for parameter in trained),
-        "saved": sum(seen.values()),
-        "transient": 2 * made,
-        "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output),
+        "saved": saved,
+        "saves": saves,
+        "transient": max(0, most - sum(kept.values())),
+        "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), run.output),
     }
 
 
-def _go_back(output: Any, inputs: Sequence[Tensor], trained: Sequence[Tensor], device: torch.device) -> float:
-    """The seconds of a backward; that gradients are added to those of earlier micro-batches is part of it."""
-    outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-    leaves = [tensor for tensor in inputs if tensor.requires_grad]
-    wanted = [*leaves, *trained] if outputs else []
-    if not wanted:
-        return 0.0
-    ones = [torch.ones_like(tensor) for tensor in outputs]
-    begin = _now(device)
-    found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-    for gradient in found[len(leaves) :]:
-        if gradient is not None:
-            gradient.add_(gradient)
-    return _now(device) - begin
+class _Run:
+    """Runs one call and its backward.
+
+    Attributes:
+        forward, backward: Seconds.
+        seen: The places of what the last forward saved, and their bytes.
+        taken: The places of what it was called with.
+        output: What it returned.
+    """
+
+    def __init__(
+        self,
+        node: fx.Node,
+        traced: Traced,
+        values: dict[fx.Node, Any],
+        trained: Sequence[nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        self.node, self.traced, self.values, self.trained, self.device = node, traced, values, trained, device
+        self.forward = self.backward = 0.0
+        self.seen: dict[int, int] = {}
+        self.taken: set[int] = set()
+        self.output: Any = None
+
+    def once(self, storages: Storages) -> None:
+        """Measures it."""
+        self.output, self.seen = None, {}
+        args, kwargs, inputs = self._arguments()
+        given = _tensors((args, kwargs))
+        before, self.taken = versions(given), {tensor.untyped_storage().data_ptr() for tensor in given}
+        begin = _now(self.device)
+        with storages.watch(self.seen):
+            self.output = _call(self.node, self.traced.root, args, kwargs, self.device)
+        self.forward = _now(self.device) - begin
+        if versions(given) != before:
+            self.traced.writing.add(self.node)
+        self.backward = self._go_back(inputs)
+
+    def again(self) -> None:
+        """Runs it without keeping anything."""
+        args, kwargs, inputs = self._arguments()
+        kept, self.output = self.output, _call(self.node, self.traced.root, args, kwargs, self.device)
+        self._go_back(inputs)
+        self.output = kept
+
+    def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
+        inputs: list[Tensor] = []
+        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), partial(_leaves, self.values, inputs))
+        if self.node in self.traced.writing or _may_write(self.node, self.traced.root):
+            args, kwargs = map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs)
+        return args, kwargs, inputs
+
+    def _go_back(self, inputs: Sequence[Tensor]) -> float:
+        """Returns the seconds; that gradients are added to those of earlier micro-batches is part of it."""
+        outputs = [tensor for tensor in _tensors(self.output) if tensor.requires_grad]
+        leaves = [tensor for tensor in inputs if tensor.requires_grad]
+        if not outputs or not (leaves or self.trained):
+            return 0.0
+        ones = [torch.ones_like(tensor) for tensor in outputs]
+        begin = _now(self.device)
+        found = torch.autograd.grad(outputs, [*leaves, *self.trained], ones, allow_unused=True)
+        for gradient in found[len(leaves) :]:
+            if gradient is not None and gradient.layout is torch.strided and gradient.is_contiguous():
+                gradient.add_(gradient)
+        return _now(self.device) - begin
+
+
+def _may_write(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a call may change its arguments; of layers that are not torch's own nobody knows before."""
+    whole = node.op == "call_module" and not type(root.get_submodule(str(node.target))).__module__.startswith("torch.")
+    return whole or writes_in_place(node, root)
 
 
 def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], used: fx.Node) -> Any:
@@ -134,26 +206,14 @@ def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], used: fx.Node) -> 
     return map_tensors(leaf, values[used])
 
 
-def _counter(seen: dict[int, int], parameters: Sequence[Tensor]) -> Any:
-    """Notes the bytes that are saved for the backward, each storage once, parameters not."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-
-    def pack(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own:
-            seen[place] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    return pack
-
-
-def _call(node: fx.Node, root: nn.Module, args: Any, kwargs: Any) -> Any:
+def _call(node: fx.Node, root: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Any:
     if node.op == "call_module":
         return root.get_submodule(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     if node.op == "get_attr":
-        return _attribute(root, str(node.target))
+        held = _attribute(root, str(node.target))
+        return held.detach().to(device).requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
     assert callable(node.target)
     return node.target(*args, **kwargs)
 
@@ -167,10 +227,10 @@ def _attribute(root: nn.Module, name: str) -> Any:
 def _placed(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
     """A layer on the device, for a while."""
     with ExitStack() as stack:
-        if owner is not None and any(tensor.device != device for tensor in owner.parameters()):
-            before = next(owner.parameters()).device
-            stack.callback(owner.to, before)
-            owner.to(device)
+        for tensor in () if owner is None else [*owner.parameters(), *owner.buffers()]:
+            if tensor.device != device:
+                stack.callback(move, tensor, tensor.device)
+                move(tensor, device)
         yield
 
 
@@ -184,21 +244,6 @@ def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(found.append, value)
     return found
-
-
-def _names(traced: Traced) -> list[tuple[str, bool]]:
-    """For each call a name by which `cut_by_names` finds it, and whether it is a module's.
-
-    That is the outermost module that begins with it, such as "encoder.layers.7"; elsewhere that of the call itself.
-    """
-    seen: set[str] = set()
-    answer = []
-    for node, called in zip(traced.calls, owners(traced), strict=True):
-        own = [parent for name in called for parent in with_parents(name)]
-        new = [name for name in own if name not in seen]
-        seen.update(new)
-        answer.append((new[0], True) if new else (node.name, False))
-    return answer
 
 
 def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block], list[int]]:
@@ -239,7 +284,9 @@ def _merged(blocks: Sequence[Block]) -> Block:
         parameters=sum(block.parameters for block in blocks),
         trained=sum(block.trained for block in blocks),
         saved=sum(block.saved for block in blocks),
+        saves=frozenset().union(*(block.saves for block in blocks)),
         boundary=blocks[-1].boundary,
+        passing=blocks[-1].passing,
         transient=max(block.transient for block in blocks),
         may_end=blocks[-1].may_end,
     )
