@@ -232,6 +232,8 @@ class _Run:
             if pairs:
                 torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         found = [tensor.grad for tensor in taken]
+        for tensor in taken:
+            tensor.grad = None  # whoever keeps a graph keeps its leaves
         if stage:
             self.backwards[stage - 1].put(found)
             return

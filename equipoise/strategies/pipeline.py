@@ -6,6 +6,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -203,7 +204,7 @@ class PipelineStrategy(Strategy):
             for one in micro:
                 one.abandon()
             raise
-        results = [one.result._replace(loss=_detached(one.result.loss)) for one in micro]
+        results = [_detached(one.result) for one in micro]
         return step.combine(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
 
     @staticmethod
@@ -227,7 +228,7 @@ class PipelineStrategy(Strategy):
             step.piece_of(sizes[index], sum(sizes))
             self._retains = index in calls and any(tensor.grad_fn is not None for tensor in calls[index].tensors)
             step.backward(micro[index].result)
-            micro[index].result = micro[index].result._replace(loss=_detached(micro[index].result.loss))
+            micro[index].result = _detached(micro[index].result)
 
         if waiting:
             state = micro[waiting[0]].state
@@ -299,5 +300,7 @@ def _all_are(kind: type, values: Any) -> bool:
     )
 
 
-def _detached(loss: Any) -> Any:
-    return None if loss is None else loss.detach()
+def _detached(result: StepResult) -> StepResult:
+    """A result without its graph, whose end holds the last stage's inputs and their gradients."""
+    outputs = apply_to_collection(result.outputs, Tensor, Tensor.detach)
+    return result._replace(loss=None if result.loss is None else result.loss.detach(), outputs=outputs)
