@@ -137,6 +137,11 @@ class _Costs:
             parameters=parameters,
         )
 
+    def seconds(self, stage: int, first: int, end: int) -> float:
+        """What they take, forward and backward."""
+        whole = self.forward[end] - self.forward[first] + self.backward[end] - self.backward[first]
+        return whole * self.devices[stage].slowness
+
     def _held(self, first: int, end: int) -> int:
         """Bytes of one micro-batch between its forward and its backward: what is saved, and what came and went."""
         held = self.saved[end] - self.saved[first]
@@ -213,27 +218,13 @@ def _best(costs: _Costs, enough: float = 0.0) -> tuple[list[int] | None, Cost]:
     count = len(blocks)
     best: list[dict[int, tuple[Cost, int]]] = [{0: ((0.0, 0.0, 0), 0)}]  # by stages so far, then by blocks so far
     for stage in range(stages):
-        last = stage == stages - 1
         row: dict[int, tuple[Cost, int]] = {}
-        for end in range(stage + 1, count + 1) if not last else (count,):
-            if not (blocks[end - 1].may_end or end == count):
-                continue
-            transient = 0
-            for first in range(end - 1, stage - 1, -1):
-                transient = max(transient, blocks[first].transient)
-                if first not in best[stage]:
-                    continue
-                (over, slowest, passed), _ = best[stage][first]
-                made = costs.stage(stage, first, end, transient)
-                limit = costs.devices[stage].memory
-                beyond = 0.0 if limit is None else max(0.0, made.memory / max(1, limit) - 1)
-                seconds = max(made.forward + made.backward, enough)
-                passing = 0 if end == count else blocks[end - 1].boundary
-                cost = (max(over, beyond), max(slowest, seconds), passed + passing)
-                if end in row and (0.0, seconds) > row[end][0][:2]:
-                    break  # whatever is longer takes longer
-                if end not in row or cost < row[end][0]:
-                    row[end] = (cost, first)
+        hint = None
+        for end in range(stage + 1, count + 1) if stage < stages - 1 else (count,):
+            if blocks[end - 1].may_end or end == count:
+                found = _best_beginning(costs, stage, end, best[stage], enough, hint)
+                if found is not None:
+                    row[end], hint = found, found[1]
         best.append(row)
     if count not in best[stages]:
         return None, (math.inf, math.inf, 0)
@@ -242,3 +233,37 @@ def _best(costs: _Costs, enough: float = 0.0) -> tuple[list[int] | None, Cost]:
         cuts.append(end)
         end = best[stage][end][1]
     return cuts[::-1], best[stages][count][0]
+
+
+def _best_beginning(
+    costs: _Costs, stage: int, end: int, before: dict[int, tuple[Cost, int]], enough: float, hint: int | None
+) -> tuple[Cost, int] | None:
+    """Where a stage that ends somewhere best begins, and the cost up to its end.
+
+    Args:
+        costs: What stages cost.
+        stage: The stage.
+        end: Its end.
+        before: For the ends of the stage before the costs up to them.
+        enough: See `_best`.
+        hint: Where it may well begin: what is known to be worse than that is soon passed over.
+    """
+    blocks, device, best = costs.blocks, costs.devices[stage], None
+    passing = 0 if end == len(blocks) else blocks[end - 1].boundary
+    for first in (*([] if hint is None else [hint]), *range(end - 1, stage - 1, -1)):
+        if first not in before:
+            continue
+        over, slowest, passed = before[first][0]
+        if best is not None and not best[0][0] and (over or slowest > best[0][1]):
+            continue
+        seconds = max(costs.seconds(stage, first, end), enough)
+        if best is not None and not best[0][0] and seconds > best[0][1]:
+            break  # what is longer takes longer
+        cost = (over, max(slowest, seconds), passed + passing)
+        if best is not None and cost >= best[0]:
+            continue  # whatever its memory
+        if device.memory is not None:
+            cost = (max(over, costs.stage(stage, first, end).memory / max(1, device.memory) - 1), *cost[1:])
+        if best is None or cost < best[0]:
+            best = cost, first
+    return best

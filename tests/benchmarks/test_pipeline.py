@@ -89,10 +89,10 @@ def test_verdicts(
 
     def steps(module: Any, strategy: Any, stages: int, micro_batches: int, steps: int) -> Any:
         if strategy.cut_before is None:
-            strategy.load_state_dict({"cut_before": ["net.9"]})
+            strategy.load_state_dict({"cut_before": ["net.9"], "calls": ["net_9"]})
             return sleeping.Times(1 / gain, 0.0)
         if strategy.cut_before == ["net.6"]:
-            strategy.load_state_dict({"cut_before": ["net.6"]})
+            strategy.load_state_dict({"cut_before": ["net.6"], "calls": ["net_6"]})
         return sleeping.Times(1.0, (stages - 1) / (micro_batches + stages - 1) + beyond)
 
     measured = cuts.Measured(calls=9, seconds=1.0, step=1.0, found=[found])

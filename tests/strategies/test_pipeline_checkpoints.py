@@ -81,7 +81,7 @@ def test_resumed_with_the_same_cut_to_the_bit(tmp_path):
     whole, _, _ = fit(Dropping, SIZES, **moved(3, cut_before=cut))
     fit(Dropping, SIZES, callbacks=[Save(path, 3)], **moved(3, cut_before=cut))
     again, _, trainer = resume(Dropping, path, **moved(3))
-    assert trainer.connected_strategy.state_dict()["cut_before"] == ["net.2.0", "net.4.1"]
+    assert trainer.connected_strategy.state_dict()["cut_before"] == cut
     same_weights(whole, again, 0.0)
 
 
