@@ -90,6 +90,7 @@ def test_obstacles_in_the_network_itself_are_told(kind, told):
     assert getattr(network, "calls", 0) == 0
 
 
+# As text, since pytest makes something else of assertions in this file.
 ASSERTING = """
 class Asserting(nn.Module):
     def forward(self, x, most=5):
@@ -103,7 +104,7 @@ class Asserting(nn.Module):
 
 def test_assertions_are_asked_when_it_runs():
     space = {"nn": nn, "torch": torch}
-    exec(ASSERTING, space)  # pytest makes something else of assertions in this file
+    exec(ASSERTING, space)  # noqa: S102
     made = traced(space["Asserting"](), torch.zeros(2, 3))
     assert torch.equal(run(made, torch.zeros(2, 4)), torch.arange(4.0).expand(2, 4))
     with pytest.raises(AssertionError, match="does not hold"):
