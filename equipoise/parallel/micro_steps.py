@@ -5,13 +5,14 @@ the network's call, or to its end. So an unmodified `training_step` runs once, a
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from equipoise.errors import StepError
 from equipoise.parallel.device_threads import ThreadState
 
-__all__ = ["MicroStep", "current_step"]
+__all__ = ["MicroStep", "current_step", "inside_stage", "is_inside_stage"]
 
 _local = threading.local()
 
@@ -23,6 +24,21 @@ class _Abandoned(BaseException):
 def current_step() -> "MicroStep | None":
     """The step that runs in this thread."""
     return getattr(_local, "step", None)
+
+
+@contextmanager
+def inside_stage() -> Iterator[None]:
+    """While a stage computes in this thread: what it calls is what it has to compute, and nobody's call to catch."""
+    outer, _local.stage = is_inside_stage(), True
+    try:
+        yield
+    finally:
+        _local.stage = outer
+
+
+def is_inside_stage() -> bool:
+    """Whether a stage computes in this thread."""
+    return bool(getattr(_local, "stage", False))
 
 
 class MicroStep:

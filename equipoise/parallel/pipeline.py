@@ -8,9 +8,8 @@ otherwise, and random numbers are drawn in the same order every time.
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from equipoise.parallel.device_threads import ThreadState
-from equipoise.parallel.micro_steps import MicroStep
+from equipoise.parallel.micro_steps import MicroStep, inside_stage
 from equipoise.parallel.schedule import Action, Schedule, Span, Timeline, actions_of
-from equipoise.parallel.stages import StageProgram, map_tensors
+from equipoise.parallel.stages import StageProgram, check_exchanged, map_tensors, map_values
 
 __all__ = ["Pipeline"]
 
@@ -35,6 +34,7 @@ class Pipeline:
         threads: Whether each stage has a thread. Default: if no two lie on the same device.
 
     Attributes:
+        failed: The device of the stage in which the last `run` failed; None if none has.
         timeline: The last step as it ran, in the time of this process; what devices do later is not in it.
     """
 
@@ -49,13 +49,16 @@ class Pipeline:
         self.stages, self.devices, self.schedule = list(stages), list(devices), schedule
         self.threads = len(set(devices)) == len(devices) > 1 if threads is None else threads
         self.timeline = Timeline((), len(stages))
+        self.failed: torch.device | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
         """One call of the network, stage after stage; gradients pass through it as through any forward."""
-        values: Sequence[Any] = (tuple(tensors),)
+        values: Any = [tuple(tensors)]
+        before = self.devices[0]
         for stage, device in zip(self.stages, self.devices, strict=True):
-            with _on(device):
-                values = stage.run(*map_tensors(partial(_to, device=device), list(values)))
+            with _on(device), inside_stage():
+                values = stage.run(*_brought(values, before, device, _to))
+            before = device
         return values
 
     def run(
@@ -63,6 +66,7 @@ class Pipeline:
         steps: Sequence[MicroStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None] | None,
+        programs: Sequence[Sequence[StageProgram]] | None = None,
     ) -> None:
         """Computes micro-batches, each to the end of its step and then backward.
 
@@ -71,8 +75,10 @@ class Pipeline:
             inputs: The tensors of its call of the network.
             backward: Runs the backward of a step that has ended, down to the inputs of the last stage. None: there is
                 no backward.
+            programs: For each micro-batch its stages, where calls are of several structures. Default: `stages`.
         """
-        run = _Run(self, steps, inputs, backward)
+        self.failed = None
+        run = _Run(self, steps, inputs, backward, programs or [self.stages] * len(steps))
         try:
             if self.threads:
                 run.in_threads()
@@ -94,7 +100,9 @@ class _Run:
         steps: Sequence[MicroStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None] | None,
+        programs: Sequence[Sequence[StageProgram]],
     ) -> None:
+        self.programs = programs
         self.pipeline, self.steps, self.inputs, self.backward = pipeline, steps, inputs, backward
         self.count = len(pipeline.stages)
         # What passes between stages, in the order of micro-batches; None in it ends whoever waits.
@@ -132,11 +140,18 @@ class _Run:
             threading.Thread(target=self._work, args=(stage, state), name=f"equipoise-stage-{stage}", daemon=True)
             for stage in range(self.count - 1)
         ]
-        for thread in others:
-            thread.start()
-        self._work(self.count - 1, state)
-        for thread in others:
-            thread.join()
+        try:
+            for thread in others:
+                thread.start()
+            self._work(self.count - 1, state)
+            for thread in others:
+                thread.join()
+        except BaseException:  # an interrupt while it waits, or no more threads to be had
+            self._end()
+            for thread in others:
+                if thread.ident is not None:
+                    thread.join()
+            raise
         if self.errors:
             try:
                 raise self.errors[0]
@@ -151,10 +166,13 @@ class _Run:
         except _Ended:
             pass
         except BaseException as error:
-            error.add_note(f"This was stage {stage}, on {self.pipeline.devices[stage]}.")
             self.errors.append(error)
-            for waiting in (*self.forwards, *self.backwards):
-                waiting.put(None)
+            self._end()
+
+    def _end(self) -> None:
+        """Lets nobody wait any longer."""
+        for waiting in (*self.forwards, *self.backwards):
+            waiting.put(None)
 
     # What is computed.
 
@@ -167,11 +185,17 @@ class _Run:
         if given is None and not begins_backward:
             raise _Ended
         begin = perf_counter()
-        with _on(device):
-            if action.backward:
-                self._go_back(stage, index, given)
-            else:
-                self._go_on(stage, index, given, device)
+        try:
+            with _on(device):
+                if action.backward:
+                    self._go_back(stage, index, given)
+                else:
+                    self._go_on(stage, index, given, device)
+        except BaseException as error:
+            if self.pipeline.failed is None:
+                self.pipeline.failed = device
+            error.add_note(f"This was stage {stage} of the pipeline, on {device}.")
+            raise
         self.spans.append(Span(stage, action, begin, perf_counter()))
 
     def _go_on(self, stage: int, index: int, given: list[Any], device: torch.device) -> None:
@@ -179,8 +203,13 @@ class _Run:
         assert step.state is not None
         with step.state.entered():
             differentiable = torch.is_grad_enabled() and self.backward is not None
-            taken = map_tensors(lambda tensor: _leaf(tensor, device, differentiable=differentiable), given)
-            made = self.pipeline.stages[stage].run(*taken)
+            before = self.pipeline.devices[max(0, stage - 1)]
+            taken = _brought(given, before, device, _leaf if differentiable else _without_history)
+            program = self.programs[index][stage]
+            with inside_stage():
+                made = program.run(*taken)
+        if stage < self.count - 1:
+            check_exchanged(made, program.outputs)
         if self.backward is not None:
             kept = [] if stage == self.count - 1 else _tensors(made)
             self.held[stage][index] = (_tensors(taken), kept)
@@ -196,13 +225,15 @@ class _Run:
             self.backward(index)
         else:
             pairs = [
-                (tensor, gradient.to(tensor.device, non_blocking=True))
+                (tensor, _to(gradient, tensor.device))
                 for tensor, gradient in zip(made, gradients, strict=True)
                 if gradient is not None and tensor.requires_grad
             ]
             if pairs:
                 torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         found = [tensor.grad for tensor in taken]
+        for tensor in taken:
+            tensor.grad = None  # whoever keeps a graph keeps its leaves
         if stage:
             self.backwards[stage - 1].put(found)
             return
@@ -219,18 +250,38 @@ class _Ended(Exception):
     """Another stage has failed."""
 
 
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        yield
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+    # A copy to the CPU that nobody waits for would be read before it is there.
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type == "cuda")
 
 
-def _leaf(tensor: Tensor, device: torch.device, *, differentiable: bool) -> Tensor:
-    """The same values without their history, on a device."""
+def _without_history(tensor: Tensor, device: torch.device) -> Tensor:
+    return _to(tensor.detach(), device)
+
+
+def _leaf(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same values without their history, on a device, where gradients end."""
     made = _to(tensor.detach(), device)
-    return made.requires_grad_() if differentiable and tensor.requires_grad else made
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def _brought(values: Any, before: torch.device, device: torch.device, bring: Callable[..., Tensor]) -> Any:
+    """Values of a stage for the next: its tensors brought to the device, and what names the device before renamed."""
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return bring(value, device)
+        return device if isinstance(value, torch.device) and value == before else value
+
+    return map_values(take, values)
 
 
 def _tensors(value: Any) -> list[Tensor]:

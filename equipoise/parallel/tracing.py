@@ -5,21 +5,31 @@ numbers by itself, or keeps something of what it sees) stays whole: what was rec
 is one entry of the list. What remains are obstacles in the network's own forward, and those are told.
 """
 
+import copy
+import dis
 import inspect
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from equipoise.errors import ConfigurationError
+from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.internals import has_module_hooks
+from equipoise.parallel.split import rebuild
 
-__all__ = ["CallStructure", "NotTraceable", "Traced", "trace", "writes_in_place"]
+__all__ = ["CallStructure", "NotTraceable", "Surroundings", "Traced", "trace", "writes_in_place"]
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _IN_PLACE = {"setitem", "ilshift", "irshift", *(f"i{name}" for name in _ARITHMETIC)}
+_ENCODER_FORWARD = nn.TransformerEncoder.forward
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -42,6 +52,9 @@ class CallStructure:
 
     Args:
         args, kwargs: The arguments.
+
+    Raises:
+        ConfigurationError: If tensors hide in an object of a kind that nobody can take apart.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -53,11 +66,26 @@ class CallStructure:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return _Place(len(self.tensors) - 1)
-        if type(value) in (tuple, list):
-            return type(value)(self._take(item) for item in value)
-        if type(value) is dict:
-            return {key: self._take(item) for key, item in value.items()}
+        if isinstance(value, torch.Size):
+            return value
+        if isinstance(value, tuple | list):
+            return rebuild(value, [self._take(item) for item in value])
+        if isinstance(value, Mapping):
+            return rebuild(value, [self._take(item) for item in value.values()])
+        if is_dataclass(value) and not isinstance(value, type):
+            return rebuild(value, [self._take(getattr(value, field.name)) for field in fields(value)])
+        if any(isinstance(held, Tensor) for held in getattr(value, "__dict__", {}).values()):
+            raise ConfigurationError(
+                f"The network is called with a {type(value).__name__}, whose tensors a pipeline cannot see. Pass"
+                " tensors, or tuples, lists, dictionaries or dataclasses of them."
+            )
         return value
+
+    def without_tensors(self) -> "CallStructure":
+        """The structure alone, which keeps nothing of the call alive."""
+        other = copy.copy(self)
+        other.tensors = []
+        return other
 
     def fill(self, tensors: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other tensors in their places."""
@@ -78,10 +106,14 @@ class _Place:
 def _filled(tree: Any, tensors: Any) -> Any:
     if isinstance(tree, _Place):
         return tensors[tree.index]
-    if type(tree) in (tuple, list):
-        return type(tree)(_filled(item, tensors) for item in tree)
-    if type(tree) is dict:
-        return {key: _filled(item, tensors) for key, item in tree.items()}
+    if isinstance(tree, torch.Size):
+        return tree
+    if isinstance(tree, tuple | list):
+        return rebuild(tree, [_filled(item, tensors) for item in tree])
+    if isinstance(tree, Mapping):
+        return rebuild(tree, [_filled(item, tensors) for item in tree.values()])
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return rebuild(tree, [_filled(getattr(tree, field.name), tensors) for field in fields(tree)])
     return tree
 
 
@@ -91,7 +123,7 @@ class _Call(nn.Module):
     def __init__(self, network: nn.Module, forward: Callable[..., Any], structure: CallStructure) -> None:
         super().__init__()
         self.network = network
-        self._own, self._structure = forward, structure
+        self._own, self._structure = forward, structure.without_tensors()
 
     def forward(self, tensors: Any) -> Any:
         args, kwargs = self._structure.fill(tensors)
@@ -105,15 +137,22 @@ class Traced:
         root: What the names in the graph refer to.
         graph: The calls.
         opaque: For each submodule that stayed whole the reason.
+        writing: Calls that were seen to change their arguments.
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph, opaque: dict[str, str]) -> None:
         self.root, self.graph, self.opaque = root, graph, opaque
+        self.writing: set[fx.Node] = set()
 
     @property
     def calls(self) -> list[fx.Node]:
         """Everything that is computed, in order."""
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """The same for forwards that call the same things in the same order."""
+        return tuple(f"{node.name} {node.op} {node.target}" for node in self.calls)
 
 
 def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStructure) -> Traced:
@@ -127,11 +166,14 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
     Raises:
         NotTraceable: If the network's own code stands in the way.
     """
+    if isinstance(network, nn.TransformerEncoder) and getattr(forward, "__func__", None) is _ENCODER_FORWARD:
+        forward = _encoder_forward(network)
     root = _Call(network, forward, structure)
     tracer = _Tracer()
-    before = _Surroundings(network)
+    before = Surroundings(network)
     try:
-        graph = tracer.trace(root)
+        with _without_saving_hooks(), _functions_kept():
+            graph = tracer.trace(root)
     except Exception as error:
         before.restore()
         raise NotTraceable(_obstacle(error, forward)) from error
@@ -139,6 +181,43 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
         before.restore()
         raise NotTraceable(f"{type(network).__name__}.forward {moved}")
     return Traced(root, graph, tracer.opaque)
+
+
+@contextmanager
+def _without_saving_hooks() -> Iterator[None]:
+    """Keeps activation checkpointing, which lives in such hooks, from being followed and so lost."""
+
+    def refuse(hooks: Any) -> None:
+        raise TypeError("activation checkpointing, or another hook on saved tensors, cannot be followed")
+
+    with patch.object(saved_tensors_hooks, "__enter__", refuse):
+        yield
+
+
+@contextmanager
+def _functions_kept() -> Iterator[None]:
+    """A call of an autograd function stays one: followed, its forward alone would remain, and lose its backward."""
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)
+        if given is None:
+            return original.__func__(cls, *args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return cls.apply(*args, **kwargs)
+
+        call.__name__ = cls.__name__
+        return given.tracer.create_proxy("call_function", call, args, kwargs)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+def holds(condition: Any) -> None:
+    """An assertion of the user's, at the place of the forward where it stands."""
+    if not condition:
+        raise AssertionError("an assertion in the network's forward does not hold")
 
 
 class _Tracer(fx.Tracer):
@@ -149,12 +228,24 @@ class _Tracer(fx.Tracer):
         self.opaque: dict[str, str] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Torch's own layers are one call; so is whatever has hooks, which must run at each call."""
+        """Torch's own layers are one call; so is what has hooks, which must run at each call, or is checkpointed."""
+        if is_checkpointed(m):
+            return True
         if isinstance(m, _CONTAINERS) and not has_module_hooks(m):
             return False
         if isinstance(m, nn.TransformerEncoder) and not has_module_hooks(m):
             return False
         return bool(super().is_leaf_module(m, module_qualified_name)) or has_module_hooks(m)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """A question about a value: an assertion is asked when the forward runs, anything else cannot be followed."""
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.fx", __name__)):
+            frame = frame.f_back
+        if frame is not None and _asserts(frame.f_code, frame.f_lasti):
+            self.create_proxy("call_function", holds, (obj,), {})
+            return True
+        return bool(super().to_bool(obj))
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -165,7 +256,7 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         if isinstance(m, nn.TransformerEncoder):
             forward = _encoder_forward(m)
-        count, before = len(self.graph.nodes), _Surroundings(m)
+        count, before, stack = len(self.graph.nodes), Surroundings(m), self.module_stack.copy()
         try:
             answer = super().call_module(m, forward, args, kwargs)
             reason = before.moved()
@@ -174,6 +265,7 @@ class _Tracer(fx.Tracer):
         if not reason:
             return answer
         before.restore()
+        self.module_stack = stack
         for node in list(self.graph.nodes)[count:][::-1]:
             self.graph.erase_node(node)
         self.opaque[name.removeprefix("network.")] = reason
@@ -191,7 +283,18 @@ def _encoder_forward(encoder: nn.TransformerEncoder) -> Callable[..., Any]:
     return forward
 
 
-class _Surroundings:
+def _asserts(code: Any, position: int) -> bool:
+    """Whether the value that is asked for at a place of a function decides about an assertion and nothing else."""
+    following = [one for one in dis.get_instructions(code) if one.offset >= position and one.opname != "TO_BOOL"]
+    if len(following) < 2:
+        return False
+    jump, otherwise = following[:2]
+    if "IF_FALSE" in jump.opname:  # one of several conditions
+        otherwise = next((one for one in following if one.offset == jump.argval), jump)
+    return "JUMP_IF" in jump.opname.replace("_FORWARD", "") and otherwise.opname == "LOAD_ASSERTION_ERROR"
+
+
+class Surroundings:
     """What a forward must not change by itself while it is followed: attributes, and random generators."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -237,7 +340,7 @@ def _obstacle(error: Exception, forward: Callable[..., Any]) -> str:
 
 
 def writes_in_place(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a call changes its arguments."""
+    """Whether a call changes its arguments, as far as its name tells."""
     if node.op == "call_module":
         return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
     if node.kwargs.get("inplace"):

@@ -1,21 +1,26 @@
 """The network cut into stages on several devices, computed micro-batch by micro-batch, in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.parallel.internals import set_device_of
+from equipoise.parallel.internals import is_compiled, set_device_of
 from equipoise.parallel.micro_steps import MicroStep
+from equipoise.parallel.pipeline import Pipeline
 from equipoise.parallel.schedule import Timeline, check_schedule
 from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter
 from equipoise.parallel.tracing import CallStructure
+from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
-from equipoise.strategies.pipeline_cut import CutOptions
+from equipoise.strategies.pipeline_cut import CutOptions, PinnedCut
 from equipoise.strategies.pipeline_network import StagedNetwork
 from equipoise.strategies.steps import StepResult, TrainingStep
 from equipoise.strategies.strategy import Strategy, Transfer
@@ -24,9 +29,15 @@ __all__ = ["PipelineStrategy"]
 
 
 class _Finer(tuple[Any, ...]):
-    """A placed batch that is to be computed in more micro-batches than usual."""
+    """A placed batch that is to be computed in more micro-batches than usual.
+
+    Attributes:
+        factor: How many times more.
+        indices: The numbers of the micro-batches that it came to.
+    """
 
     factor: int = 1
+    indices: Sequence[int] = ()
 
 
 class PipelineStrategy(Strategy):
@@ -46,7 +57,8 @@ class PipelineStrategy(Strategy):
         cut_before: The modules with which the stages but the first begin, by their names. Default: chosen; a module
             may say by itself with a method `pipeline_cuts`, which returns such names.
         speeds: How fast the devices are beside one another, such as [3, 1]. Default: all alike.
-        threads: Whether every stage has a thread. Default: where all devices are different ones.
+        threads: Whether every stage has a thread. Default: where all devices are different ones. Never for stages on a
+            CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with less memory.
 
     Raises:
         ConfigurationError: If an argument cannot be right.
@@ -59,6 +71,7 @@ class PipelineStrategy(Strategy):
 
     name: ClassVar[str] = "pipeline"
     goes_back_in_parts: ClassVar[bool] = True
+    copies_always: ClassVar[bool] = False  # tied weights also for stages on one device, as if it were several
 
     def __init__(
         self,
@@ -69,17 +82,22 @@ class PipelineStrategy(Strategy):
         speeds: Sequence[float] | None = None,
         threads: bool | None = None,
     ) -> None:
-        if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
-            raise ConfigurationError(f"micro_batches is a number from 1, not {micro_batches!r}.")
-        if isinstance(cut_before, str):
-            raise ConfigurationError(f"cut_before takes a list of names, such as [{cut_before!r}], not {cut_before!r}.")
-        if speeds is not None and not all(speed > 0 for speed in speeds):
-            raise ConfigurationError(f"speeds are numbers above 0, one for each device, not {speeds!r}.")
+        if micro_batches is not None and (type(micro_batches) is not int or micro_batches < 1):
+            raise ConfigurationError(f"micro_batches is a whole number from 1, not {micro_batches!r}.")
+        if cut_before is not None and (isinstance(cut_before, str) or not _all_are(str, cut_before)):
+            raise ConfigurationError(f"cut_before takes a list of names, such as ['encoder.4'], not {cut_before!r}.")
+        if speeds is not None and not (_all_are(Real, speeds) and all(0 < speed < float("inf") for speed in speeds)):
+            raise ConfigurationError(f"speeds are numbers above 0, one for each device: [3, 1], not {speeds!r}.")
+        if threads is not None and not isinstance(threads, bool):
+            raise ConfigurationError(f"threads is True, False or None, not {threads!r}.")
         self.micro_batches, self.schedule = micro_batches, check_schedule(schedule)
         self.cut_before = None if cut_before is None else list(cut_before)
         self.speeds, self.threads = speeds, threads
-        self._pinned: list[str] | None = None
+        self._pinned: PinnedCut | None = None
+        self._training = False
+        self._retains = False
         self._network: StagedNetwork | None = None
+        self._failed: Pipeline | None = None
         self.timeline: Timeline | None = None
 
     # Where it runs.
@@ -105,6 +123,12 @@ class PipelineStrategy(Strategy):
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuses what does not go backward micro-batch by micro-batch; see `Strategy.check_module`."""
         kind = type(module).__name__
+        self._training = training
+        if any(is_compiled(part) for part in module.modules()):
+            raise ConfigurationError(
+                f"{kind} is compiled, in whole or in part, but strategy='pipeline' cuts what was written. Leave"
+                " torch.compile out, or choose another strategy."
+            )
         if training and not getattr(module, "automatic_optimization", True):
             raise ConfigurationError(
                 f"{kind} optimises by hand (automatic_optimization=False), but under strategy='pipeline' the backward"
@@ -128,11 +152,17 @@ class PipelineStrategy(Strategy):
             schedule=self.schedule,
             micro_batches=self._usual_count(),
             speeds=self.speeds,
+            dim=self.dim,
         )
-        names = self.cut_before if self.cut_before is not None else self._pinned
-        if names is not None and len(names) != len(self.devices) - 1:
-            names = None  # of a run with another number of devices
-        self._network = StagedNetwork(module, options, names, threads=self.threads)
+        self._network = StagedNetwork(
+            module,
+            options,
+            self.cut_before,
+            threads=self.threads,
+            training=self._training,
+            copy_always=self.copies_always,
+        )
+        self._network.pinned = self._pinned
         self._network.cover()
 
     def _usual_count(self) -> int:
@@ -142,9 +172,9 @@ class PipelineStrategy(Strategy):
         """Lets the module be as it was; see `Strategy.teardown`."""
         network, self._network = self._network, None
         if network is not None:
-            network.uncover()
+            network.release()
             if network.cut is not None:
-                self._pinned = network.cut.first_blocks[1:]
+                self._pinned = network.cut.pinned
         super().teardown(error)
 
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
@@ -162,64 +192,87 @@ class PipelineStrategy(Strategy):
         factor = parts.factor if isinstance(parts, _Finer) else 1
         count = 1 if whole is None else min(whole, factor * self._usual_count())
         sizes = [1] if whole is None else [size for size in even_sizes(whole, count) if size]
+        if isinstance(parts, _Finer):
+            parts.indices = range(len(sizes))
         cut = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
         micro = [MicroStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
         try:
             with step.inside():
-                calls = self._begin(micro)
-                self._compute(step, micro, calls, sizes)
+                self._begin(micro)
+                self._compute(step, micro, sizes)
         except BaseException:
             for one in micro:
                 one.abandon()
             raise
-        results = [one.result._replace(loss=_detached(one.result.loss)) for one in micro]
+        results = [_detached(one.result) for one in micro]
         return step.combine(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
 
-    def _begin(self, micro: Sequence[MicroStep]) -> list[CallStructure]:
-        """Runs every step to its call of the network."""
-        calls = []
+    @staticmethod
+    def _begin(micro: Sequence[MicroStep]) -> None:
+        """Runs every step to its call of the network, or to its end where it skips its micro-batch."""
         for one in micro:
             one.start()
-            if one.call is None:
-                break
-            calls.append(CallStructure(*one.call))
-        if len(calls) < len(micro):
-            if calls or any(one.ended and one.result.loss is not None for one in micro):
+            if one.ended and one.result.loss is not None:
                 raise StepError(
                     "`training_step` did not call the network, which is what a pipeline computes: the module itself, as"
                     " in self(x), or its largest child. Call it once for every batch, or choose another strategy."
                 )
-            for one in micro:
-                if not one.ended:
-                    one.start()
-        return calls
 
-    def _compute(
-        self, step: TrainingStep, micro: Sequence[MicroStep], calls: Sequence[CallStructure], sizes: Sequence[int]
-    ) -> None:
+    def _compute(self, step: TrainingStep, micro: Sequence[MicroStep], sizes: Sequence[int]) -> None:
+        """Computes the network's calls, and lets every step go backward once."""
         assert self._network is not None
-        whole = sum(sizes)
+        waiting = [index for index, one in enumerate(micro) if not one.ended]
+        calls = {index: CallStructure(*(micro[index].call or ((), {}))) for index in waiting}
 
         def backward(index: int) -> None:
-            step.piece_of(sizes[index], whole)
+            step.piece_of(sizes[index], sum(sizes))
+            self._retains = index in calls and any(tensor.grad_fn is not None for tensor in calls[index].tensors)
             step.backward(micro[index].result)
+            micro[index].result = _detached(micro[index].result)
 
-        if not calls:  # all were skipped
-            for index in range(len(micro)):
-                backward(index)
-            return
-        pipelines = [self._network.pipeline(one.inside or "", call) for one, call in zip(micro, calls, strict=True)]
-        first = pipelines[0]
-        if any(pipeline is not first for pipeline in pipelines):
-            raise StepError(
-                "The micro-batches of a batch call the network with different arguments beside tensors, so they cannot"
-                " go through one pipeline. Call it with the same."
+        if waiting:
+            state = micro[waiting[0]].state
+            assert state is not None
+            with state.entered():
+                pipelines = [self._network.pipeline(micro[index].inside or "", calls[index]) for index in waiting]
+            shadows = self._network.placement.shadows
+            shadows.begin_step()
+            self._failed = pipelines[0]
+            pipelines[0].run(
+                [micro[index] for index in waiting],
+                [calls[index].tensors for index in waiting],
+                lambda position: backward(waiting[position]),
+                [pipeline.stages for pipeline in pipelines],
             )
-        first.run(micro, [call.tensors for call in calls], backward)
-        self.timeline = first.timeline
+            shadows.end_step()
+            self.timeline = pipelines[0].timeline
+        for index in set(range(len(micro))) - set(waiting):
+            backward(index)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward of a micro-batch, down to the inputs of the last stage.
+
+        What was computed before the network, and is used beside it too, goes backward once more from the first stage.
+        """
+        if self._retains:
+            kwargs = {"retain_graph": True, **kwargs}
+        super().backward(loss, *args, **kwargs)
+
+    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+        """See `Strategy.finish_gradients`."""
+        assert self._network is not None
+        self._network.placement.settle_optimizer(optimizer)
+        return super().finish_gradients(window, optimizer)
+
+    def failed_device(self, named: str | None) -> torch.device:
+        """The stage's that failed, if the message names none; see `Strategy.failed_device`."""
+        stage = None if self._failed is None else self._failed.failed
+        return super().failed_device(named) if named is not None or stage is None else stage
 
     def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
-        """More micro-batches instead of pieces one after the other; see `Strategy.cut`."""
+        """In training more micro-batches instead of pieces one after the other; see `Strategy.cut`."""
+        if not torch.is_grad_enabled():
+            return super().cut(parts, count, splitter)
         finer = _Finer(parts)
         finer.factor = count * (parts.factor if isinstance(parts, _Finer) else 1)
         return [finer]
@@ -229,15 +282,25 @@ class PipelineStrategy(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """The cut, so that a resumed run goes on with it."""
         if self._network is not None and self._network.cut is not None:
-            return {"cut_before": self._network.cut.first_blocks[1:]}
-        return {} if self._pinned is None else {"cut_before": self._pinned}
+            self._pinned = self._network.cut.pinned
+        return {} if self._pinned is None else {"cut_before": self._pinned.names, "calls": self._pinned.calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes a cut back, if it is for as many devices."""
-        names = state.get("cut_before")
-        if isinstance(names, list) and all(isinstance(name, str) for name in names):
-            self._pinned = names
+        """Takes a cut back, which counts if it is for as many devices, and nobody says otherwise."""
+        names, calls = state.get("cut_before"), state.get("calls")
+        if isinstance(names, list) and isinstance(calls, list) and _all_are(str, [*names, *calls]):
+            self._pinned = PinnedCut(names=names, calls=calls)
+            if self._network is not None:
+                self._network.pinned = self._pinned
 
 
-def _detached(loss: Any) -> Any:
-    return None if loss is None else loss.detach()
+def _all_are(kind: type, values: Any) -> bool:
+    return isinstance(values, Iterable) and all(
+        isinstance(value, kind) and not isinstance(value, bool) for value in values
+    )
+
+
+def _detached(result: StepResult) -> StepResult:
+    """A result without its graph, whose end holds the last stage's inputs and their gradients."""
+    outputs = apply_to_collection(result.outputs, Tensor, Tensor.detach)
+    return result._replace(loss=None if result.loss is None else result.loss.detach(), outputs=outputs)

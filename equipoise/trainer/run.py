@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel import random_state
+from equipoise.parallel.checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.split import Splitter
 from equipoise.trainer import interop
 from equipoise.trainer.agreement import agree, agree_on_steps
@@ -122,6 +123,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         context.precision.convert_module(context.module)  # before loading: float64 must not pass through float32
         restore_modules_and_callbacks(context, checkpoint)
     context.logs.reset_metrics()
+    if trainer.activation_checkpointing and request.fn == TrainerFn.FITTING:
+        checkpoint_activations(context.module, trainer.activation_checkpointing)
     context.strategy.setup(context.module, context.precision)
     if context.trainer.sync_batchnorm:
         context.strategy.share_batch_statistics(context.module)
@@ -339,6 +342,8 @@ def _release(trainer: "Trainer", module: LightningModule, error: BaseException |
     if trainer.checkpoint_io is not None:
         trainer.checkpoint_io.teardown()  # one that writes in the background comes to its end
     trainer.connected_strategy.teardown(error)
+    if trainer.activation_checkpointing:
+        keep_activations(module)
     for optimizer in trainer.optimizers:
         move_state(optimizer, torch.device("cpu"))
     trainer.connected_strategy.empty_cache()  # for others; what a run needs again it takes again
