@@ -20,6 +20,7 @@ from torch import Tensor
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.micro_steps import MicroStep
 from equipoise.parallel.schedule import Action, Schedule, Span, Timeline, actions_of
+from equipoise.parallel.stage_graphs import StageGraphs, go_back
 from equipoise.parallel.stages import StageProgram, map_tensors
 
 __all__ = ["Pipeline"]
@@ -100,7 +101,8 @@ class _Run:
         # What passes between stages, in the order of micro-batches; None in it ends whoever waits.
         self.forwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
         self.backwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
-        self.held: list[dict[int, tuple[list[Any], list[Any]]]] = [{} for _ in range(self.count)]
+        places = zip(pipeline.stages, pipeline.devices, strict=True)
+        self.graphs = [StageGraphs(stage.run, device) for stage, device in places]
         self.spans: list[Span] = []
         self.errors: list[BaseException] = []
         for tensors in inputs:
@@ -171,48 +173,26 @@ class _Run:
             if action.backward:
                 self._go_back(stage, index, given)
             else:
-                self._go_on(stage, index, given, device)
+                self._go_on(stage, index, given)
         self.spans.append(Span(stage, action, begin, perf_counter()))
 
-    def _go_on(self, stage: int, index: int, given: list[Any], device: torch.device) -> None:
-        step = self.steps[index]
+    def _go_on(self, stage: int, index: int, given: list[Any]) -> None:
+        step, last = self.steps[index], stage == self.count - 1
         assert step.state is not None
         with step.state.entered():
-            differentiable = torch.is_grad_enabled() and self.backward is not None
-            taken = map_tensors(lambda tensor: _leaf(tensor, device, differentiable=differentiable), given)
-            made = self.pipeline.stages[stage].run(*taken)
-        if self.backward is not None:
-            kept = [] if stage == self.count - 1 else _tensors(made)
-            self.held[stage][index] = (_tensors(taken), kept)
-        if stage == self.count - 1:
+            made = self.graphs[stage].forward(index, given, keep=self.backward is not None, last=last)
+        if last:
             step.resume(made)
         else:
             self.forwards[stage + 1].put(made)
 
     def _go_back(self, stage: int, index: int, gradients: list[Tensor | None] | None) -> None:
-        taken, made = self.held[stage].pop(index)
-        if gradients is None:
-            assert self.backward is not None
-            self.backward(index)
-        else:
-            pairs = [
-                (tensor, gradient.to(tensor.device, non_blocking=True))
-                for tensor, gradient in zip(made, gradients, strict=True)
-                if gradient is not None and tensor.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        found = [tensor.grad for tensor in taken]
+        assert self.backward is not None
+        found = self.graphs[stage].backward(index, partial(self.backward, index) if gradients is None else gradients)
         if stage:
             self.backwards[stage - 1].put(found)
-            return
-        before = [
-            (tensor, gradient.to(tensor.device))
-            for tensor, gradient in zip(self.inputs[index], found, strict=True)
-            if gradient is not None and tensor.requires_grad
-        ]
-        if before:  # what the user computed before the network
-            torch.autograd.backward([tensor for tensor, _ in before], [gradient for _, gradient in before])
+        else:
+            go_back(self.inputs[index], found)  # what the user computed before the network
 
 
 class _Ended(Exception):
@@ -225,15 +205,3 @@ def _on(device: torch.device) -> Any:
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
-
-
-def _leaf(tensor: Tensor, device: torch.device, *, differentiable: bool) -> Tensor:
-    """The same values without their history, on a device."""
-    made = _to(tensor.detach(), device)
-    return made.requires_grad_() if differentiable and tensor.requires_grad else made
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found

@@ -21,10 +21,11 @@ class StageProgram:
         run: Takes the stage's inputs and returns what it hands on.
         inputs: The names of the values it takes.
         outputs: The names of the values it hands on; of the last stage, none: it returns the network's output.
+        graph: Its calls.
     """
 
-    def __init__(self, run: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        self.run, self.inputs, self.outputs = run, tuple(inputs), tuple(outputs)
+    def __init__(self, run: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], graph: fx.Graph) -> None:
+        self.run, self.inputs, self.outputs, self.graph = run, tuple(inputs), tuple(outputs), graph
 
 
 def crossing(traced: Traced, ends: Sequence[int]) -> list[list[fx.Node]]:
@@ -91,7 +92,7 @@ def make_stages(traced: Traced, ends: Sequence[int]) -> list[StageProgram]:
         program = fx.GraphModule(traced.root, graph)
         program.training = traced.root.training
         names = [node.name for node in inputs[stage]]
-        stages.append(StageProgram(program.forward, names, [node.name for node in handed_on]))
+        stages.append(StageProgram(program.forward, names, [node.name for node in handed_on], graph))
     return stages
 
 
