@@ -18,8 +18,6 @@ all been exchanged. So nobody waits for what will not come, and the next command
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -70,7 +68,7 @@ class StepOrder(NamedTuple):
 
     Attributes:
         program: The number of the stages' calls.
-        count: The number of micro-batches.
+        micro_batches: How many there are.
         schedule: In which order; None: there is no backward.
         state: What torch keeps for a thread: modes of gradients, autocast.
         seed: For the stage's random numbers.
@@ -79,7 +77,7 @@ class StepOrder(NamedTuple):
     """
 
     program: int
-    count: int
+    micro_batches: int
     schedule: Schedule | None
     state: ThreadState
     seed: int
@@ -107,7 +105,6 @@ class StageWorker:
         self._messenger, self._stage, self._stages, self._device = messenger, stage, stages, device
         self._failure: Failure | None = None
         self._spans: list[Span] = []
-        self._noted: dict[int, Tensor] = {}  # buffers before a window, where steps may be done again
         self._commands: dict[str, Callable[..., Any]] = {
             "begin": self._begin,
             "take": self._take,
@@ -124,6 +121,7 @@ class StageWorker:
             "norms": self._norms,
             "clip": self._clip,
             "optimize": self._optimize,
+            "arm": self._arm,
             "discard": self._discard,
         }
         self._begin([])
@@ -156,7 +154,8 @@ class StageWorker:
         self._parts: dict[str, Any] = {}
         self._programs: dict[int, tuple[StageProgram, dict[str, list[bool]]]] = {}
         self._optimizers: dict[int, Optimizer] = {}
-        self._noted.clear()
+        self._notes = False
+        self._noted: dict[int, Tensor] = {}  # buffers before a window, where it may be done again
 
     def __getitem__(self, key: int) -> Tensor:
         """A tensor by its number; one that has not come stands for itself."""
@@ -208,7 +207,7 @@ class StageWorker:
         order = StepOrder(*given)
         rank, self._spans = rank_of(self._stage, self._stages), []
         before, after = rank - 1, rank_of(self._stage + 1, self._stages)
-        actions = actions_of(order.schedule or "gpipe", self._stage, self._stages, order.count)
+        actions = actions_of(order.schedule or "gpipe", self._stage, self._stages, order.micro_batches)
         graphs: StageGraphs | None = None
         try:
             graphs = self._prepared(order)
@@ -238,8 +237,9 @@ class StageWorker:
         if order.fresh:
             for key in self._held:
                 self._tensors[key].grad = None
-            for key, value in self._noted.items():
-                value.copy_(self._tensors[key])
+            if self._notes:
+                buffers = [key for key in self._held if not self._kinds[key].is_parameter]
+                self._noted = {key: self._tensors[key].detach().clone() for key in buffers}
         torch.manual_seed(order.seed)
         return StageGraphs(program.run, self._device)
 
@@ -328,17 +328,16 @@ class StageWorker:
             group.update(given)
         optimizer.step(**kwargs)
 
-    def _discard(self, *, arm: bool = False) -> None:
-        """Lets go of gradients, and brings buffers back; or begins to note them, so that it can."""
+    def _arm(self) -> None:
+        """From now on a window may be done again."""
+        self._notes = True
+
+    def _discard(self) -> None:
+        """Lets go of gradients, and brings buffers back to where the window began."""
         for key in self._held:
             self._tensors[key].grad = None
-        with suppress(KeyError):
-            for key, value in self._noted.items():
-                self._tensors[key].data.copy_(value)
-        if arm:
-            self._noted = {
-                key: self._tensors[key].detach().clone() for key in self._held if not self._kinds[key].is_parameter
-            }
+        for key, value in self._noted.items():
+            self._tensors[key].data.copy_(value)
 
 
 def _packed(optimizer: Optimizer, state: dict[Any, Any]) -> dict[str, Any]:

@@ -29,12 +29,14 @@ class CutOptions:
         schedule: See `parallel.schedule`.
         micro_batches: How many there will be.
         speeds: For each device how fast it is beside the others; None: all alike.
+        measured_on: Where calls are measured. Default: the first device.
     """
 
     devices: Sequence[torch.device]
     schedule: Schedule
     micro_batches: int
     speeds: Sequence[float] | None = None
+    measured_on: torch.device | None = None
 
     def stage_devices(self) -> list[StageDevice]:
         """What each stage has to do with. Stages on one device share its memory, and so do all on a CPU."""
@@ -78,7 +80,7 @@ def cut_automatically(traced: Traced, module: nn.Module, tensors: Sequence[Tenso
     Raises:
         ConfigurationError: If there are more stages than places to cut, or nothing fits.
     """
-    calls = profile_calls(traced, module, tensors, options.devices[0])
+    calls = profile_calls(traced, module, tensors, options.measured_on or options.devices[0])
     blocks, ends_of_blocks = merge_blocks(calls)
     devices = options.stage_devices()
     try:

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.micro_steps import current_step
 from equipoise.parallel.pipeline import Pipeline
-from equipoise.parallel.stages import homes_of, make_stages, owners
+from equipoise.parallel.process_pipeline import ProcessPipeline
+from equipoise.parallel.stage_processes import StageProcesses
+from equipoise.parallel.stages import StageProgram, homes_of, make_stages, owners
 from equipoise.parallel.tracing import CallStructure, NotTraceable, Traced, trace
 from equipoise.strategies.pipeline_cut import Cut, CutOptions, cut_automatically, cut_by_names, table_of
 
@@ -27,19 +29,27 @@ class StagedNetwork:
         options: Devices, schedule, micro-batches.
         names: The modules to cut before; None: chosen by measuring.
         threads: See `Pipeline`.
+        processes: Those that compute the stages but the last; None: all are computed here.
 
     Attributes:
         cut: Where it is cut; None before the first call.
     """
 
     def __init__(
-        self, module: nn.Module, options: CutOptions, names: Sequence[str] | None, *, threads: bool | None
+        self,
+        module: nn.Module,
+        options: CutOptions,
+        names: Sequence[str] | None,
+        *,
+        threads: bool | None,
+        processes: StageProcesses | None = None,
     ) -> None:
         self.module, self.options, self.names, self.threads = module, options, names, threads
+        self.processes = processes
         self.cut: Cut | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
         self._homes: dict[int, int] = {}  # of a module's or tensor's id its stage
-        self._pipelines: dict[tuple[Any, ...], Pipeline] = {}
+        self._pipelines: dict[tuple[Any, ...], Pipeline | ProcessPipeline] = {}
         self._named = dict(module.named_modules())
 
     # Calls.
@@ -85,7 +95,12 @@ class StagedNetwork:
 
     # Stages.
 
-    def pipeline(self, name: str, structure: CallStructure) -> Pipeline:
+    def pin(self, names: Sequence[str]) -> None:
+        """Cuts where an earlier run did, if nothing else is said and nothing is cut yet."""
+        if self.names is None and self.cut is None and len(names) == len(self.options.devices) - 1:
+            self.names = names
+
+    def pipeline(self, name: str, structure: CallStructure) -> Pipeline | ProcessPipeline:
         """The stages for a call.
 
         Args:
@@ -104,11 +119,21 @@ class StagedNetwork:
                 self._choose(name, traced, structure)
             ends = homes_of(traced, self._stage_finder(network), len(self.options.devices))
             stages = make_stages(traced, ends)
-            found = Pipeline(stages, self.options.devices, self.options.schedule, threads=self.threads)
+            found = self._make(traced, stages)
             if len(self._pipelines) > 64:
                 self._pipelines.clear()  # calls with ever other numbers among their arguments
             self._pipelines[key] = found
         return found
+
+    def _make(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
+        if self.processes is None:
+            return Pipeline(stages, self.options.devices, self.options.schedule, threads=self.threads)
+        self.uncover()  # the layers travel as they are
+        try:
+            number = self.processes.give_out(traced.root, stages)
+        finally:
+            self.recover()
+        return ProcessPipeline(self.processes, number, stages[-1], self.options.schedule)
 
     def _trace(self, name: str, network: nn.Module, structure: CallStructure) -> Traced:
         self.uncover()
@@ -154,7 +179,8 @@ class StagedNetwork:
                         if id(tensor) not in placed:
                             placed.add(id(tensor))
                             self._homes.setdefault(id(tensor), stage)
-                            tensor.data = tensor.data.to(self.options.devices[stage])
+                            if self.processes is None:  # which takes what is its own
+                                tensor.data = tensor.data.to(self.options.devices[stage])
                             sizes[stage] += tensor.nbytes
             first = end
         for tensor in [*self.module.parameters(), *self.module.buffers()]:
