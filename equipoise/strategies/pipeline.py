@@ -35,6 +35,7 @@ class _Finer(tuple[Any, ...]):
     """A placed batch that is to be computed in more micro-batches than usual."""
 
     factor: int = 1
+    indices: Sequence[int] = ()  # of the outputs, in the order of the data
 
 
 class PipelineStrategy(Strategy):
@@ -176,10 +177,9 @@ class PipelineStrategy(Strategy):
             micro_batches=self._usual_count(len(devices)),
             speeds=self.speeds,
         )
-        names = self.cut_before if self.cut_before is not None else self._pinned
-        if names is not None and len(names) != len(devices) - 1:
-            names = None  # of a run with another number of devices
-        self._network = StagedNetwork(module, options, names, threads=self.threads, processes=processes)
+        self._network = StagedNetwork(module, options, self.cut_before, threads=self.threads, processes=processes)
+        if self._pinned is not None:
+            self._network.pin(self._pinned)
         self._network.cover()
 
     def _usual_count(self, stages: int) -> int:
@@ -214,6 +214,8 @@ class PipelineStrategy(Strategy):
         factor = parts.factor if isinstance(parts, _Finer) else 1
         count = 1 if whole is None else min(whole, factor * self._usual_count(len(self._network.options.devices)))
         sizes = [1] if whole is None else [size for size in even_sizes(whole, count) if size]
+        if isinstance(parts, _Finer):
+            parts.indices = range(len(sizes))
         cut = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
         micro = [MicroStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
         try:

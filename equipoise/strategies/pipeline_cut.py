@@ -124,11 +124,14 @@ def cut_by_names(traced: Traced, names: Sequence[str], prefix: str) -> Cut:
         ConfigurationError: If there is none of a name, or it cannot be cut there.
     """
     allowed, ends, last = may_cut(traced), [], 0
-    called = owners(traced)
+    called, calls = owners(traced), traced.calls
     for name in names:
         own = name.removeprefix(f"{prefix}.") if prefix else name
         place = next(
-            (index for index, used in enumerate(called) if any(f"{one}.".startswith(f"{own}.") for one in used)), None
+            (index for index, used in enumerate(called) if any(f"{one}.".startswith(f"{own}.") for one in used)),
+            next(
+                (index for index, node in enumerate(calls) if node.name == own), None
+            ),  # an operation, as in the table
         )
         if place is None:
             known = sorted({f"{part}" for used in called for one in used for part in _with_parents(one)})

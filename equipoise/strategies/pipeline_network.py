@@ -1,6 +1,7 @@
 """The network of a pipeline: its calls caught, its forward traced, its parts placed on devices."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -46,6 +47,7 @@ class StagedNetwork:
     ) -> None:
         self.module, self.options, self.names, self.threads = module, options, names, threads
         self.processes = processes
+        self._pinned: Sequence[str] | None = None
         self.cut: Cut | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
         self._homes: dict[int, int] = {}  # of a module's or tensor's id its stage
@@ -96,9 +98,9 @@ class StagedNetwork:
     # Stages.
 
     def pin(self, names: Sequence[str]) -> None:
-        """Cuts where an earlier run did, if nothing else is said and nothing is cut yet."""
-        if self.names is None and self.cut is None and len(names) == len(self.options.devices) - 1:
-            self.names = names
+        """Cuts where an earlier run did, if nothing else is said, nothing is cut yet, and it can be found again."""
+        if len(names) == len(self.options.devices) - 1:
+            self._pinned = names
 
     def pipeline(self, name: str, structure: CallStructure) -> Pipeline | ProcessPipeline:
         """The stages for a call.
@@ -154,14 +156,16 @@ class StagedNetwork:
         names = self.names
         if names is None and callable(own := getattr(self.module, "pipeline_cuts", None)):
             names = list(own())
-        if names is None:
+        cut = None if names is None else cut_by_names(traced, names, name)
+        if cut is None and self._pinned is not None:
+            with suppress(ConfigurationError):
+                cut = cut_by_names(traced, self._pinned, name)
+        if cut is None:
             self.uncover()
             try:
                 cut = cut_automatically(traced, self.module, structure.tensors, self.options)
             finally:
                 self.recover()
-        else:
-            cut = cut_by_names(traced, names, name)
         self.cut = cut
         sizes = self._place(self._named[name], traced, cut)
         rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table_of(cut, self.options, sizes)}")
