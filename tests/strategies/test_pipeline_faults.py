@@ -47,12 +47,14 @@ class Layer(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if type(value) is not Tensor:
             raise TypeError("not to be followed: it counts its calls")
+        if type(value) is not Tensor:
+            raise TypeError("not to be followed: it counts its calls")
         self.calls += self.training
-        now = self.calls == self.at if self.training else self.place == "validation"
-        if now and self.place != "backward":
+        now = self.calls == self.at if self.training else True
+        if now and self.place == ("forward" if self.training else "validation"):
             self.how()
         made = self.linear(value)
-        return FailsBackward.apply(made, self.how) if now and self.place == "backward" else made
+        return FailsBackward.apply(made, self.how) if now and self.training and self.place == "backward" else made
 
 
 class Faulty(L.LightningModule):
