@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.errors import WorkerError
+from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.schedule import Action, Schedule, Span, actions_of
 from equipoise.parallel.stage_graphs import StageGraphs
@@ -111,6 +111,7 @@ class StageWorker:
             "learn": self._learn,
             "program": self._program,
             "step": self._step,
+            "zero": self._zero,
             "give": self._give,
             "spans": self._give_spans,
             "gradients": self._gradients,
@@ -219,12 +220,12 @@ class StageWorker:
             if action.backward:
                 made = self._attempt(graphs, action, order, self._messenger.receive(after, BACKWARD))
                 if self._stage:
-                    self._messenger.send(before, BACKWARD, made)
+                    self._hand_on(before, BACKWARD, made)
                 elif order.home:
-                    self._messenger.send(0, HOME, made)
+                    self._hand_on(0, HOME, made)
             else:
                 made = self._attempt(graphs, action, order, self._messenger.receive(before, FORWARD))
-                self._messenger.send(after, FORWARD, made)
+                self._hand_on(after, FORWARD, made)
         self._messenger.flush()
         if order.schedule is None:
             self._failure = None  # it has come to the first process in the place of the output
@@ -235,13 +236,31 @@ class StageWorker:
             for part, mode in zip(self._parts[name].modules(), trains, strict=True):
                 part.training = mode
         if order.fresh:
-            for key in self._held:
-                self._tensors[key].grad = None
-            if self._notes:
-                buffers = [key for key in self._held if not self._kinds[key].is_parameter]
-                self._noted = {key: self._tensors[key].detach().clone() for key in buffers}
+            self._zero()
         torch.manual_seed(order.seed)
         return StageGraphs(program.run, self._device)
+
+    def _zero(self) -> None:
+        """Begins a window of accumulation."""
+        for key in self._held:
+            self._tensors[key].grad = None
+        if self._notes:
+            buffers = [key for key in self._held if not self._kinds[key].is_parameter]
+            self._noted = {key: self._tensors[key].detach().clone() for key in buffers}
+
+    def _hand_on(self, rank: int, tag: int, made: Any) -> None:
+        """Sends what an action made, or why that cannot be sent."""
+        try:
+            self._messenger.send(rank, tag, made)
+        except BaseException as error:
+            if self._messenger.broken:
+                raise
+            told = StepError(
+                f"A stage hands on what cannot be sent to another process: {error}. Let the network's blocks exchange"
+                " tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
+            )
+            self._failure = self._failure or Failure.of(told, self._stage, self._device)
+            self._messenger.send(rank, tag, self._failure)
 
     def _attempt(self, graphs: StageGraphs | None, action: Action, order: StepOrder, given: Any) -> Any:
         """Computes an action; once anything has failed, that is all that is handed on."""

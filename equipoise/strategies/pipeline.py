@@ -259,6 +259,8 @@ class PipelineStrategy(Strategy):
             step.backward(micro[index].result)
 
         if not calls:  # all were skipped
+            if step.first and self._training is not None:
+                self._training.processes.tell_all("zero")
             for index in range(len(micro)):
                 backward(index)
             return

@@ -1,5 +1,6 @@
 """The pipeline in real processes over gloo: exact, and everything home again."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,19 @@ def test_both_engines_are_one() -> None:
         for engine in ("threads", "processes")
     ]
     same(*runs, tolerance=1e-15)
+
+
+class Skips(Model):
+    """Leaves batches out, of which one begins a window and two are one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if (self.current_epoch, batch_idx) in ((0, 2), (1, 0), (1, 1)) else super().training_step(batch, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned None")
+def test_batches_that_are_left_out() -> None:
+    one = fit(Skips, "single_device", accumulate_grad_batches=2, max_epochs=3)
+    same(one, fit(Skips, processes(), 2, accumulate_grad_batches=2, max_epochs=3))
 
 
 class Itself(Model):
@@ -399,9 +413,51 @@ class WithGradient(Model):
         self.net(words, mask).sum().backward()
 
 
+class Secret(nn.Module):
+    def forward(self, words: Tensor, mask: Tensor) -> Any:
+        if type(words) is not Tensor:
+            raise TypeError("not to be followed")
+        return words, mask, threading.Lock()
+
+
+class Unpack(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, passed: Any) -> Any:
+        if type(passed) is not tuple:
+            raise TypeError("not to be followed")
+        return self.inner(*passed[:2])
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.secret, self.unpack = Secret(), Unpack(inner)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Any:
+        return self.unpack(self.secret(words, mask))
+
+
+class HandsOnLocks(Model):
+    """Its stages exchange what no process can be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Wrapped(self.net)
+
+
 class Lbfgs(Model):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
+def test_what_no_process_can_be_sent_is_refused() -> None:
+    with pytest.raises(
+        StepError, match=r"hands on what cannot be sent to another process: cannot pickle '_thread.lock'"
+    ):
+        fit(HandsOnLocks, processes(cut_before=["net.unpack"]))
 
 
 @pytest.mark.parametrize(
@@ -422,6 +478,8 @@ def test_what_is_refused_in_the_run(make: Any, error: Any, message: str) -> None
     [
         ({"engine": "process"}, "engine must be 'threads' or 'processes', not 'process'"),
         ({"threads": True}, "threads are for engine='threads'"),
+        ({"schedule": "interleaved-1f1b"}, "not 'interleaved-1f1b'. .*needs several stages on a device"),
+        ({"schedule": "zbv"}, "not 'zbv'. .*computes no evaluation"),
         ({"timeout": 0}, "timeout is a positive number of seconds"),
     ],
 )
