@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.micro_steps import MicroStep, inside_stage
 from equipoise.parallel.schedule import Action, Schedule, Span, Timeline, actions_of
-from equipoise.parallel.stages import StageProgram, check_exchanged, map_tensors, map_values
+from equipoise.parallel.stage_graphs import StageGraphs, brought, go_back
+from equipoise.parallel.stages import StageProgram
 
 __all__ = ["Pipeline"]
 
@@ -57,7 +59,7 @@ class Pipeline:
         before = self.devices[0]
         for stage, device in zip(self.stages, self.devices, strict=True):
             with _on(device), inside_stage():
-                values = stage.run(*_brought(values, before, device, _to))
+                values = stage.run(*brought(values, before, device))
             before = device
         return values
 
@@ -66,7 +68,7 @@ class Pipeline:
         steps: Sequence[MicroStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None] | None,
-        programs: Sequence[Sequence[StageProgram]] | None = None,
+        pipelines: Sequence["Pipeline"] | None = None,
     ) -> None:
         """Computes micro-batches, each to the end of its step and then backward.
 
@@ -75,10 +77,11 @@ class Pipeline:
             inputs: The tensors of its call of the network.
             backward: Runs the backward of a step that has ended, down to the inputs of the last stage. None: there is
                 no backward.
-            programs: For each micro-batch its stages, where calls are of several structures. Default: `stages`.
+            pipelines: For each micro-batch its own, where calls are of several structures. Default: always this.
         """
         self.failed = None
-        run = _Run(self, steps, inputs, backward, programs or [self.stages] * len(steps))
+        programs = [pipeline.stages for pipeline in pipelines or [self] * len(steps)]
+        run = _Run(self, steps, inputs, backward, programs)
         try:
             if self.threads:
                 run.in_threads()
@@ -108,7 +111,8 @@ class _Run:
         # What passes between stages, in the order of micro-batches; None in it ends whoever waits.
         self.forwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
         self.backwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
-        self.held: list[dict[int, tuple[list[Any], list[Any]]]] = [{} for _ in range(self.count)]
+        befores = [pipeline.devices[0], *pipeline.devices]
+        self.graphs = [StageGraphs(device, before) for device, before in zip(pipeline.devices, befores, strict=False)]
         self.spans: list[Span] = []
         self.errors: list[BaseException] = []
         for tensors in inputs:
@@ -190,7 +194,7 @@ class _Run:
                 if action.backward:
                     self._go_back(stage, index, given)
                 else:
-                    self._go_on(stage, index, given, device)
+                    self._go_on(stage, index, given)
         except BaseException as error:
             if self.pipeline.failed is None:
                 self.pipeline.failed = device
@@ -198,52 +202,24 @@ class _Run:
             raise
         self.spans.append(Span(stage, action, begin, perf_counter()))
 
-    def _go_on(self, stage: int, index: int, given: list[Any], device: torch.device) -> None:
-        step = self.steps[index]
+    def _go_on(self, stage: int, index: int, given: list[Any]) -> None:
+        step, last = self.steps[index], stage == self.count - 1
         assert step.state is not None
         with step.state.entered():
-            differentiable = torch.is_grad_enabled() and self.backward is not None
-            before = self.pipeline.devices[max(0, stage - 1)]
-            taken = _brought(given, before, device, _leaf if differentiable else _without_history)
-            program = self.programs[index][stage]
-            with inside_stage():
-                made = program.run(*taken)
-        if stage < self.count - 1:
-            check_exchanged(made, program.outputs)
-        if self.backward is not None:
-            kept = [] if stage == self.count - 1 else _tensors(made)
-            self.held[stage][index] = (_tensors(taken), kept)
-        if stage == self.count - 1:
+            program, keep = self.programs[index][stage], self.backward is not None
+            made = self.graphs[stage].forward(index, program, given, keep=keep, last=last)
+        if last:
             step.resume(made)
         else:
             self.forwards[stage + 1].put(made)
 
     def _go_back(self, stage: int, index: int, gradients: list[Tensor | None] | None) -> None:
-        taken, made = self.held[stage].pop(index)
-        if gradients is None:
-            assert self.backward is not None
-            self.backward(index)
-        else:
-            pairs = [
-                (tensor, _to(gradient, tensor.device))
-                for tensor, gradient in zip(made, gradients, strict=True)
-                if gradient is not None and tensor.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        found = [tensor.grad for tensor in taken]
-        for tensor in taken:
-            tensor.grad = None  # whoever keeps a graph keeps its leaves
+        assert self.backward is not None
+        found = self.graphs[stage].backward(index, partial(self.backward, index) if gradients is None else gradients)
         if stage:
             self.backwards[stage - 1].put(found)
-            return
-        before = [
-            (tensor, gradient.to(tensor.device))
-            for tensor, gradient in zip(self.inputs[index], found, strict=True)
-            if gradient is not None and tensor.requires_grad
-        ]
-        if before:  # what the user computed before the network
-            torch.autograd.backward([tensor for tensor, _ in before], [gradient for _, gradient in before])
+        else:
+            go_back(self.inputs[index], found)  # what the user computed before the network
 
 
 class _Ended(Exception):
@@ -256,35 +232,3 @@ def _on(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         yield
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    # A copy to the CPU that nobody waits for would be read before it is there.
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type == "cuda")
-
-
-def _without_history(tensor: Tensor, device: torch.device) -> Tensor:
-    return _to(tensor.detach(), device)
-
-
-def _leaf(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same values without their history, on a device, where gradients end."""
-    made = _to(tensor.detach(), device)
-    return made.requires_grad_() if tensor.requires_grad else made
-
-
-def _brought(values: Any, before: torch.device, device: torch.device, bring: Callable[..., Tensor]) -> Any:
-    """Values of a stage for the next: its tensors brought to the device, and what names the device before renamed."""
-
-    def take(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return bring(value, device)
-        return device if isinstance(value, torch.device) and value == before else value
-
-    return map_values(take, values)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found

@@ -26,6 +26,14 @@ __all__ = [
 Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 
+# Schedules of torch's, and why they are none of ours.
+_OTHERS = {
+    "zbv": "computes no evaluation in torch, and waits for ever after the error.",
+    "dualpipe": "computes no evaluation in torch, and waits for ever after the error.",
+    "interleaved": "needs several stages on a device; here each device has one.",
+    "looped": "needs several stages on a device; here each device has one.",
+}
+
 
 class Action(NamedTuple):
     """What a stage does next.
@@ -90,7 +98,8 @@ def check_schedule(schedule: str) -> Schedule:
     for known in SCHEDULES:
         if schedule == known:
             return known
-    raise ConfigurationError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}.")
+    why = next((f" {schedule!r} {reason}" for name, reason in _OTHERS.items() if name in str(schedule).lower()), "")
+    raise ConfigurationError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}.{why}")
 
 
 def actions_of(schedule: Schedule, stage: int, stages: int, micro_batches: int) -> list[Action]:

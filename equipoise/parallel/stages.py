@@ -47,10 +47,14 @@ class StageProgram:
         run: Takes the stage's inputs and returns what it hands on.
         inputs: The names of the values it takes.
         outputs: The names of the values it hands on; of the last stage, none: it returns the network's output.
+        graph: Its calls, where they were traced.
     """
 
-    def __init__(self, run: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    def __init__(
+        self, run: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], graph: fx.Graph | None = None
+    ) -> None:
         self.run, self.inputs, self.outputs = run, tuple(inputs), tuple(outputs)
+        self.graph = fx.Graph() if graph is None else graph
 
 
 def crossing(traced: Traced, ends: Sequence[int]) -> list[list[fx.Node]]:
@@ -150,7 +154,7 @@ def make_stages(traced: Traced, ends: Sequence[int], shadow: Shadowed | None = N
         program.training = traced.root.training
         _exchange(program, shadows)
         names = [node.name for node in inputs[stage]]
-        stages.append(StageProgram(program.forward, names, [node.name for node in handed_on]))
+        stages.append(StageProgram(program.forward, names, [node.name for node in handed_on], graph))
     return stages
 
 

@@ -1,9 +1,9 @@
-"""The network cut into stages on several devices, computed micro-batch by micro-batch, in one process."""
+"""The network cut into stages on several devices, computed micro-batch by micro-batch, in one process or several."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -14,6 +14,7 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.internals import is_compiled, set_device_of
 from equipoise.parallel.micro_steps import MicroStep
 from equipoise.parallel.pipeline import Pipeline
+from equipoise.parallel.process_pipeline import ProcessPipeline
 from equipoise.parallel.schedule import Timeline, check_schedule
 from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter
@@ -21,9 +22,12 @@ from equipoise.parallel.tracing import CallStructure
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
 from equipoise.strategies.pipeline_cut import CutOptions, PinnedCut
+from equipoise.strategies.pipeline_launch import StageLaunch
 from equipoise.strategies.pipeline_network import StagedNetwork
+from equipoise.strategies.pipeline_processes import SplitTraining
+from equipoise.strategies.staged_strategy import StagedStrategy
 from equipoise.strategies.steps import StepResult, TrainingStep
-from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.strategies.strategy import Transfer
 
 __all__ = ["PipelineStrategy"]
 
@@ -40,7 +44,7 @@ class _Finer(tuple[Any, ...]):
     indices: Sequence[int] = ()
 
 
-class PipelineStrategy(Strategy):
+class PipelineStrategy(StagedStrategy):
     """Cuts the network into stages, one for each device, and computes the micro-batches of a batch in a pipeline.
 
     `training_step` runs for every micro-batch, and calls the network once: the module itself, as in `self(x)`, or its
@@ -57,8 +61,14 @@ class PipelineStrategy(Strategy):
         cut_before: The modules with which the stages but the first begin, by their names. Default: chosen; a module
             may say by itself with a method `pipeline_cuts`, which returns such names.
         speeds: How fast the devices are beside one another, such as [3, 1]. Default: all alike.
-        threads: Whether every stage has a thread. Default: where all devices are different ones. Never for stages on a
-            CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with less memory.
+        engine: "threads": all stages are computed in this process. "processes": each in a process of its own; the one
+            with the last stage has the module, the data, the losses, callbacks and checkpoints, and the others are
+            sent their layers. Started by the trainer, or, on several machines too, by torchrun or Slurm.
+            Default: "threads".
+        threads: For that engine, whether every stage has a thread. Default: where all devices are different ones. Never
+            for stages on a CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with
+            less memory.
+        timeout: Seconds for which processes wait for what is due before a missing one counts as hung. Default: 1800.
 
     Raises:
         ConfigurationError: If an argument cannot be right.
@@ -80,7 +90,9 @@ class PipelineStrategy(Strategy):
         schedule: str = "1f1b",
         cut_before: Sequence[str] | None = None,
         speeds: Sequence[float] | None = None,
+        engine: Literal["threads", "processes"] = "threads",
         threads: bool | None = None,
+        timeout: float = 1800.0,
     ) -> None:
         if micro_batches is not None and (type(micro_batches) is not int or micro_batches < 1):
             raise ConfigurationError(f"micro_batches is a whole number from 1, not {micro_batches!r}.")
@@ -90,14 +102,22 @@ class PipelineStrategy(Strategy):
             raise ConfigurationError(f"speeds are numbers above 0, one for each device: [3, 1], not {speeds!r}.")
         if threads is not None and not isinstance(threads, bool):
             raise ConfigurationError(f"threads is True, False or None, not {threads!r}.")
+        if engine not in ("threads", "processes"):
+            raise ConfigurationError(f"engine must be 'threads' or 'processes', not {engine!r}.")
+        if not (_all_are(Real, [timeout]) and 0 < timeout < float("inf")):
+            raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
+        if engine == "processes" and threads is not None:
+            raise ConfigurationError("threads are for engine='threads': leave them out, or take that engine.")
+        self.engine, self.timeout = engine, timeout
         self.micro_batches, self.schedule = micro_batches, check_schedule(schedule)
         self.cut_before = None if cut_before is None else list(cut_before)
         self.speeds, self.threads = speeds, threads
         self._pinned: PinnedCut | None = None
-        self._training = False
+        self._trains = False
         self._retains = False
         self._network: StagedNetwork | None = None
-        self._failed: Pipeline | None = None
+        self._steps = 0  # from which the random numbers of other processes follow
+        self._failed: Pipeline | ProcessPipeline | None = None
         self.timeline: Timeline | None = None
 
     # Where it runs.
@@ -109,21 +129,23 @@ class PipelineStrategy(Strategy):
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes the devices, one for each stage; see `Strategy.connect`."""
-        super().connect(devices, num_nodes)
-        for name, given, count in (
-            ("cut_before", self.cut_before, len(devices) - 1),
-            ("speeds", self.speeds, len(devices)),
-        ):
+        self.others = StageLaunch(devices, num_nodes, self.timeout) if self.engine == "processes" else None
+        super().connect(devices, num_nodes if self.others is None else 1)
+        stages = len(devices) if self.others is None else self.others.stages
+        if self.others is not None:
+            self.launches, self.devices = stages > 1, (self.others.device,)
+            self.global_rank, self.local_rank, self.node_rank = self.others.ranks
+        for name, given, count in (("cut_before", self.cut_before, stages - 1), ("speeds", self.speeds, stages)):
             if given is not None and len(given) != count:
                 raise ConfigurationError(
-                    f"{name} must have {count} entries for {len(devices)} devices, a stage on each, but has"
+                    f"{name} must have {count} entries for {stages} devices, a stage on each, but has"
                     f" {len(given)}: {list(given)}."
                 )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuses what does not go backward micro-batch by micro-batch; see `Strategy.check_module`."""
         kind = type(module).__name__
-        self._training = training
+        self._trains = training
         if any(is_compiled(part) for part in module.modules()):
             raise ConfigurationError(
                 f"{kind} is compiled, in whole or in part, but strategy='pipeline' cuts what was written. Leave"
@@ -143,14 +165,24 @@ class PipelineStrategy(Strategy):
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Converts the module; its parts are placed when the network is first called."""
+        processes = None if self.others is None else self.others.processes
+        if processes is not None and precision.scaler is not None:
+            raise ConfigurationError(
+                f"precision={precision.name!r} needs one scale for the gradients of all stages, which"
+                " engine='processes' does not find. Take precision='bf16-mixed', or engine='threads'."
+            )
         precision.convert_module(module)
         set_device_of(module, self.root_device)
         self._placed = module
         self._splitter = Splitter(module, self.dim)
+        if processes is not None:
+            self._split, processes.steps = SplitTraining(processes, module), self._steps
+        devices = self.devices if processes is None else processes.devices
         options = CutOptions(
-            devices=self.devices,
+            devices=devices,
+            measured_on=None if processes is None else self.root_device,
             schedule=self.schedule,
-            micro_batches=self._usual_count(),
+            micro_batches=self._usual_count(len(devices)),
             speeds=self.speeds,
             dim=self.dim,
         )
@@ -159,22 +191,28 @@ class PipelineStrategy(Strategy):
             options,
             self.cut_before,
             threads=self.threads,
-            training=self._training,
+            training=self._trains,
             copy_always=self.copies_always,
+            processes=processes,
         )
         self._network.pinned = self._pinned
         self._network.cover()
 
-    def _usual_count(self) -> int:
-        return self.micro_batches or 2 * len(self.devices)
+    def _usual_count(self, stages: int) -> int:
+        return self.micro_batches or 2 * stages
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Lets the module be as it was; see `Strategy.teardown`."""
         network, self._network = self._network, None
+        split, self._split = self._split, None
         if network is not None:
             network.release()
             if network.cut is not None:
                 self._pinned = network.cut.pinned
+        if split is not None:
+            self._steps = split.processes.steps
+            if not split.processes.messenger.broken:
+                split.bring_home()
         super().teardown(error)
 
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
@@ -190,7 +228,7 @@ class PipelineStrategy(Strategy):
         batch, module = parts[0], self._placed
         whole = self._splitter.size(batch)
         factor = parts.factor if isinstance(parts, _Finer) else 1
-        count = 1 if whole is None else min(whole, factor * self._usual_count())
+        count = 1 if whole is None else min(whole, factor * self._usual_count(len(self._network.options.devices)))
         sizes = [1] if whole is None else [size for size in even_sizes(whole, count) if size]
         if isinstance(parts, _Finer):
             parts.indices = range(len(sizes))
@@ -235,17 +273,22 @@ class PipelineStrategy(Strategy):
             assert state is not None
             with state.entered():
                 pipelines = [self._network.pipeline(micro[index].inside or "", calls[index]) for index in waiting]
+            first: Any = pipelines[0]
+            self._failed = first
+            if isinstance(first, ProcessPipeline):
+                first.fresh = step.first
             shadows = self._network.placement.shadows
             shadows.begin_step()
-            self._failed = pipelines[0]
-            pipelines[0].run(
+            first.run(
                 [micro[index] for index in waiting],
                 [calls[index].tensors for index in waiting],
                 lambda position: backward(waiting[position]),
-                [pipeline.stages for pipeline in pipelines],
+                pipelines,
             )
             shadows.end_step()
-            self.timeline = pipelines[0].timeline
+            self.timeline = first.timeline
+        elif step.first and self._split is not None:  # nobody else hears of this step
+            self._split.processes.tell_all("zero")
         for index in set(range(len(micro))) - set(waiting):
             backward(index)
 
@@ -262,6 +305,8 @@ class PipelineStrategy(Strategy):
         """See `Strategy.finish_gradients`."""
         assert self._network is not None
         self._network.placement.settle_optimizer(optimizer)
+        if self._split is not None:
+            self._split.gather(optimizer, window.correction())
         return super().finish_gradients(window, optimizer)
 
     def failed_device(self, named: str | None) -> torch.device:
@@ -280,10 +325,14 @@ class PipelineStrategy(Strategy):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The cut, so that a resumed run goes on with it."""
+        """The cut, so that a resumed run goes on with it, and what random numbers of other processes follow from."""
         if self._network is not None and self._network.cut is not None:
             self._pinned = self._network.cut.pinned
-        return {} if self._pinned is None else {"cut_before": self._pinned.names, "calls": self._pinned.calls}
+        pinned = self._pinned
+        state: dict[str, Any] = {} if pinned is None else {"cut_before": pinned.names, "calls": pinned.calls}
+        if self.engine == "processes":
+            state["steps"] = self._steps if self._split is None else self._split.processes.steps
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a cut back, which counts if it is for as many devices, and nobody says otherwise."""
@@ -292,6 +341,11 @@ class PipelineStrategy(Strategy):
             self._pinned = PinnedCut(names=names, calls=calls)
             if self._network is not None:
                 self._network.pinned = self._pinned
+        steps = state.get("steps")
+        if isinstance(steps, int):
+            self._steps = steps
+            if self._split is not None:
+                self._split.processes.steps = steps
 
 
 def _all_are(kind: type, values: Any) -> bool:

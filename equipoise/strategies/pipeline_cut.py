@@ -30,6 +30,7 @@ class CutOptions:
         micro_batches: How many there will be.
         speeds: For each device how fast it is beside the others; None: all alike.
         dim: The dimension of a batch's tensors that holds its samples.
+        measured_on: Where calls are measured. Default: the first device.
     """
 
     devices: Sequence[torch.device]
@@ -37,6 +38,7 @@ class CutOptions:
     micro_batches: int
     speeds: Sequence[float] | None = None
     dim: int = 0
+    measured_on: torch.device | None = None
 
     def stage_devices(self) -> list[StageDevice]:
         """What each stage has to do with. Stages on one device share its memory, and so do all on a CPU."""
@@ -105,7 +107,7 @@ def cut_automatically(
     Raises:
         ConfigurationError: If there are more stages than places to cut, or nothing fits.
     """
-    calls = profile_calls(traced, module, tensors, options.devices[0])
+    calls = profile_calls(traced, module, tensors, options.measured_on or options.devices[0])
     blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
     devices = options.stage_devices()
     try:

@@ -11,7 +11,9 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.micro_steps import current_step, is_inside_stage
 from equipoise.parallel.pipeline import Pipeline
-from equipoise.parallel.stages import homes_of, make_stages
+from equipoise.parallel.process_pipeline import ProcessPipeline
+from equipoise.parallel.stage_processes import StageProcesses
+from equipoise.parallel.stages import StageProgram, homes_of, make_stages
 from equipoise.parallel.tracing import CallStructure, NotTraceable, Traced, trace
 from equipoise.strategies.pipeline_cut import (
     Cut,
@@ -40,6 +42,7 @@ class StagedNetwork:
         threads: See `Pipeline`.
         training: Whether it is to be trained; then it is measured as in training, whatever the first call is for.
         copy_always: See `Placement`.
+        processes: Those that compute the stages but the last; None: all are computed here.
 
     Attributes:
         cut: Where it is cut; None before the first call.
@@ -55,16 +58,17 @@ class StagedNetwork:
         threads: bool | None,
         training: bool,
         copy_always: bool = False,
+        processes: StageProcesses | None = None,
     ) -> None:
         self.module, self.options, self.names, self.threads = module, options, names, threads
-        self.training = training
+        self.training, self.processes = training, processes
         self.cut: Cut | None = None
         self.pinned: PinnedCut | None = None
-        self.placement = Placement(module, options.devices, copy_always=copy_always)
+        self.placement = Placement(module, options.devices, copy_always=copy_always, in_processes=processes is not None)
         self._signature: tuple[str, ...] = ()  # of the forward that was cut
         self._originals: dict[str, Callable[..., Any]] = {}
         self._own: dict[str, Any] = {}  # forwards that the user has set in an instance
-        self._pipelines: dict[tuple[Any, ...], Pipeline] = {}
+        self._pipelines: dict[tuple[Any, ...], Pipeline | ProcessPipeline] = {}
         self._named = dict(module.named_modules())
 
     # Calls.
@@ -133,7 +137,7 @@ class StagedNetwork:
 
     # Stages.
 
-    def pipeline(self, name: str, structure: CallStructure, *, whole: bool = False) -> Pipeline:
+    def pipeline(self, name: str, structure: CallStructure, *, whole: bool = False) -> Pipeline | ProcessPipeline:
         """The stages for a call.
 
         Args:
@@ -159,11 +163,18 @@ class StagedNetwork:
             else:
                 ends = homes_of(traced, self.placement.stage_of(network), len(self.options.devices))
             stages = make_stages(traced, ends, self.placement.shadow(traced))
-            found = Pipeline(stages, self.options.devices, self.options.schedule, threads=self._may_have_threads())
+            found = self._make(traced, stages)
             if len(self._pipelines) > 64:
                 self._pipelines.clear()  # calls with ever other numbers among their arguments
             self._pipelines[key] = found
         return found
+
+    def _make(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
+        if self.processes is None:
+            return Pipeline(stages, self.options.devices, self.options.schedule, threads=self._may_have_threads())
+        with self._uncovered():  # the layers travel as they are
+            number = self.processes.give_out(traced.root, stages)
+        return ProcessPipeline(self.processes, number, stages[-1], self.options.schedule)
 
     def _may_have_threads(self) -> bool | None:
         """Threads that share a random generator would draw from it beside one another while forwards are repeated."""

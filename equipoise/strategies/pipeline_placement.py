@@ -27,10 +27,19 @@ class Placement:
         module: The user's module.
         devices: One for each stage.
         copy_always: Give every stage a copy of what an earlier one has, on the same device too.
+        in_processes: Whether other processes have the stages but the last, and take what is theirs by themselves.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], *, copy_always: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        copy_always: bool = False,
+        in_processes: bool = False,
+    ) -> None:
         self.module, self.devices, self.copy_always = module, devices, copy_always
+        self.in_processes = in_processes
         self.shadows = Shadows()
         self._homes: dict[int, int] = {}  # of a module's or tensor's id its stage
         self._waiting: list[RemovableHandle] = []
@@ -49,7 +58,7 @@ class Placement:
         for part in self.module.modules():
             if isinstance(part, Metric):
                 part.to(self.devices[-1])
-        if len(set(self.devices)) == 1:
+        if len(set(self.devices)) == 1 and not self.in_processes:
             return
         for tensor in [*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]:
             move(tensor, self.devices[-1])
@@ -83,7 +92,8 @@ class Placement:
                 if id(tensor) not in placed:
                     placed.add(id(tensor))
                     self._homes[id(tensor)] = stage
-                    move(tensor, self.devices[stage])
+                    if stage == len(ends) - 1 or not self.in_processes:
+                        move(tensor, self.devices[stage])
                     sizes[stage] += tensor.nbytes
 
         called = owners(traced)
@@ -116,7 +126,7 @@ class Placement:
         """For a stage and a call the copy of a layer that the stage needs, since the layer lies elsewhere."""
 
         def shadow(stage: int, node: fx.Node) -> nn.Module | None:
-            if node.op not in ("call_module", "get_attr"):
+            if self.in_processes or node.op not in ("call_module", "get_attr"):
                 return None
             part = find(traced.root, str(node.target))
             tensors, device = _tensors_of(part), self.devices[stage]

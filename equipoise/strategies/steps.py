@@ -73,12 +73,14 @@ class TrainingStep(PartwiseStep, Protocol):
 
     Attributes:
         batch_idx: The number of the batch.
+        first: Whether the accumulation window begins with the next backward.
     """
 
     def __call__(self, part: Any) -> StepResult:
         """Runs `training_step` on a whole batch."""
 
     batch_idx: int
+    first: bool
 
     def backward(self, result: StepResult) -> None:
         """Runs the backward of a result with its hooks and the scaler; nothing in manual optimisation."""

@@ -78,7 +78,7 @@ class _ManualStep(UserStep):
 
     def __init__(self, context: "Context") -> None:
         super().__init__(context, "training_step")
-        self.batch_idx = 0
+        self.batch_idx, self.first = 0, True
 
     def __call__(self, part: Any) -> StepResult:
         """Runs the training step on a part."""

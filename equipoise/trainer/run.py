@@ -9,7 +9,6 @@ the loop
 release everything, on_fit_end, teardown
 """
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ from equipoise.trainer.checkpoint import (
 from equipoise.trainer.checks import check_run
 from equipoise.trainer.context import Context
 from equipoise.trainer.data import Source
-from equipoise.trainer.effects import Effects, collect, known_objects, take_over
+from equipoise.trainer.effects import Effects, collect, known_objects, take_over, this_process
 from equipoise.trainer.hooks import Hooks
 from equipoise.trainer.optimizers import move_state, parse_optimizers
 from equipoise.trainer.selection import merge_callbacks
@@ -87,7 +86,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
             for logger in trainer.loggers:
                 logger.finalize("failed")
         raise
-    if effects.process != os.getpid():
+    if effects.process != this_process():
         trainer.begin_run(_make_context(trainer, request))
     return take_over(trainer, known, effects)
 
