@@ -1,16 +1,17 @@
 """Values on their way between the processes of a pipeline: any nesting of tensors, of any sizes.
 
-    a length      0 where the next part is the same as last time on this way
+    a length      0 where the header is the same as last time on this way, and then small tensors along with it
     a header      the value without its tensors, and their dtypes and shapes
-    the tensors   as bytes, one message each
+    the tensors   as bytes: small ones in one message, otherwise each in its own
 
-In a pipeline's steady state headers repeat, so a value costs one small message beside its tensors. Sending never waits:
-what is sent must stay as it is until `flush`. Tensors of other devices pass through the memory of the host.
+In a pipeline's steady state headers repeat, so a small value is one message. Sending never waits: what is sent must
+stay as it is until `flush`. Tensors of other devices pass through the memory of the host.
 """
 
+import math
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +29,7 @@ from equipoise.parallel.transport import dumps, loads
 __all__ = ["Failure", "Messenger"]
 
 _REMEMBERED = 1 << 16  # bytes; larger headers do not repeat
+_SMALL = 1 << 18  # bytes; values of more are not copied into one message
 _FOREVER = timedelta(days=3650)
 
 
@@ -89,8 +91,8 @@ class Messenger:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
-        self._sent: dict[tuple[int, int], bytes] = {}
-        self._received: dict[tuple[int, int], bytes] = {}
+        self._sent: dict[tuple[int, int], tuple[bytes, int]] = {}  # headers, and the bytes that come with a length
+        self._received: dict[tuple[int, int], tuple[bytes, int]] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self.broken = False
 
@@ -110,13 +112,17 @@ class Messenger:
 
         tree = map_tensors(take, value)
         header = dumps((tree, [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]))
-        way = (to, tag)
-        same = self._sent.get(way) == header
-        contents = [torch.tensor([0 if same else len(header)])]
-        if not same:
-            contents.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-            self._sent[way] = header if len(header) < _REMEMBERED else b""
-        contents += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+        (known, along), way = self._sent.get((to, tag), (b"", 0)), (to, tag)
+        parts = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+        size = sum(map(len, parts))
+        body = [torch.cat(parts)] if parts and size <= _SMALL else parts
+        if known == header:
+            contents = [torch.cat([_ZERO, *body])] if along else [_ZERO, *body]
+        else:
+            length = torch.tensor([len(header)]).view(torch.uint8)
+            contents = [torch.cat([length, torch.zeros(along, dtype=torch.uint8)])]
+            contents += [torch.frombuffer(bytearray(header), dtype=torch.uint8), *body]
+            self._sent[way] = _remembered(header, size)
         with self._whole():
             for content in contents:
                 self._leaving.append((dist.isend(content, to, tag=tag), content))
@@ -132,17 +138,20 @@ class Messenger:
             idle: Whether nothing is due, and one waits as long as it takes. Default: False.
         """
         way = (source, tag)
-        length = torch.empty(1, dtype=torch.int64)
+        known, along = self._received.get(way, (b"", 0))
         with self._whole():
-            self._await(length, way, _FOREVER if idle else self._timeout)
-            if size := int(length):
-                content = self._await(torch.empty(size, dtype=torch.uint8), way)
-                header = content.numpy().tobytes()
-                self._received[way] = header if size < _REMEMBERED else b""
-            else:
-                header = self._received[way]
+            first = self._await(torch.empty(8 + along, dtype=torch.uint8), way, _FOREVER if idle else self._timeout)
+            length = int(first[:8].view(torch.int64))
+            header = self._await(torch.empty(length, dtype=torch.uint8), way).numpy().tobytes() if length else known
             tree, kinds = loads(header)
-            tensors = [self._tensor(dtype, shape, learns, way) for dtype, shape, learns in kinds]
+            size = sum(dtype.itemsize * math.prod(shape) for dtype, shape, _ in kinds)
+            if length:
+                self._received[way] = _remembered(header, size)
+            if 0 < size <= _SMALL:
+                body = first[8:] if not length else self._await(torch.empty(size, dtype=torch.uint8), way)
+                tensors = list(_cut(body, kinds))
+            else:
+                tensors = [self._tensor(dtype, shape, learns, way) for dtype, shape, learns in kinds]
         return _filled(tree, tensors)
 
     def _tensor(self, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, way: tuple[int, int]) -> Tensor:
@@ -173,6 +182,23 @@ class Messenger:
         except BaseException:
             self.broken = True
             raise
+
+
+_ZERO = torch.zeros(8, dtype=torch.uint8)
+
+
+def _remembered(header: bytes, size: int) -> tuple[bytes, int]:
+    """What both sides keep of a message: the header if it may repeat, and the bytes that then come with the length."""
+    return (header, size if size <= _SMALL else 0) if len(header) < _REMEMBERED else (b"", 0)
+
+
+def _cut(body: Tensor, kinds: Sequence[tuple[torch.dtype, tuple[int, ...], bool]]) -> Iterator[Tensor]:
+    """The tensors in a message; each in memory of its own, aligned."""
+    begin = 0
+    for dtype, shape, learns in kinds:
+        end = begin + dtype.itemsize * math.prod(shape)
+        yield body[begin:end].clone().view(dtype).view(shape).requires_grad_(learns)
+        begin = end
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
