@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import PipelineStrategy
 from equipoise.memory import ledger
-from equipoise.parallel import pipeline
+from equipoise.parallel import pipeline, stage_graphs
 from tests.conftest import ignoring
 from tests.strategies.pipelines import quiet
 
@@ -86,7 +86,7 @@ class StageByStage:
                 self.device = stages.homes.get(id(tensor), stages.now)
 
         monkeypatch.setattr(pipeline._Run, "compute", noted)
-        monkeypatch.setattr(pipeline, "_to", lambda tensor, device: tensor.clone())
+        monkeypatch.setattr(stage_graphs, "bring", lambda tensor, device: tensor.clone())
         monkeypatch.setattr(ledger, "_Entry", Entry)
 
     def settle(self, module: nn.Module, optimizer: Any, stage_of: dict[int, int]) -> None:
