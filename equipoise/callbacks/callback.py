@@ -94,6 +94,7 @@ class Callback(_LightningCallback):
 
         Returns:
             In how many parts the batch is to be computed, a number or a `Split`; 0 to leave it out; None to raise the
-            error. The first callback that does not return None decides.
+            error. The first callback that does not return None decides. Where the optimiser's step ran out, any number
+            but 0 means once more. Where `event.can_repeat` is False the error is raised whatever is returned.
         """
         return None

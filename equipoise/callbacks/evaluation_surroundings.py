@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import with_sampler
-from equipoise.parallel.sampling import BatchesInTurn, SameOrder
+from equipoise.parallel.sampling import BatchesInTurn, SameOrder, UnpaddedDistributedSampler
 
 __all__ = ["Surroundings", "find_loader"]
 
@@ -81,6 +81,8 @@ class Surroundings:
         """This process's part of a loader: whole batches in turn, none of them twice."""
         if self.world_size == 1:
             return loader
+        if isinstance(loader, DataLoader) and type(loader.sampler) is DistributedSampler:
+            return _unpadded(loader, loader.sampler)
         if self.strategy is not None:
             return self.strategy.shard(loader, "validate")
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
@@ -111,6 +113,16 @@ class Surroundings:
                     same = buffer.detach().clone(memory_format=torch.contiguous_format)
                     dist.broadcast(same, 0)
                     buffer.copy_(same)
+
+
+def _unpadded(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
+    """A copy of a loader with torch's own sampler for processes, whose last samples are not given twice."""
+    if sampler.drop_last or loader.batch_size is None:  # nothing is padded, or batches are not made from it
+        return loader
+    shuffle, seed, replicas = sampler.shuffle, sampler.seed, sampler.num_replicas
+    own = UnpaddedDistributedSampler(sampler.dataset, replicas, sampler.rank, shuffle=shuffle, seed=seed)
+    own.set_epoch(sampler.epoch)
+    return with_sampler(loader, own)
 
 
 def _transfer(module: nn.Module, datamodule: Any, device: torch.device) -> Callable[[Any], Any]:

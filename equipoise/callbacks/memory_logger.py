@@ -1,7 +1,8 @@
 """Where the memory goes: readings by device and phase, what a peak is made of, and what grows from step to step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from equipoise.callbacks.memory_readings import (
     points_of,
     thin_out,
     to_mib,
+    with_largest,
 )
 from equipoise.errors import ConfigurationError
 from equipoise.memory.leaks import Leak, LeakWatch
@@ -48,6 +50,7 @@ class _Fit:
         wanted: The steps that are still to be looked at so.
         leaks: Looks for growth.
         step: `trainer.global_step` before the batch.
+        look_again: The step from which growth is looked for once more.
         busy: Whether every batch is looked at, be it due or not.
     """
 
@@ -62,6 +65,7 @@ class _Fit:
     ledger: Ledger | None = None
     detailed: int = 0
     step: int = 0
+    look_again: int = 100
     busy: bool = True
 
     def is_busy(self) -> bool:
@@ -119,7 +123,7 @@ class MemoryLogger(Callback):
         *,
         every_n_steps: int = 50,
         detail: Literal["devices", "modules"] = "devices",
-        detail_steps: Sequence[int] = (1,),
+        detail_steps: Sequence[int] | None = None,
         leaks: bool = True,
         prog_bar: bool = False,
     ) -> None:
@@ -127,9 +131,16 @@ class MemoryLogger(Callback):
             raise ConfigurationError(f"every_n_steps is a whole number from 1, not {every_n_steps!r}.")
         if detail not in ("devices", "modules"):
             raise ConfigurationError(f"detail must be 'devices' or 'modules', not {detail!r}.")
-        steps = [detail_steps] if isinstance(detail_steps, int) else list(detail_steps)
+        steps = (
+            [detail_steps] if isinstance(detail_steps, int) else list((1,) if detail_steps is None else detail_steps)
+        )
         if any(isinstance(step, bool) or not isinstance(step, int) or step < 0 for step in steps):
             raise ConfigurationError(f"detail_steps are whole numbers from 0, not {detail_steps!r}.")
+        if detail_steps is not None and (detail == "devices" or not steps):
+            raise ConfigurationError(
+                f"detail_steps={detail_steps!r} goes with detail='modules', and names at least one step; with"
+                f" detail={detail!r} no step is looked at in detail."
+            )
         self.every_n_steps, self.detail, self.detail_steps = every_n_steps, detail, steps
         self.watch_leaks, self.prog_bar = leaks, prog_bar
         self.timeline: list[MemoryPoint] = []
@@ -153,7 +164,9 @@ class MemoryLogger(Callback):
         devices = [
             device for device in dict.fromkeys(map(torch.device, given)) if device.type in ("cpu", "cuda", "mps")
         ]
-        self.started = self.started or monotonic()
+        if stage == "fit" or not self.started:
+            self.started = monotonic()
+            self.timeline, self.compositions, self.phases, self.leaks = [], [], [], []
         wanted = sorted(self.detail_steps) if self.detail == "modules" else []
         self._fit = _Fit(readings=Readings(devices), started=self.started, wanted=wanted, leaks=None)
 
@@ -164,7 +177,7 @@ class MemoryLogger(Callback):
         fit.step, fit.epoch_started = trainer.global_step, monotonic()
         if self.watch_leaks:
             fit.leaks = LeakWatch(lambda: _roots(trainer, pl_module, self), _keeps, began=fit.started)
-            fit.leaks.start()
+            self._look(fit, fit.leaks.start)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """A run ends, or has failed."""
@@ -234,7 +247,10 @@ class MemoryLogger(Callback):
             if fit.ledger is not None:
                 self._end_detail(trainer, fit)
             if fit.leaks is not None and fit.leaks.watches_steps:
-                self._tell(fit.leaks.after_step(step))
+                self._look(fit, partial(fit.leaks.after_step, step))
+            elif fit.leaks is not None and step >= fit.look_again:  # for what has begun since
+                fit.look_again *= 10
+                self._look(fit, fit.leaks.start)
         fit.busy = fit.is_busy()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -250,7 +266,8 @@ class MemoryLogger(Callback):
         if trainer.world_size > 1:
             self._gather(trainer, pl_module, fit)
         if fit.leaks is not None:
-            self._tell(fit.leaks.after_epoch(trainer.global_step, monotonic() - fit.epoch_started))
+            seconds = monotonic() - fit.epoch_started
+            self._look(fit, partial(fit.leaks.after_epoch, trainer.global_step, seconds))
 
     # Evaluations.
 
@@ -324,7 +341,7 @@ class MemoryLogger(Callback):
     def _detail(self, trainer: Any, pl_module: LightningModule, fit: _Fit, batch: Any) -> None:
         """Begins a step in detail if it is wanted; adds the batch to one."""
         if fit.ledger is None:
-            if trainer.global_step not in fit.wanted:
+            if trainer.global_step < fit.wanted[0]:  # several optimisers may pass over it
                 return
             fit.detailed = trainer.global_step
             fit.wanted = [step for step in fit.wanted if step > trainer.global_step]
@@ -343,25 +360,26 @@ class MemoryLogger(Callback):
         metrics: dict[str, float] = {}
         for device in ledger.devices():
             peak = ledger.peak(device, step=fit.detailed)
-            self.compositions = _with_largest(self.compositions, peak)
+            self.compositions = with_largest(self.compositions, peak)
             for category, nbytes in peak.totals().items():
                 metrics[f"memory/{device}/peak/{category.replace(' ', '_')}_MiB"] = to_mib(nbytes)
             for phase in ledger.phases():
-                self.phases = _with_largest(self.phases, ledger.peak(device, phase, step=fit.detailed), phase)
+                self.phases = with_largest(self.phases, ledger.peak(device, phase, step=fit.detailed), phase)
         self._log(trainer, metrics, {})
 
-    def _tell(self, leaks: list[Leak]) -> None:
+    def _look(self, fit: _Fit, look: Callable[[], list[Leak] | None]) -> None:
+        """Looks for growth and tells it; whatever goes wrong there, training goes on."""
+        try:
+            leaks = look() or []
+        except Exception as error:
+            assert fit.leaks is not None
+            fit.leaks.stop()
+            fit.leaks = None
+            rank_zero_warn(f"Memory that grows was looked for in vain: {type(error).__name__}: {error}")
+            return
         for leak in leaks:
             self.leaks.append(leak)
             rank_zero_warn(str(leak))
-
-
-def _with_largest(kept: list[Composition], new: Composition, phase: str | None = None) -> list[Composition]:
-    """The list with a composition in the place of a smaller one of the same device, and phase if one is given."""
-    for index, old in enumerate(kept):
-        if old.device == new.device and phase in (None, old.phase):
-            return [*kept[:index], max(old, new, key=lambda one: one.nbytes), *kept[index + 1 :]]
-    return [*kept, new]
 
 
 def _roots(trainer: Any, pl_module: LightningModule, own: MemoryLogger) -> dict[str, object]:

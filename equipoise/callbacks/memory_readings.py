@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from equipoise.memory.devices import read_memory, reset_peak, resident_bytes
-from equipoise.memory.records import MemoryPoint
+from equipoise.memory.records import Composition, MemoryPoint
 
 __all__ = [
     "ByPhase",
@@ -18,6 +18,7 @@ __all__ = [
     "points_of",
     "thin_out",
     "to_mib",
+    "with_largest",
 ]
 
 Reading = tuple[int, int | None, int | None]  # allocated, reserved, peak
@@ -114,3 +115,11 @@ def thin_out(timeline: list[MemoryPoint]) -> None:
         half = timeline[: _MOST_POINTS // 2]
         kept = set(sorted({point.seconds for point in half})[::2])
         timeline[: _MOST_POINTS // 2] = [point for point in half if point.seconds in kept]
+
+
+def with_largest(kept: list[Composition], new: Composition, phase: str | None = None) -> list[Composition]:
+    """The list with a composition in the place of a smaller one of the same device, and phase if one is given."""
+    for index, old in enumerate(kept):
+        if old.device == new.device and phase in (None, old.phase):
+            return [*kept[:index], max(old, new, key=lambda one: one.nbytes), *kept[index + 1 :]]
+    return [*kept, new]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from equipoise.callbacks.callback import Callback
@@ -14,6 +15,7 @@ from equipoise.callbacks.evaluation_pass import EvaluationPass, EvaluationResult
 from equipoise.callbacks.evaluation_surroundings import Surroundings, find_loader
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.gather import gather
+from equipoise.parallel.internals import with_own_iterator
 from equipoise.parallel.split import infer_batch_size
 from equipoise.parallel.undisturbed import undisturbed
 
@@ -191,7 +193,10 @@ class NoGradEvaluation(Callback):
         if self._loader is None:
             self._loader = find_loader(self.dataloader, module, trainer)
             shares = self.shard and getattr(trainer, "use_distributed_sampler", True)
-            self._part = around.share(self._loader) if shares else self._loader
+            read = self._loader
+            if isinstance(read, DataLoader):  # training may be in the midst of it
+                read = with_own_iterator(read)
+            self._part = around.share(read) if shares else read
             self._own_metrics = deepcopy(self.metrics)
         if (metrics := self._own_metrics) is not None:
             metrics.to(around.device)
@@ -208,6 +213,7 @@ class NoGradEvaluation(Callback):
             collect=self.collect,
         )
         with undisturbed(module, self._loader):
+            _silence(module)
             around.share_buffers(module)
             module.eval()
             evaluation.run(module, self._part)
@@ -262,6 +268,17 @@ def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigurationError(f"{name} is a whole number from 1, or None, not {value!r}.")
+
+
+def _silence(module: nn.Module) -> None:
+    """Lets `self.log` in forward do nothing, until attributes are put back: training would log what was evaluated."""
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            vars(part).update(log=_log_nothing, log_dict=_log_nothing)
+
+
+def _log_nothing(*args: Any, **options: Any) -> None:
+    pass
 
 
 def _is_number(value: Any) -> bool:

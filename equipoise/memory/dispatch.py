@@ -17,28 +17,29 @@ _Base: Any = TorchDispatchMode  # it has no types
 
 
 class _Mode(_Base):  # type: ignore[misc]
-    def __init__(self, seen: Callable[[str, Any], None]) -> None:
+    def __init__(self, seen: Callable[[str, Any, Any], None]) -> None:
         super().__init__()
         self._seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._seen(func.overloadpacket.__name__, result)
+        self._seen(func.overloadpacket.__name__, result, args)
         return result
 
 
 class OperationWatch:
-    """Hands the results of every operation of this thread and of its backwards to a function, while it is on.
+    """Tells a function of every operation of this thread and of its backwards, while it is on.
 
     Watches end in the reverse order of their beginning.
 
     Args:
-        seen: Receives the operation's name, such as "addmm", and what it returned.
+        seen: Receives the operation's name, such as "addmm", what it returned, and its arguments without those given
+            by name.
 
     Example:
         >>> import torch
         >>> names = []
-        >>> watch = OperationWatch(lambda name, result: names.append(name))
+        >>> watch = OperationWatch(lambda name, result, args: names.append(name))
         >>> watch.start()
         >>> _ = torch.ones(2) + 1
         >>> watch.stop()
@@ -46,7 +47,7 @@ class OperationWatch:
         ['ones', 'add']
     """
 
-    def __init__(self, seen: Callable[[str, Any], None]) -> None:
+    def __init__(self, seen: Callable[[str, Any, Any], None]) -> None:
         self._seen = seen
         self._mode: Any = None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["find_holders", "globals_of_user", "is_of_user"]
+__all__ = ["find_holders", "find_tensors", "globals_of_user", "is_of_user"]
 
 _MOST_VISITED = 200_000
 _LEAVES = (str, bytes, int, float, bool, complex, Tensor, types.ModuleType, type(None))
@@ -46,20 +46,44 @@ def find_holders(
         "model.seen['last'][0]"
     """
     found: dict[int, str] = {}
+    for path, child in _walk(roots, passes_over, _MOST_VISITED):
+        if id(child) in targets:
+            found.setdefault(id(child), path)
+            if len(found) == len(targets):
+                break
+    return found
+
+
+def find_tensors(roots: Mapping[str, object], most: int) -> list[Tensor]:
+    """The tensors that can be reached, parameters left out.
+
+    Args:
+        roots: Where to begin; see `find_holders`.
+        most: Look at so many objects at the most.
+    """
+    return [child for _, child in _walk(roots, lambda _: False, most) if type(child) is Tensor]
+
+
+def _walk(
+    roots: Mapping[str, object], passes_over: Callable[[object], bool], most: int
+) -> Iterator[tuple[str, object]]:
+    """Everything that can be reached, with its path, breadth first. What does not let itself be looked at is left."""
     seen = {id(root) for root in roots.values()}
     queue = deque((path, root) for path, root in roots.items())
     keep = []  # an object made on the way must not leave its id to another
-    while queue and len(found) < len(targets) and len(seen) < _MOST_VISITED:
+    while queue and len(seen) < most:
         path, holder = queue.popleft()
-        for child_path, child in _children(path, holder):
-            if id(child) in targets:
-                found.setdefault(id(child), child_path)
-            if isinstance(child, _LEAVES) or id(child) in seen or passes_over(child):
+        try:
+            children = list(_children(path, holder))
+        except Exception:  # whatever somebody's object does when it is asked
+            continue
+        for child_path, child in children:
+            yield child_path, child
+            if issubclass(type(child), _LEAVES) or id(child) in seen or passes_over(child):
                 continue
             seen.add(id(child))
             keep.append(child)
             queue.append((child_path, child))
-    return found
 
 
 def is_of_user(file: str | None) -> bool:
@@ -73,28 +97,34 @@ def is_of_user(file: str | None) -> bool:
 def globals_of_user() -> dict[str, object]:
     """The global variables of the user's modules, as roots."""
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    return {f"module {module.__name__}": module for module in modules if is_of_user(getattr(module, "__file__", None))}
+    return {module.__name__: module for module in modules if is_of_user(getattr(module, "__file__", None))}
 
 
 def _children(path: str, holder: Any) -> Iterator[tuple[str, object]]:
     """What an object refers to, with its path."""
-    if isinstance(holder, Mapping):
+    kind = type(holder)  # `isinstance` would ask the object itself, which may be a proxy
+    if issubclass(kind, dict | types.MappingProxyType):
         yield from ((f"{path}[{_short(key)}]", value) for key, value in list(holder.items()))
-    if isinstance(holder, list | tuple | deque):
+    if issubclass(kind, list | tuple | deque):
         yield from ((f"{path}[{index}]", value) for index, value in enumerate(list(holder)))
-    elif isinstance(holder, set | frozenset):
+    elif issubclass(kind, set | frozenset):
         yield from ((f"an element of {path}", value) for value in list(holder))
-    elif isinstance(holder, types.FunctionType):
+    elif issubclass(kind, types.FunctionType):
         yield from _of_function(path, holder)
-    elif isinstance(holder, types.MethodType):
+    elif issubclass(kind, types.MethodType):
         yield from ((path, holder.__self__), (path, holder.__func__))
-    elif isinstance(holder, functools.partial):
+    elif issubclass(kind, types.GeneratorType):
+        frame = holder.gi_frame
+        yield from ((f"{name!r} in {path}", value) for name, value in list(frame.f_locals.items() if frame else ()))
+    elif issubclass(kind, functools.partial):
         yield from ((path, holder.func), (f"{path}.args", holder.args), (f"{path}.keywords", holder.keywords))
-    elif isinstance(holder, types.ModuleType):
-        yield from ((f"{name!r} of {path}", value) for name, value in list(vars(holder).items()))
-    elif isinstance(holder, type):
+    elif issubclass(kind, types.ModuleType):
+        yield from ((f"{path}.{name}", value) for name, value in list(vars(holder).items()))
+    elif issubclass(kind, type):
         if is_of_user(getattr(sys.modules.get(holder.__module__), "__file__", None)):
             yield from ((f"{holder.__name__}.{name}", value) for name, value in list(vars(holder).items()))
+    elif kind.__name__ == "ndarray" and holder.dtype == object:
+        yield from ((f"{path}[{index}]", value) for index, value in enumerate(holder.flat))
     else:
         yield from _of_object(path, holder)
 
@@ -107,9 +137,9 @@ def _of_object(path: str, holder: Any) -> Iterator[tuple[str, object]]:
         except AttributeError:
             continue
     for name, value in attributes:
-        if isinstance(holder, nn.Module) and name in ("_modules", "_parameters", "_buffers"):
+        if issubclass(type(holder), nn.Module) and name in ("_modules", "_parameters", "_buffers"):
             yield from ((f"{path}.{key}", child) for key, child in list(value.items()))
-        elif isinstance(holder, nn.Module) and name in _HOOKS:
+        elif issubclass(type(holder), nn.Module) and name in _HOOKS:
             yield from ((f"a {_HOOKS[name]} of {path}", hook) for hook in list(value.values()))
         else:
             yield f"{path}.{name}", value

@@ -1,9 +1,10 @@
 """Growth from step to step, and who holds it.
 
 A loss that is summed up (`total += loss`) or appended to a list brings its graph along: every step leaves nodes behind.
-So the graphs that Python's tensors still hold are counted after some steps in a row; in a healthy run their number does
-not change. Where it grows each time, the tensors' holders are looked for, from what people know by name, and the line
-that wrote the tensor is the one that was seen to write it in the steps since the first suspicion.
+So the nodes of graphs that Python's tensors still hold, and that were there two steps ago, are counted after some steps
+in a row; in a healthy run their number does not change. Where it grows again and again, the tensors' holders are looked
+for, from what people know by name, and the line that wrote the tensor is the one that was seen to write it in the steps
+since the first suspicion.
 
 Looking through all objects of a process takes as long as some steps. In the first steps it is spared: what was there
 before is set aside with `gc.freeze`, which costs nothing, so only what has come since is looked at. After an epoch all
@@ -12,6 +13,7 @@ are looked at, if that takes less than a hundredth of the epoch.
 
 import gc
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic
@@ -20,18 +22,21 @@ from typing import Any
 from torch import Tensor
 
 from equipoise.memory.devices import format_bytes
-from equipoise.memory.holders import find_holders, globals_of_user
+from equipoise.memory.holders import find_holders, find_tensors, globals_of_user
 from equipoise.memory.origins import Origins
 
 __all__ = ["Leak", "LeakWatch"]
 
 _WARM_UP = 2  # steps in which caches and states are made
-_SUSPICIOUS, _GROWTHS = 3, 6  # growths after which one begins to look for the cause, and after which it is told
+_SUSPICIOUS, _GROWTHS = 3, 8  # growths after which one begins to look for the cause, and after which it is told
 _CALM, _MOST_STEPS = 8, 24  # steps that are looked at where nothing grows, and at most
 _EPOCHS = 3  # growths from epoch to epoch
 _SHARE = 0.01  # of an epoch's time that looking through everything may take
 _GUESS = 0.2  # seconds that it takes, before it was ever done
 _MOST_NODES, _MOST_TENSORS = 50_000, 1000
+_MOST_KNOWN = 3000  # objects among which tensors are looked for that were there before
+_OLD = 2  # steps that a node must have outlived
+_STAMP = "equipoise.step"
 _MANY_BYTES = 64 * 2**20  # tensors without a graph are kept on purpose, as a rule, until they are many
 
 
@@ -44,7 +49,7 @@ class Leak:
         line: Where the tensor was written, as "file:line"; empty if it is not known.
         with_graph: Whether the tensors keep the graph that made them.
         tensors: How many there were when it was noticed.
-        nodes: How many nodes of graphs they held.
+        nodes: How many nodes of graphs of earlier steps they held.
         nbytes: The bytes of their storages.
         step: `trainer.global_step` at that moment.
         seconds: The time of that moment, since the run began.
@@ -76,7 +81,7 @@ class Leak:
 
 @dataclass
 class _Alive:
-    """The tensors that Python holds: those with a graph, the nodes of their graphs, and those without one."""
+    """The tensors that Python holds: those with a graph, the old nodes of their graphs, and those without one."""
 
     with_graph: list[Tensor]
     nodes: int
@@ -127,14 +132,18 @@ class LeakWatch:
         self._nodes, self._plain, self._epochs = _Series(), _Series(), _Series()
         self._before: dict[bool, dict[str, int]] = {}
         self._origins = Origins()
-        self._steps, self._took = 0, _GUESS
+        self._steps, self._looks, self._took = 0, 0, _GUESS
+        self._known: list[weakref.ref[Tensor]] = []
         self._told: set[str] = set()
         self._frozen = False
         self.watches_steps = False
 
     def start(self) -> None:
-        """Training begins."""
-        self.watches_steps = True
+        """Training begins, or steps are looked at once more."""
+        self.watches_steps, self._steps = True, 0
+        self._nodes, self._plain, self._before = _Series(), _Series(), {}
+        # To a tensor that was there before, `total += loss` gives a graph.
+        self._known = [weakref.ref(tensor) for tensor in find_tensors(self._named(), _MOST_KNOWN)]
         if gc.get_freeze_count() == 0:  # otherwise somebody has set objects aside, and wants them to stay there
             gc.freeze()
             self._frozen = True
@@ -159,7 +168,8 @@ class LeakWatch:
         self._steps += 1
         if self._steps <= _WARM_UP:
             return []
-        alive = _alive(gc.get_objects())
+        known = [tensor for reference in self._known if (tensor := reference()) is not None]
+        alive = self._alive([*known, *gc.get_objects()])
         self._nodes.add(alive.nodes)
         self._plain.add(alive.nbytes)
         leaks = []
@@ -185,14 +195,34 @@ class LeakWatch:
         if self._took > _SHARE * seconds:
             return []
         began = monotonic()
-        alive = _alive(gc.get_objects())
+        alive = self._alive(gc.get_objects())
         self._took = monotonic() - began
         self._epochs.add(alive.nodes)
         if self._epochs.growths == _EPOCHS - 1:
             self._before[True] = self._sizes(alive, with_graph=True)
         return self._grown(alive, step, with_graph=True) if self._epochs.growths >= _EPOCHS else []
 
+    def _alive(self, objects: Iterable[object]) -> _Alive:
+        """The tensors among all objects; parameters and those of other libraries' kinds left out."""
+        self._looks += 1
+        tensors = {id(thing): thing for thing in objects if type(thing) is Tensor}.values()
+        with_graph = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        plain = [tensor for tensor in tensors if tensor.grad_fn is None]
+        return _Alive(with_graph, self._count_old(with_graph), plain)
+
+    def _count_old(self, tensors: Iterable[Tensor]) -> int:
+        """The nodes that tensors hold of earlier steps; what this step has left is stamped, and may yet go."""
+        old = 0
+        for node in _nodes_of(tensors):
+            seen = node.metadata.setdefault(_STAMP, self._looks)
+            old += self._looks - seen >= _OLD
+        return old
+
     # Who it was.
+
+    def _named(self) -> dict[str, object]:
+        """What people know by name, but the trainer, which holds everything."""
+        return {**{name: root for name, root in self._roots().items() if name != "trainer"}, **globals_of_user()}
 
     def _holders(self, alive: _Alive, *, with_graph: bool) -> dict[str, list[Tensor]]:
         """The tensors by the path to what keeps them."""
@@ -202,27 +232,29 @@ class LeakWatch:
         holders: dict[str, list[Tensor]] = {}
         for tensor in tensors:
             if (path := paths.get(id(tensor))) is not None:
-                holders.setdefault(re.sub(r"\[\d+\]$", "", path), []).append(tensor)
+                holders.setdefault(_general(path), []).append(tensor)
         return holders
 
     def _sizes(self, alive: _Alive, *, with_graph: bool) -> dict[str, int]:
-        size = _count_nodes if with_graph else _bytes
+        size = self._count_old if with_graph else _bytes
         return {path: size(held) for path, held in self._holders(alive, with_graph=with_graph).items()}
 
     def _grown(self, alive: _Alive, step: int, *, with_graph: bool) -> list[Leak]:
         before, now = self._before.get(with_graph, {}), monotonic() - self._began
-        size = _count_nodes if with_graph else _bytes
+        size = self._count_old if with_graph else _bytes
         holders = self._holders(alive, with_graph=with_graph)
         grown = {path: held for path, held in holders.items() if size(held) > before.get(path, 0)}
-        if not grown and with_graph:  # it is there, whoever keeps it
-            grown = {"": alive.with_graph}
+        named = {id(tensor) for held in holders.values() for tensor in held}
+        lost = [tensor for tensor in alive.with_graph if id(tensor) not in named]
+        if not grown and with_graph and self._count_old(lost):  # it is there, whoever keeps it
+            grown = {"": lost}
         leaks = [
             Leak(
                 holder=path,
                 line=next(filter(None, map(self._origins.of, reversed(held))), ""),
                 with_graph=with_graph,
                 tensors=len(held),
-                nodes=_count_nodes(held) if with_graph else 0,
+                nodes=self._count_old(held) if with_graph else 0,
                 nbytes=_bytes(held),
                 step=step,
                 seconds=now,
@@ -234,16 +266,15 @@ class LeakWatch:
         return leaks
 
 
-def _alive(objects: Iterable[object]) -> _Alive:
-    """The tensors among all objects; parameters and what is computed with other libraries' kinds left out."""
-    tensors = [thing for thing in objects if type(thing) is Tensor]
-    with_graph = [tensor for tensor in tensors if tensor.grad_fn is not None]
-    plain = [tensor for tensor in tensors if tensor.grad_fn is None]
-    return _Alive(with_graph, _count_nodes(with_graph), plain)
+def _general(path: str) -> str:
+    """A path without what tells one element of a container from the next."""
+    path = re.sub(r"\[\d+\]", "[…]", path)
+    path = re.sub(r"(?<=\[)'[^']*'(?=\])", lambda key: re.sub(r"\d+", "…", key[0]), path)
+    return re.sub(r"(\[…\])+$", "", path)
 
 
-def _count_nodes(tensors: Iterable[Tensor]) -> int:
-    """The number of nodes of the graphs that tensors hold, up to a bound."""
+def _nodes_of(tensors: Iterable[Tensor]) -> set[Any]:
+    """The nodes of the graphs that tensors hold, up to a bound."""
     seen: set[Any] = set()
     queue: list[Any] = [tensor.grad_fn for tensor in tensors]
     while queue and len(seen) < _MOST_NODES:
@@ -251,7 +282,7 @@ def _count_nodes(tensors: Iterable[Tensor]) -> int:
         if node is not None and node not in seen:
             seen.add(node)
             queue += [following for following, _ in node.next_functions]
-    return len(seen)
+    return seen
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -30,7 +30,9 @@ class _Entry:
 
     def __init__(self, tensor: Tensor, nbytes: int, module: str, name: str, phase: str) -> None:
         self.device, self.nbytes = str(tensor.device), nbytes
-        self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        whole = tensor.nbytes == nbytes  # or a view of more
+        self.shape = tuple(tensor.shape) if whole else (nbytes // max(1, tensor.element_size()),)
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
         self.module, self.name, self.phase = module, name, phase
         self.category: Category | None = None
 
@@ -72,6 +74,7 @@ class Ledger:
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
         self._module, self._optimizers = module, list(optimizers)
         self._known: dict[int, tuple[weakref.ref[Any], _Entry]] = {}
+        self._outside: dict[int, weakref.ref[Any]] = {}
         self._history: list[tuple[_Entry, bool]] = []  # what came and what went, in order
         self._live: dict[str, int] = defaultdict(int)
         self._peaks: dict[tuple[str, str], tuple[int, int]] = {}  # phase and device: bytes, and how long history was
@@ -99,6 +102,7 @@ class Ledger:
             self._watch.stop()
             self._attribution.stop()
             self._known.clear()
+            self._outside.clear()
 
     def begin(self, phase: str) -> None:
         """A phase begins.
@@ -156,7 +160,9 @@ class Ledger:
 
     # How it is kept.
 
-    def _saw(self, name: str, result: Any) -> None:
+    def _saw(self, name: str, result: Any, args: Any) -> None:
+        for tensor in tensors_in(args) if name != "lift_fresh" else ():  # which is how `torch.tensor` makes one
+            self._pass_over(tensor)
         module = self._attribution.module
         for tensor in tensors_in(result):
             self._enter(tensor, module, name)
@@ -174,6 +180,8 @@ class Ledger:
         except (NotImplementedError, RuntimeError):  # sparse, or of another library's kind
             return None
         key = id(storage)
+        if key in self._outside:
+            return None
         known = self._known.get(key)
         if known is not None:
             entry = known[1]
@@ -188,6 +196,16 @@ class Ledger:
         self._history.append((entry, True))
         self._live[entry.device] += nbytes
         return entry
+
+    def _pass_over(self, tensor: Tensor) -> None:
+        """What an operation is given and nobody has made since the start was there before, and is not ours."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        key = id(storage)
+        if key not in self._known and key not in self._outside:
+            self._outside[key] = weakref.ref(storage, lambda _: self._outside.pop(key, None))
 
     def _strike(self, key: int) -> None:
         known = self._known.pop(key, None)

@@ -47,7 +47,7 @@ class Origins:
         seen, line = self._lines.get(id(storage), (None, ""))
         return line if seen is not None and seen() is storage else ""
 
-    def _saw(self, name: str, result: Any) -> None:
+    def _saw(self, name: str, result: Any, args: Any) -> None:
         line = _line_of_user()
         for tensor in tensors_in(result):
             storage = _storage_of(tensor)

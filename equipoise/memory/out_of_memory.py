@@ -19,7 +19,7 @@ __all__ = [
     "requested_bytes",
 ]
 
-Phase = Literal["forward", "backward", "optimizer step", "evaluation"]
+Phase = Literal["forward", "backward", "optimizer step", "evaluation", "training step"]
 
 _SIGNS = (
     "out of memory",
@@ -41,13 +41,14 @@ class OutOfMemoryEvent:
     """A batch that did not fit.
 
     Attributes:
-        phase: What ran: "forward", "backward", "optimizer step" or "evaluation".
+        phase: What ran: "forward", "backward", "optimizer step" or "evaluation"; with manual optimisation also
+            "training step", between or after those.
         device: The device that ran out, as torch names it.
         batch_idx: The number of the batch.
         batch_size: Its number of samples; None if nobody can tell.
         parts: In how many parts it was computed when memory ran out.
         most_parts: In how many it can be computed at most: one sample each.
-        obstacle: Why it cannot be cut; empty if it can.
+        obstacle: Why it cannot be cut, or done again at all; empty if it can.
         requested: The bytes that were asked for; None if the error does not say.
         free: The bytes that were free on the device, as the error says, else the device once the failed attempt's
             tensors are gone; None if neither does.
@@ -55,6 +56,8 @@ class OutOfMemoryEvent:
         step: The trainer's `global_step`.
         seconds: When, by `time.monotonic()`.
         global_rank: The process. Default: 0.
+        can_repeat: Whether it can be done again, or left out. If not, callbacks are told all the same, but the error is
+            raised whatever they answer. Default: True.
 
     Example:
         >>> event = OutOfMemoryEvent(
@@ -78,6 +81,7 @@ class OutOfMemoryEvent:
     step: int
     seconds: float
     global_rank: int = 0
+    can_repeat: bool = True
 
     def __str__(self) -> str:
         """What happened, in a sentence."""

@@ -41,6 +41,7 @@ __all__ = [
     "take_metric_state",
     "versions",
     "with_dataset",
+    "with_own_iterator",
     "with_sampler",
 ]
 
@@ -330,4 +331,18 @@ def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
     """A copy of a loader that reads other data, made as by `with_sampler`."""
     other = copy.copy(loader)
     vars(other).update(_iterator=None, dataset=dataset)
+    return other
+
+
+def with_own_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A copy of a loader that can be read while the loader itself is; made as by `with_sampler`.
+
+    With `persistent_workers` a loader has one iterator, which begins anew whenever the loader is read again. The copy
+    has one of its own, with workers of its own, which end with it.
+
+    Args:
+        loader: The loader.
+    """
+    other = copy.copy(loader)
+    vars(other)["_iterator"] = None
     return other

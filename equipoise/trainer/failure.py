@@ -71,9 +71,9 @@ def _advice(failure: Failure, event: OutOfMemoryEvent) -> str:
     """Options, the most effective first."""
     if event.phase == "optimizer step":
         return (
-            "Parameters, gradients and the optimiser's state do not fit. An optimiser with less state (SGD, or"
-            " foreach=False), precision='bf16-true', or sharded states would help; smaller batches would not."
-        )
+            f"{event.obstacle} Parameters, gradients and the optimiser's state do not fit. An optimiser with less state"
+            " (SGD, or foreach=False), precision='bf16-true', or sharded states would help; smaller batches would not."
+        ).lstrip()
     if event.obstacle:
         return event.obstacle
     if event.parts >= event.most_parts > 1 or event.batch_size == 1:

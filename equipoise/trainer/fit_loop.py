@@ -280,12 +280,16 @@ class FitLoop:
             if last and scheduled:
                 schedulers.after_batch(index, ends=ends)
             if batch_end is not None and there:
-                batch_end(optimize.outputs(result) if wanted else {}, batch, index)
+                outputs = optimize.outputs(result) if wanted else {}
+                del result  # its graph is no longer needed
+                batch_end(outputs, batch, index)
+                del outputs
             elif not there:
                 logs.forget_steps()
                 if idle_end is not None:
                     idle_end({}, None, index)
-            del result, batch, parts  # the graph goes before the next batch comes
+            result = None
+            del batch, parts  # the graph goes before the next batch comes
             logs.end_batch()
             counts.completed = index + 1
             if after_batch(index, last, ends):

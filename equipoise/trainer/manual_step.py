@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import StepError
+from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.weighting import Weight
 from equipoise.strategies.steps import StepResult
 from equipoise.trainer import interop
@@ -31,20 +32,22 @@ class ManualOptimization:
         self.step = _ManualStep(context)
         compute = self.strategy.forward_backward
         self.forward_backward = refuse_by_hand(context, compute) if is_armed(context) else compute
-        self.backward = Backward(context)
+        self.backward = _ManualBackward(context, self.step)
         self.before_step = hooks.bind("on_before_optimizer_step")
         self.counts = context.trainer.progress.manual_step.current
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Runs the training step on a batch."""
-        self.step.batch_idx, self.step.indices = batch_idx, (batch_idx,)
+        self.step.batch_idx, self.step.indices, self.step.phase = batch_idx, (batch_idx,), "forward"
         return self.forward_backward(self.step, parts, last)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """What a LightningOptimizer calls."""
 
         def wrapped() -> Any:
+            self.step.phase = "training step"
             answer = closure()
+            self.step.phase = "optimizer step"
             if self.scaler is not None and not interop.unscales_by_itself(optimizer):
                 self.scaler.unscale_(optimizer)
             if self.before_step is not None:
@@ -52,6 +55,7 @@ class ManualOptimization:
             return answer
 
         self.counts.ready += 1
+        self.step.phase = "optimizer step"
         if self.scaler is not None:
             wrapped()
             answer = self.scaler.step(optimizer, **kwargs)
@@ -62,6 +66,7 @@ class ManualOptimization:
         else:
             answer = self.strategy.optimizer_step(optimizer, wrapped, **kwargs)
         self.counts.completed = self.counts.ready
+        self.step.phase = "training step"
         return answer
 
     def outputs(self, result: StepResult) -> dict[str, Any]:
@@ -73,8 +78,27 @@ class ManualOptimization:
         return outputs
 
 
+class _ManualBackward:
+    """Tells the step of backwards."""
+
+    def __init__(self, context: "Context", step: "_ManualStep") -> None:
+        self._run, self._step = Backward(context).manual, step
+
+    def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """`manual_backward`."""
+        self._step.phase = "backward"
+        self._run(loss, *args, **kwargs)
+        self._step.phase = "training step"
+
+
 class _ManualStep(UserStep):
-    """Runs the training step, in which the user does everything."""
+    """Runs the training step, in which the user does everything.
+
+    Attributes:
+        phase: How far it came, as far as anybody sees.
+    """
+
+    phase: Phase = "forward"
 
     def __init__(self, context: "Context") -> None:
         super().__init__(context, "training_step")

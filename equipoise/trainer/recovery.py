@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.memory.out_of_memory import OutOfMemoryEvent, is_out_of_memory
+from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
 from equipoise.parallel.weighting import Window
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from equipoise.trainer.context import Context
 
 __all__ = ["EvaluationRecovery", "Recovery", "refuse_by_hand"]
+
+_BY_HAND = (
+    "The module optimises by hand (automatic_optimization=False): its step may have changed parameters already, so it"
+    " cannot be done again. A smaller batch_size, precision='bf16-mixed' or activation checkpointing would help."
+)
 
 
 @dataclass(slots=True)
@@ -134,11 +139,12 @@ class Recovery:
     def _prepare(self, failure: Failure) -> None:
         """Asks what to do, and brings everything back to how the window found it."""
         batch, step = self._running, self.step
-        event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count)
+        refusal = self.strategy.obstacle(training=True, leave_out=False)
+        event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count, refusal)
         answer = self.parts.ask(event)
         sent = self._roll_back()
         if answer is None:
-            raise_with_advice(failure, event, self.strategy.obstacle(training=True, leave_out=False))
+            raise_with_advice(failure, event, refusal)
         obstacle = self.strategy.obstacle(training=True, leave_out=not answer.parts)
         if sent and not answer.parts and not obstacle:
             obstacle = (
@@ -190,9 +196,25 @@ class Recovery:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps an optimiser; once more if memory ran out before anything was changed."""
-        if closure is not None:
-            return self.strategy.optimizer_step(optimizer, closure, **kwargs)
-        return self._step(self.strategy.optimizer_step, optimizer, **kwargs)
+        if closure is None:
+            return self._step(self.strategy.optimizer_step, optimizer, **kwargs)
+        in_closure = False  # whose own errors are told of already
+
+        def watched() -> Any:
+            nonlocal in_closure
+            in_closure = True
+            answer = closure()
+            in_closure = False
+            return answer
+
+        try:
+            return self.strategy.optimizer_step(optimizer, watched, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if in_closure or not is_out_of_memory(error):
+                raise
+            failure = Failure.of(error)
+        # Its gradients come from within it, and it may have changed parameters in between, as LBFGS does.
+        return self._raise_in_step(failure, "A step that computes its gradients in a closure is not done again.")
 
     def surviving(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The same for another way of stepping, such as a scaler's, which takes the optimiser first."""
@@ -206,17 +228,28 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             failure = Failure.of(error)
+        if _changed(before, _versions(optimizer)):
+            self._raise_in_step(failure, "The step had changed something already, so it cannot be done again.")
         event = self.parts.event(failure, "optimizer step", self.step.batch_idx, (), 1)
-        self.parts.ask(event)  # to be known; nothing can be cut here
-        parameters, state = _versions(optimizer)
-        if before[0] is None or before[0] != parameters:
-            raise_with_advice(failure, event)
-        if before[1] is None or (before[1] and before[1] != state):
+        answer = self.parts.ask(event)
+        if answer is None or not answer.parts:  # a step cannot be left out: the gradients are those of good batches
             raise_with_advice(failure, event)
         if not before[1]:  # its state was just being made
             optimizer.state.clear()
         self.parts.let_go()
-        return step(optimizer, **kwargs)
+        try:
+            return step(optimizer, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure.of(error)
+        return self._raise_in_step(failure, "The step was done once more already.")
+
+    def _raise_in_step(self, failure: Failure, refusal: str) -> NoReturn:
+        """Raises the error of an optimiser's step that cannot be done again, which the callbacks are told."""
+        event = self.parts.event(failure, "optimizer step", self.step.batch_idx, (), 1, refusal)
+        self.parts.ask(event)
+        raise_with_advice(failure, event)
 
 
 def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]:
@@ -226,6 +259,16 @@ def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]
         return parameters, []
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     return parameters, versions(state)
+
+
+_Versions = tuple[list[int] | None, list[int] | None]
+
+
+def _changed(before: _Versions, after: _Versions) -> bool:
+    """Whether a step has changed parameters or state, or nobody can tell; state that was just being made is none."""
+    if before[0] is None or before[0] != after[0]:
+        return True
+    return before[1] is None or bool(before[1] and before[1] != after[1])
 
 
 class EvaluationRecovery:
@@ -261,13 +304,13 @@ class EvaluationRecovery:
                 if not is_out_of_memory(error):
                     raise
                 failure = Failure.of(error)
-            event = self.parts.event(failure, "evaluation", step.indices[0], parts, count)
+            refusal = self.strategy.obstacle(training=False, leave_out=False)
+            event = self.parts.event(failure, "evaluation", step.indices[0], parts, count, refusal)
             answer = self.parts.ask(event)
             del self.logs.pending[pending:]
             self.rewind.restore()
-            obstacle = self.strategy.obstacle(training=False, leave_out=False)
-            if obstacle or answer is None or not answer.parts:  # what is left out would be missing in the metrics
-                raise_with_advice(failure, event, obstacle)
+            if refusal or answer is None or not answer.parts:  # what is left out would be missing in the metrics
+                raise_with_advice(failure, event, refusal)
             count = answer.parts
             if count > 1:
                 self.parts.failed(parts, answer)
@@ -290,19 +333,8 @@ def refuse_by_hand(context: "Context", run: Callable[..., StepResult]) -> Callab
             if not is_out_of_memory(error):
                 raise
             failure = Failure.of(error)
-        event = helper.event(failure, "forward", step.batch_idx, parts, 1)
+        event = helper.event(failure, step.phase, step.batch_idx, parts, 1, _BY_HAND)
         helper.ask(event)
-        by_hand(failure, event)
+        return raise_with_advice(failure, event)
 
     return checked
-
-
-def by_hand(failure: Failure, event: OutOfMemoryEvent) -> NoReturn:
-    """Raises the error of a step that optimises by hand."""
-    raise_with_advice(
-        failure,
-        event,
-        "The module optimises by hand (automatic_optimization=False): its step may have changed parameters already, so"
-        " it cannot be done again. A smaller batch_size, precision='bf16-mixed' or activation checkpointing would"
-        " help.",
-    )

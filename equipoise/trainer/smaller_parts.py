@@ -145,9 +145,18 @@ class Parts:
         return combined._replace(outputs=step.finished(outputs))
 
     def event(
-        self, failure: Failure, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int
+        self, failure: Failure, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int, refusal: str = ""
     ) -> OutOfMemoryEvent:
-        """An event for callbacks; the failure learns what is held."""
+        """An event for callbacks; the failure learns what is held.
+
+        Args:
+            failure: The error.
+            phase: What ran.
+            batch_idx: The number of the batch.
+            parts: The batch, as the strategy has placed it.
+            count: In how many parts it was computed.
+            refusal: Why it cannot be done again, whatever callbacks say; empty if it can.
+        """
         size, most, obstacle = self.most(parts)
         device = str(self.strategy.failed_device(device_of(failure.message)))
         failure.held = holdings_of(self.context.module, self.context.trainer.optimizers, device)
@@ -158,14 +167,15 @@ class Parts:
             batch_idx=batch_idx,
             batch_size=size,
             parts=count,
-            most_parts=most,
-            obstacle=obstacle,
+            most_parts=1 if refusal else most,
+            obstacle=refusal or obstacle,
             requested=requested_bytes(failure.message),
             free=free_memory(device) if free is None else free,
             message=failure.message,
             step=self.context.trainer.global_step,
             seconds=time.monotonic(),
             global_rank=self.strategy.global_rank,
+            can_repeat=not refusal,
         )
 
     def ask(self, event: OutOfMemoryEvent) -> Split | None:

@@ -270,7 +270,8 @@ class AutomaticOptimization:
             self._prepare(optimizer, answer is None)
             return answer
 
-        return self.strategy.optimizer_step(optimizer, wrapped, **kwargs)
+        step = self.step_optimizer or self.strategy.optimizer_step
+        return step(optimizer, wrapped, **kwargs)
 
     def _finish(self, optimizer: Optimizer, skipped: bool, **kwargs: Any) -> Any:
         """Everything after the last backward of a window."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, Trainer
 from equipoise.callbacks import memory_readings
+from equipoise.memory.leaks import LeakWatch
 from tests.conftest import ignoring
 
 pytestmark = ignoring("The number of training batches .* is smaller than the logging interval")
@@ -348,6 +349,48 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
     assert not memory.leaks
 
 
+def test_a_leak_that_begins_later_is_told() -> None:
+    memory = MemoryLogger()
+
+    def keep(module: Any, loss: Tensor) -> None:
+        if module.global_step > 30:
+            module.kept.append(loss)
+
+    with pytest.warns(UserWarning, match=r"Model\.kept keeps"):
+        fit(memory, Model(keep), max_epochs=15)
+
+
+def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, step: int) -> Any:
+        raise OSError("no")
+
+    monkeypatch.setattr(LeakWatch, "after_step", fails)
+    with pytest.warns(UserWarning, match="in vain: OSError: no"):
+        trainer = fit(MemoryLogger())
+    assert trainer.global_step == 10
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
+def test_several_steps_for_each_batch_are_looked_at_in_detail(trainer_type: Any) -> None:
+    class Twice(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            super().training_step(batch, batch_idx)
+
+    memory = MemoryLogger(detail="modules")
+    fit(memory, Twice(), trainer_type=trainer_type)
+    assert [composition.step for composition in memory.compositions] == [2]
+
+
+def test_a_second_fit_begins_anew() -> None:
+    memory = MemoryLogger(every_n_steps=5)
+    fit(memory)
+    before = len(memory.timeline)
+    fit(memory)
+    assert len(memory.timeline) == before
+
+
 # Arguments and hooks
 
 
@@ -357,6 +400,8 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
         ({"every_n_steps": 0}, "every_n_steps is a whole number from 1, not 0"),
         ({"every_n_steps": True}, "every_n_steps is a whole number from 1, not True"),
         ({"detail": "all"}, "detail must be 'devices' or 'modules', not 'all'"),
+        ({"detail_steps": [1]}, "detail_steps=.1. goes with detail='modules'"),
+        ({"detail": "modules", "detail_steps": ()}, "names at least one step"),
         ({"detail_steps": [1, -1]}, "detail_steps are whole numbers from 0"),
         ({"detail_steps": "12"}, "detail_steps are whole numbers from 0"),
     ],

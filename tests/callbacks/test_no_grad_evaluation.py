@@ -194,6 +194,107 @@ def test_with_worker_processes(tmp_path: Path) -> None:
     assert len(evaluation.results) == 9
 
 
+class Recording(L.LightningModule):
+    """Notes the batches it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.batches = nn.Linear(4, 3), []
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.net(features)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches.append(batch[0].clone())
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def recorded(kind: type[Any], loader: Any, evaluations: list[Any], epochs: int = 2) -> Any:
+    """What training read, and the weights it came to."""
+    torch.manual_seed(3)
+    module = Recording()
+    kind(**QUIET, max_epochs=epochs, callbacks=evaluations).fit(module, loader)
+    return module.batches, module.state_dict()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+def test_the_training_loader_with_persistent_workers(kind: type[Any], limit: int | None) -> None:
+    """Such a loader has one iterator, which is in use."""
+
+    def loader() -> Any:
+        generator = torch.Generator().manual_seed(6)
+        workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+        return DataLoader(samples(32), batch_size=4, shuffle=True, generator=generator, **workers)
+
+    alone, shared = recorded(kind, loader(), []), loader()
+    evaluation = NoGradEvaluation(shared, accuracy(), every_n_steps=3, limit_batches=limit)
+    assert_same(alone, recorded(kind, shared, [evaluation]))
+    assert len(alone[0]) == 16
+    assert [(result.step, result.batches) for result in evaluation.results] == [
+        (step, limit or 8) for step in range(3, 16, 3)
+    ]
+
+
+class Counting:
+    """A sampler with another order in each epoch, which it counts."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        yield from torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+def test_a_sampler_that_counts_for_itself(kind: type[Any]) -> None:
+    def loaders() -> Any:
+        sampler = Counting(12)
+        return [DataLoader(samples(12), batch_size=size, sampler=sampler) for size in (4, 5)]
+
+    alone, (loader, other) = recorded(kind, loaders()[0], []), loaders()
+    evaluations = [
+        NoGradEvaluation(each, accuracy(), name=name, every_n_steps=2) for name, each in (("a", loader), ("b", other))
+    ]
+    assert_same(alone, recorded(kind, loader, evaluations))
+    assert loader.sampler.epoch == 2
+    assert [result.batches for evaluation in evaluations for result in evaluation.results] == [3] * 6
+
+
+class Logging(Recording):
+    """Logs in forward."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        output = self.net(features)
+        self.log("mean", output.mean(), on_step=True, on_epoch=True)
+        self.log_dict({"least": output.min(), "most": output.max()}, on_step=False, on_epoch=True)
+        return output
+
+
+@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+def test_what_forward_logs_is_that_of_training(kind: type[Any], tmp_path: Path) -> None:
+    def run(folder: Path, *evaluations: Any) -> Any:
+        torch.manual_seed(3)
+        options = {**QUIET, "logger": CSVLogger(folder), "log_every_n_steps": 1, "max_epochs": 2}
+        trainer = kind(**options, callbacks=list(evaluations))
+        trainer.fit(module := Logging(), DataLoader(samples(12), batch_size=4))
+        assert module.log.__name__ == "log"
+        return rows(trainer)
+
+    evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy(), every_n_steps=2)
+    alone = run(tmp_path / "alone")
+    assert {"mean_step", "mean_epoch", "least", "most"} <= {name for row in alone for name in row}
+    assert alone == run(tmp_path / "with", evaluation)
+    assert len(evaluation.results) == 3
+
+
 # Values
 
 

@@ -7,7 +7,8 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
@@ -141,6 +142,34 @@ def test_a_loader_that_gives_each_process_its_part_already() -> None:
     evaluation = NoGradEvaluation(DataLoader(samples(4), batch_size=2), MeanMetric(), forward=labels, shard=False)
     fit([evaluation], 2)
     assert evaluation.results[0].batches == 4
+
+
+class Distributed(L.LightningDataModule):
+    """Torch's own sampler, which needs the group of processes."""
+
+    def __init__(self, count: int, batch_size: int = 2, **options: Any) -> None:
+        super().__init__()
+        self.count, self.batch_size, self.options = count, batch_size, options
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(12), batch_size=2)
+
+    def extra(self) -> Any:
+        data = TensorDataset(samples(self.count).tensors[0].double(), torch.arange(self.count))
+        return DataLoader(data, batch_size=self.batch_size, sampler=DistributedSampler(data, **self.options))
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "left_out"),
+    [(7, {"seed": 3}, 0), (2, {"shuffle": False}, 0), (7, {"drop_last": True}, 1)],
+)
+def test_torchs_sampler_gives_no_sample_twice(count: int, options: Any, left_out: int) -> None:
+    evaluation = NoGradEvaluation("extra", MeanMetric(), forward=labels, collect=True)
+    given = {**QUIET, "precision": "64-true", "strategy": "ddp", "devices": ["cpu"] * 3, "max_epochs": 1}
+    Trainer(**given, callbacks=[evaluation]).fit(Linear(), datamodule=Distributed(count, **options))
+    seen = evaluation.concatenated()["value"].tolist()
+    assert len(set(seen)) == len(seen) == count - left_out
+    assert evaluation.results[0].values["MeanMetric"] == pytest.approx(sum(seen) / len(seen))
 
 
 def labels(module: Any, batch: Any) -> Any:

@@ -3,6 +3,7 @@
 import gc
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,7 +99,7 @@ def keep_in_class(model: Model, loss: Tensor, step: int) -> None:
         (add, "model.total"),
         (append, "model.losses"),
         (append_to_dictionary, "model.by_name['train']"),
-        (append_to_global, f"'HISTORY' of module {__name__}"),
+        (append_to_global, f"{__name__}.HISTORY"),
         (keep_in_class, "Model.seen"),
     ],
 )
@@ -106,10 +107,91 @@ def test_planted_leaks_are_named_with_their_line(keep: Keep, holder: str) -> Non
     (leak,) = run(keep)
     assert leak.holder == holder
     assert leak.with_graph
-    assert leak.step <= 12
+    assert leak.step <= 14
     assert leak.line.startswith("test_leaks.py:")
     assert holder in str(leak)
     assert leak.line in str(leak)
+
+
+def test_what_was_there_before_training_and_is_added_to() -> None:
+    """In place, so that a tensor that is older than the watch gets a graph: an attribute, a buffer, a global."""
+
+    def of_attribute(model: Model, loss: Tensor, step: int) -> None:
+        model.total += loss
+
+    def of_buffer(model: Model, loss: Tensor, step: int) -> None:
+        model.sum += loss
+
+    def of_global(model: Model, loss: Tensor, step: int) -> None:
+        HISTORY[0] += loss
+
+    HISTORY.append(torch.zeros(()))
+    for keep, holder in ((of_attribute, "model.total"), (of_buffer, "model.sum"), (of_global, f"{__name__}.HISTORY")):
+        model = Model()
+        model.total = torch.zeros(())
+        model.register_buffer("sum", torch.zeros(()))
+        gc.collect()
+        assert [leak.holder for leak in run(keep, model=model)] == [holder]
+
+
+def test_containers_are_told_once() -> None:
+    def pairs(model: Model, loss: Tensor, step: int) -> None:
+        model.losses.append({"step": step, "loss": loss})  # type: ignore[arg-type]
+
+    def by_step(model: Model, loss: Tensor, step: int) -> None:
+        model.by_name[f"step{step}"] = [loss]
+
+    assert [leak.holder for leak in run(pairs)] == ["model.losses[…]['loss']"]
+    assert [leak.holder for leak in run(by_step)] == ["model.by_name['step…']"]
+
+
+def test_growing_graphs_of_which_nothing_stays() -> None:
+    """A recurrent network on ever longer sequences whose last output is kept."""
+    cell, kept = nn.GRUCell(3, 3), types.SimpleNamespace(last=None)
+    watch = LeakWatch(lambda: {"kept": kept}, lambda _: False)
+    watch.start()
+    leaks: list[Leak] = []
+    for step in range(STEPS):
+        hidden = torch.zeros(2, 3)
+        for _ in range(4 + step):
+            hidden = cell(torch.randn(2, 3), hidden)
+        kept.last = hidden.mean()
+        if watch.watches_steps:
+            leaks += watch.after_step(step)
+    watch.stop()
+    assert not leaks
+
+
+def test_objects_that_do_not_let_themselves_be_looked_at() -> None:
+    class Closed(dict[str, Any]):
+        def items(self) -> Any:
+            raise OSError("the file is closed")
+
+    class Lazy:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("not loaded")
+
+    gone = weakref.proxy(Model())
+    loss = torch.ones(())
+    root = types.SimpleNamespace(gone=gone, closed=Closed(), lazy=Lazy(), deep=[loss])
+    assert find_holders({id(loss): loss}, {"root": root}) == {id(loss): "root.deep[0]"}
+
+
+def test_arrays_of_objects_and_generators() -> None:
+    import numpy as np
+
+    loss = torch.ones(())
+    array = np.empty(2, dtype=object)
+    array[1] = loss
+
+    def generate(mine: list[Tensor]) -> Iterator[int]:
+        yield len(mine)
+
+    running = generate([loss])
+    next(running)
+    assert find_holders({id(loss): loss}, {"array": array}) == {id(loss): "array[1]"}
+    assert find_holders({id(loss): loss}, {"running": running})[id(loss)] == "'mine' in running[0]"
 
 
 def test_a_hook_that_keeps_activations() -> None:

@@ -205,6 +205,18 @@ def test_storages_are_counted_once_and_to_their_end() -> None:
     assert b.nbytes + c.nbytes == 5600
 
 
+def test_views_of_what_was_there_before_are_not_new() -> None:
+    table = torch.randn(1000, 8)
+    ledger = Ledger(nn.Module())
+    ledger.start()
+    row = table[3]
+    made = row + 1
+    part = made[2:]
+    ledger.stop()
+    assert [(holder.name, holder.shape) for holder in ledger.peak("cpu").holders] == [("add", (8,))]
+    assert part.shape == (6,)
+
+
 def test_resized_and_empty_storages() -> None:
     ledger = Ledger(nn.Module())
     ledger.start()

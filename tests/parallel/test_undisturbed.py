@@ -1,15 +1,17 @@
 """Work with a module that leaves no trace: generators, modes, attributes, buffers, metrics."""
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
+from equipoise.parallel.generators import find_generators
 from equipoise.parallel.undisturbed import undisturbed
 
 
@@ -93,6 +95,95 @@ def test_everything_is_put_back(fails: bool, inference: bool) -> None:
     assert (float(module.seen.compute()), module.seen.update_count) == (1.0, 1)
     assert drawn(module, generators) == untouched
     module(torch.rand(4, 2, requires_grad=True)).sum().backward()  # nothing of inference mode is left in it
+
+
+class Transform:
+    """Draws from a generator of its own."""
+
+    def __init__(self, kind: Any) -> None:
+        self.generator = kind(7)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        draw = getattr(self.generator, "random", None) or self.generator.rand
+        return x + float(draw())
+
+
+class Transformed(Dataset[Any]):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.transform(torch.zeros(()))
+
+
+class Composed:
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class Chosen:
+    def __init__(self, one: Any) -> None:
+        self.by_name = {"one": [one]}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.by_name["one"][0](x)
+
+
+def scaled(transform: Any, x: Tensor) -> Tensor:
+    return 2 * transform(x)
+
+
+@pytest.mark.parametrize("kind", [random.Random, numpy.random.default_rng, numpy.random.RandomState])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda transform: Transformed(transform),
+        lambda transform: Transformed(Composed(Composed(transform))),
+        lambda transform: Transformed(Chosen(transform)),
+        lambda transform: Transformed(partial(scaled, transform)),
+        lambda transform: Transformed(transform.__call__),
+        lambda transform: ConcatDataset([Subset(Transformed(Composed(transform)), range(4))]),
+    ],
+    ids=["attribute", "composed", "dictionary", "partial", "method", "concatenated"],
+)
+def test_generators_of_transforms_are_put_back(wrap: Any, kind: Any) -> None:
+    loader, untouched = (DataLoader(wrap(Transform(kind)), batch_size=2) for _ in range(2))
+    with undisturbed(nn.Identity(), loader):
+        disturbed = list(loader)
+    after = list(loader)
+    assert all(map(torch.equal, after, disturbed))
+    assert all(map(torch.equal, after, untouched))
+
+
+def test_a_collate_function_and_data_that_refers_to_itself() -> None:
+    data = Transformed(Transform(random.Random))
+    data.itself = [data]
+    mix = Transform(random.Random)
+    loader = DataLoader(data, batch_size=3, collate_fn=partial(scaled, Composed(torch.stack, mix)))
+    with undisturbed(nn.Identity(), loader):
+        before = list(loader)
+    assert all(map(torch.equal, before, list(loader)))
+
+
+def test_what_is_too_far_away_is_left_alone() -> None:
+    """Data may be large: neither long lists are searched nor deep ones."""
+    deep: Any = random.Random(1)
+    for _ in range(7):
+        deep = [deep]
+    data = TensorDataset(torch.zeros(2))
+    data.deep, data.long, data.system = deep, [random.Random(2)] * 65, random.SystemRandom()
+    assert find_generators([data]) == []
+    assert find_generators([deep[0]]) == [deep[0][0][0][0][0][0][0]]
+    data.long.pop()
+    assert find_generators([data]) == data.long[:1]
 
 
 def test_a_mode_with_consequences_is_taken_back_by_its_own_method() -> None:

@@ -2,6 +2,8 @@
 
 import random
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from equipoise import DDPStrategy, OOMRecovery, StepError
+from equipoise import DDPStrategy, OOMRecovery, RunReport, StepError
 from equipoise.strategies.ddp_recovery import Guard
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Samples, assert_same_weights, trainer
@@ -114,6 +116,46 @@ def test_a_batch_of_which_others_have_a_part_cannot_be_left_out() -> None:
     module = Fragile({(1, 1, "forward")}, 99)
     run(module, "ddp", 2, callbacks=[OOMRecovery("skip")])
     assert module.same
+
+
+class Compared(L.Callback):
+    """Sees after training that all processes know the same, and of what each one warned."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.catching = warnings.catch_warnings(record=True)
+        self.caught: Any = self.catching.__enter__()
+        warnings.simplefilter("always")
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.catching.__exit__(None, None, None)
+        own = [text for each in self.caught if (text := str(each.message)).startswith("Batch ")]
+        del self.catching, self.caught
+        (recovery,) = [callback for callback in trainer.callbacks if isinstance(callback, OOMRecovery)]
+        first, *others = trainer.strategy.gather_objects((recovery.events, recovery.skipped))
+        module.same = module.same and all(other == first for other in others)
+        module.told = trainer.strategy.gather_objects(own)
+
+
+@pytest.mark.parametrize("policy", ["split", "skip"])
+def test_all_processes_are_told_of(policy: Any, tmp_path: Path) -> None:
+    """By a warning of the process that failed, in `events` and in the report; each event once, also of a second fit."""
+    recovery = OOMRecovery(policy)
+    fitted = trainer("ddp", 2, callbacks=[recovery, Compared(), RunReport()], default_root_dir=tmp_path, max_epochs=1)
+    expected: list[tuple[int, int]] = []
+    for failing in ({(1, 1), (0, 2), (1, 2)}, {(1, 1)}):
+        module = Fragile({(*each, "forward") for each in failing}, 99)
+        fitted.fit(module, DataLoader(Samples(29), batch_size=6))
+        assert module.same
+        expected += sorted((step, rank) for rank, step in failing)
+        found = [(event.step, event.global_rank) for event in recovery.events]
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        assert sorted(found) == sorted(expected)
+        assert recovery.skipped == (len(expected) if policy == "skip" else 0)
+        for rank, told in enumerate(module.told):
+            own = [text for text in told if (" of rank 1 " if rank else " on cpu in ") in text and " It is " in text]
+            assert len(own) == len(told) == sum(each == rank for each, _ in failing)
+        assert "of rank 1 in forward." in (tmp_path / "report.html").read_text(encoding="utf-8")
+        fitted = trainer("ddp", 2, callbacks=fitted.callbacks, default_root_dir=tmp_path, max_epochs=1)
 
 
 def test_without_a_callback_that_decides() -> None:

@@ -1,6 +1,7 @@
 """Steps done again in parts when memory runs out: errors that are injected at any place of any step."""
 
 import random
+import warnings
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -34,7 +35,7 @@ from tests.test_transparency import (
     difference,
 )
 
-pytestmark = ignoring("Batch \\d+ of \\d+ samples?", "cpu \\(number \\d\\) ran out")
+pytestmark = ignoring("Batch \\d+ (of \\d+ samples?|ran out)", "cpu \\(number \\d\\) ran out")
 
 
 class OutOfMemory:
@@ -351,6 +352,19 @@ def test_a_window_that_is_resumed_in_its_midst(batch_idx: int, phase: str, tmp_p
             assert difference(expected.detach(), actual.detach()) <= 1e-12, name
 
 
+def test_in_lightnings_trainer_it_says_that_it_does_nothing() -> None:
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    for make, warned in ((L.Trainer, 1), (Trainer, 0)):
+        trainer = make(
+            accelerator="cpu", devices=1, max_epochs=1, callbacks=[OOMRecovery()], enable_model_summary=False, **options
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Mlp().float(), DataLoader(Batches([4, 4]), batch_size=None))
+        told = [str(each.message) for each in caught if "OOMRecovery does nothing" in str(each.message)]
+        assert len(told) == warned, told
+
+
 def test_other_errors_are_left_alone() -> None:
     class Wrong(Mlp):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -387,6 +401,115 @@ def test_errors_in_the_step_of_the_optimizer(changes: bool) -> None:
     else:
         fit(Module(), [recovery], max_epochs=1)
         assert [event.phase for event in recovery.events] == ["optimizer step"]
+
+
+class LowOnMemory(torch.optim.SGD):
+    """Runs out of memory in some of its steps, counted from 0; before or after it has changed anything."""
+
+    def __init__(self, parameters: Any, failing: tuple[int, ...], after: bool = False) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.failing, self.after, self.calls = failing, after, 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.calls += 1
+        fails = self.calls - 1 in self.failing
+        if fails and not self.after:
+            raise torch.OutOfMemoryError("injected in the step")
+        super().step()
+        if fails:
+            raise torch.OutOfMemoryError("injected in the step")
+        return loss
+
+
+def optimised(make: Callable[[Any], Any], bare: bool) -> Mlp:
+    """A module with an optimiser of its own; bare: its step takes no closure, as those of torch, called directly."""
+
+    class Module(Mlp):
+        def configure_optimizers(self) -> Any:
+            own = make(self.parameters())
+            if not bare:
+                return own
+            optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer.step = lambda: own.step()
+            return optimizer
+
+    return Module()
+
+
+def answering(answer: Any) -> Callback:
+    class Own(Callback):
+        def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> Any:
+            return answer
+
+    return Own()
+
+
+@pytest.mark.parametrize("policy", ["split", "skip", "raise"])
+def test_the_policy_decides_about_the_step_of_the_optimizer(policy: Any) -> None:
+    recovery = OOMRecovery(policy)
+    module = optimised(lambda parameters: LowOnMemory(parameters, (1,)), bare=True)
+    if policy == "raise":
+        with pytest.raises(torch.OutOfMemoryError, match=r"Batch 1 ran .* in optimizer step.*smaller batches would"):
+            fit(module, [recovery], max_epochs=1)
+    else:
+        with pytest.warns(UserWarning, match=r"Batch 1 ran out .* in optimizer step\. It is done once more\."):
+            trainer = fit(module, [recovery], max_epochs=1)
+        assert trainer.global_step == len(SIZES)
+    assert [(event.phase, event.can_repeat) for event in recovery.events] == [("optimizer step", True)]
+    assert recovery.skipped == 0
+
+
+@pytest.mark.parametrize(("answer", "goes_on"), [(None, False), (0, False), (1, True), (2, True)])
+def test_any_callback_decides_about_the_step_of_the_optimizer(answer: Any, goes_on: bool) -> None:
+    module = optimised(lambda parameters: LowOnMemory(parameters, (1,)), bare=True)
+    if goes_on:
+        fit(module, [answering(answer)])
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="in optimizer step"):
+            fit(module, [answering(answer)])
+
+
+@pytest.mark.parametrize(("failing", "after", "events"), [((1,), True, [False]), ((1, 2), False, [True, False])])
+def test_steps_of_the_optimizer_that_cannot_be_done_again(
+    failing: tuple[int, ...], after: bool, events: list[bool]
+) -> None:
+    """Something was changed, or it is the second time: nothing is announced that is not done."""
+    recovery = OOMRecovery()
+    module = optimised(lambda parameters: LowOnMemory(parameters, failing, after), bare=True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"in optimizer step.* already.*smaller batches would not"):
+        fit(module, [recovery])
+    assert [event.can_repeat for event in recovery.events] == events
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+@pytest.mark.parametrize("policy", ["split", "skip", "raise"])
+def test_a_step_that_takes_a_closure(policy: Any, overridden: bool) -> None:
+    """An optimiser that is not torch's, or an `optimizer_step` of the module."""
+    module: Any = optimised(lambda parameters: LowOnMemory(parameters, (1,)), bare=False)
+    if overridden:
+        module.optimizer_step = lambda epoch, batch_idx, optimizer, closure: optimizer.step(closure=closure)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Batch 1 ran .* in optimizer step.* closure .*would help"
+    ) as error:
+        fit(module, [recovery := OOMRecovery(policy)])
+    assert "The allocator said: injected in the step" in str(error.value)
+    assert [(event.phase, event.can_repeat) for event in recovery.events] == [("optimizer step", False)]
+
+
+def test_batches_are_cut_within_a_closure() -> None:
+    """And errors in the closure are told once."""
+    make = lambda parameters: LowOnMemory(parameters, ())  # noqa: E731
+    injected, recovery = OutOfMemory(most=6), OOMRecovery()
+    fit(injected.wrap(optimised(make, bare=False)), [recovery])
+    assert max(injected.sizes) <= 6
+    with pytest.raises(torch.OutOfMemoryError, match="A single sample does not fit") as error:
+        fit(OutOfMemory(most=0).wrap(optimised(make, bare=False)), [recovery := OOMRecovery()])
+    assert str(error.value).count("The allocator said") == 1
+    assert {event.phase for event in recovery.events} == {"forward"}
 
 
 def test_lightning_callbacks_may_decide() -> None:
@@ -447,14 +570,73 @@ def test_evaluations(strategy: str, devices: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-def test_manual_optimisation_says_that_it_cannot() -> None:
-    class ByHand(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+def run_out() -> None:
+    raise torch.OutOfMemoryError("injected")
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise torch.OutOfMemoryError("injected")
 
-    with pytest.raises(torch.OutOfMemoryError, match="optimises by hand"):
-        fit(ByHand(), [OOMRecovery()])
+class ByHand(Mlp):
+    """Optimises by hand; runs out of memory in the second step.
+
+    Args:
+        place: Where.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.place = False, place
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        place = self.place if batch_idx == 1 else ""
+        optimizer: Any = self.optimizers()
+        if place == "forward":
+            run_out()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        if place == "backward":
+            loss.register_hook(lambda gradient: run_out())
+        self.manual_backward(loss)
+        if place == "training step":
+            run_out()
+        if place == "optimizer step":
+            optimizer.optimizer.register_step_pre_hook(lambda *_: run_out())
+        optimizer.step()
+        if place == "after the step":
+            run_out()
+
+
+@pytest.mark.parametrize("policy", ["split", "skip", "raise"])
+@pytest.mark.parametrize("place", ["forward", "backward", "training step", "optimizer step", "after the step"])
+def test_manual_optimisation_says_that_it_cannot(place: str, policy: Any) -> None:
+    """And announces nothing else; where it was is told as far as anybody knows."""
+    phase = "training step" if place == "after the step" else place
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Batch")
+        with pytest.raises(torch.OutOfMemoryError, match=f"Batch 1 of .* on cpu in {phase}\\..* optimises by hand"):
+            fit(ByHand(place), [recovery := OOMRecovery(policy)])
+    (event,) = recovery.events
+    assert (event.phase, event.most_parts, event.can_repeat, recovery.skipped) == (phase, 1, False, 0)
+    assert "optimises by hand" in event.obstacle
+
+
+def test_manual_optimisation_with_a_closure_says_where_it_was() -> None:
+    """The closure is a step of its own within that of the optimiser."""
+
+    class WithClosure(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> Tensor:
+                loss = Mlp.training_step(self, batch, batch_idx)
+                if self.place == "training step":
+                    run_out()
+                if self.place == "backward":
+                    loss.register_hook(lambda gradient: run_out())
+                self.manual_backward(loss)
+                return loss
+
+            optimizer: Any = self.optimizers()
+            if self.place == "optimizer step":
+                optimizer.optimizer.register_step_post_hook(lambda *_: run_out())
+            optimizer.step(closure=closure)
+
+    for place in ("training step", "backward", "optimizer step"):
+        with pytest.raises(torch.OutOfMemoryError, match=f"in {place}.*optimises by hand"):
+            fit(WithClosure(place), [OOMRecovery()])
