@@ -91,7 +91,7 @@ def moment(function: Callable[[], Any], existing: Iterable[Tensor]) -> int:
         known.discard(key)
         live -= nbytes
 
-    def saw(name: str, result: Any) -> None:
+    def saw(name: str, result: Any, args: Any) -> None:
         nonlocal live, most
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
