@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
     from equipoise.strategies.data_parallel import DataParallelStrategy
     from equipoise.strategies.ddp import DDPStrategy
+    from equipoise.strategies.pipeline import PipelineStrategy
     from equipoise.strategies.single_device import SingleDeviceStrategy
-    from equipoise.strategies.strategy import StepResult, Strategy
+    from equipoise.strategies.steps import StepResult
+    from equipoise.strategies.strategy import Strategy
     from equipoise.trainer.trainer import Trainer
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "NoGradEvaluation",
     "OOMRecovery",
     "OutOfMemoryEvent",
+    "PipelineStrategy",
     "ProgressBar",
     "RunReport",
     "RunSummary",
@@ -67,6 +70,7 @@ _HOME = {
     "NoGradEvaluation": "equipoise.callbacks.no_grad_evaluation",
     "OOMRecovery": "equipoise.callbacks.oom_recovery",
     "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
+    "PipelineStrategy": "equipoise.strategies.pipeline",
     "ProgressBar": "equipoise.callbacks.progress_bar",
     "RunReport": "equipoise.callbacks.run_report",
     "RunSummary": "equipoise.callbacks.run_summary",
@@ -74,7 +78,7 @@ _HOME = {
     "SingleDeviceStrategy": "equipoise.strategies.single_device",
     "Split": "equipoise.memory.out_of_memory",
     "StepError": "equipoise.errors",
-    "StepResult": "equipoise.strategies.strategy",
+    "StepResult": "equipoise.strategies.steps",
     "Strategy": "equipoise.strategies.strategy",
     "Trainer": "equipoise.trainer.trainer",
     "WorkerError": "equipoise.errors",

@@ -16,7 +16,8 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, read_memory
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.memory.report_scales import format_count, format_span
-from equipoise.memory.run_record import RunEvent, RunRecord
+from equipoise.memory.run_record import PipelineStep, RunEvent, RunRecord, StageSpan
+from equipoise.parallel.schedule import Timeline
 
 __all__ = ["collect_record"]
 
@@ -59,6 +60,7 @@ def collect_record(
         throughput_unit=f"{unit} of the first process" if alone else unit,
         memory=list(timeline),
         compositions=list(getattr(_memory_logger(trainer), "compositions", ())),
+        pipeline=_pipeline(trainer.strategy),
         events=_events(trainer, clock, first_step),
         configuration=_configuration(trainer, module, folder),
     )
@@ -67,6 +69,27 @@ def collect_record(
 def _memory_logger(trainer: Any) -> Any:
     """The first callback that keeps a time line of memory."""
     return next((each for each in trainer.callbacks if isinstance(getattr(each, "timeline", None), list)), None)
+
+
+def _pipeline(strategy: Any) -> PipelineStep | None:
+    """The last step of a strategy that keeps one."""
+    timeline = getattr(strategy, "timeline", None)
+    if not isinstance(timeline, Timeline) or not timeline.spans:
+        return None
+    devices = [str(device) for device in getattr(strategy, "devices", ())]
+    names = [f"stage {stage}" for stage in range(timeline.stages)]
+    if len(devices) == timeline.stages:
+        names = [f"{name}, {device}" for name, device in zip(names, devices, strict=True)]
+    own = all(device == "cpu" for device in devices)
+    return PipelineStep(
+        spans=[
+            StageSpan(stage=stage, micro_batch=did.micro_batch, backward=did.backward, begin=begin, end=end)
+            for stage, did, begin, end in timeline.spans
+        ],
+        stages=names,
+        schedule=str(getattr(strategy, "schedule", "")),
+        note="" if own else "Times are those at which the process gave devices their work, which they may do later.",
+    )
 
 
 # Facts.

@@ -72,8 +72,9 @@ class RunReport(Callback):
     no run: a warning says why.
 
     Memory over time, and what its peak was made of, come from a `MemoryLogger` among the callbacks, out-of-memory
-    events from an `OOMRecovery`. Learning curves are shared with a `RunSummary` if there is one, else they are recorded
-    here and are part of checkpoints, so those of a resumed fit are whole.
+    events from an `OOMRecovery`, the picture of a pipeline's last step from its strategy. Learning curves are shared
+    with a `RunSummary` if there is one, else they are recorded here and are part of checkpoints, so those of a resumed
+    fit are whole.
 
     Example:
         >>> from equipoise import RunReport, Trainer

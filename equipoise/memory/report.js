@@ -85,7 +85,7 @@ for (const piece of document.querySelectorAll(".cell, .group, .mark")) {
   piece.addEventListener("pointermove", (event) => show(piece.dataset.tip, event));
   piece.addEventListener("pointerleave", () => { tip.hidden = true; });
 }
-for (const picture of document.querySelectorAll(".plot > title, .treemap > title")) {
+for (const picture of document.querySelectorAll(".plot > title, .treemap > title, .gantt > title")) {
   picture.parentElement.setAttribute("aria-label", picture.textContent);
   picture.remove();
 }

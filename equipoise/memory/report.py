@@ -15,6 +15,7 @@ from equipoise.memory.report_sections import (
     events_section,
     memory_section,
     peak_section,
+    pipeline_section,
     throughput_section,
 )
 from equipoise.memory.run_record import RunRecord
@@ -95,6 +96,7 @@ def _sections(record: RunRecord) -> Iterable[Markup | None]:
     yield throughput_section(record.throughput, record.throughput_unit, record.events, end)
     yield memory_section(record.memory, record.events)
     yield peak_section(record.compositions, expected=bool(record.memory))
+    yield pipeline_section(record.pipeline)
     yield events_section(record.events)
     yield devices_section(record.devices)
     yield configuration_section(record.configuration)

@@ -9,9 +9,10 @@ from equipoise.memory.devices import DeviceInfo, format_bytes
 from equipoise.memory.records import CATEGORIES, Composition, Holder, MemoryPoint
 from equipoise.memory.report_charts import Line, Mark, line_chart
 from equipoise.memory.report_html import Markup, join, tag
+from equipoise.memory.report_pipeline import pipeline_chart
 from equipoise.memory.report_scales import Point, format_count, format_span
 from equipoise.memory.report_treemap import style_of, tree_map
-from equipoise.memory.run_record import RunEvent
+from equipoise.memory.run_record import PipelineStep, RunEvent
 
 __all__ = [
     "configuration_section",
@@ -20,6 +21,7 @@ __all__ = [
     "events_section",
     "memory_section",
     "peak_section",
+    "pipeline_section",
     "throughput_section",
 ]
 
@@ -218,6 +220,15 @@ def _table_of_largest(holders: Sequence[Holder]) -> Markup | None:
     ]
     table = _table(("Module", "Tensor", "Category", "Type and shape", "Size"), rows, right=(4,))
     return tag("details", tag("summary", f"The largest {len(rows)}" if len(rows) > 1 else "The largest"), table)
+
+
+def pipeline_section(step: PipelineStep | None) -> Markup | None:
+    """When each stage computed what."""
+    if step is None or not step.spans:
+        return None
+    hint = _hint(step.note) if step.note else None
+    chart = tag("div", pipeline_chart(step), class_="charts one")
+    return _section("The pipeline", chart, hint, note="the last step as it ran; boxes are micro-batches")
 
 
 # Lists.

@@ -8,7 +8,7 @@ from typing import Literal
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import Composition, MemoryPoint
 
-__all__ = ["Outcome", "RunEvent", "RunRecord"]
+__all__ = ["Outcome", "PipelineStep", "RunEvent", "RunRecord", "StageSpan"]
 
 Outcome = Literal["running", "finished", "interrupted", "failed"]
 
@@ -31,6 +31,50 @@ class RunEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageSpan:
+    """Something that a stage of a pipeline did.
+
+    Attributes:
+        stage: Its number, from 0.
+        micro_batch: With which micro-batch, from 0.
+        backward: Whether it was its backward.
+        begin, end: When, in seconds.
+    """
+
+    stage: int
+    micro_batch: int
+    backward: bool
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """A step of a pipeline as it ran.
+
+    Attributes:
+        spans: What the stages did.
+        stages: Their names, such as those of their devices.
+        schedule: The name of the schedule.
+        note: What is to be known about the times. Default: nothing.
+    """
+
+    spans: Sequence[StageSpan]
+    stages: Sequence[str]
+    schedule: str = ""
+    note: str = ""
+
+    @property
+    def idle(self) -> float:
+        """The share of the stages' time in which they did nothing."""
+        if not self.spans:
+            return 0.0
+        length = max(span.end for span in self.spans) - min(span.begin for span in self.spans)
+        busy = sum(span.end - span.begin for span in self.spans)
+        return 1 - busy / (length * len(self.stages)) if length else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """What is known of a run. Every part may be missing.
 
@@ -45,6 +89,7 @@ class RunRecord:
         throughput_unit: What was counted. Default: "samples per second".
         memory: Readings of memory, in the order of time.
         compositions: What the peak of each device was made of.
+        pipeline: The last step of a pipeline; None where there was none.
         events: What happened, in the order of time.
         devices: What it ran on, as it was when it began.
         configuration: What was asked for, as YAML or any other text.
@@ -61,6 +106,7 @@ class RunRecord:
     throughput_unit: str = "samples per second"
     memory: Sequence[MemoryPoint] = ()
     compositions: Sequence[Composition] = ()
+    pipeline: PipelineStep | None = None
     events: Sequence[RunEvent] = ()
     devices: Sequence[DeviceInfo] = ()
     configuration: str = ""

@@ -26,6 +26,7 @@ __all__ = [
     "children_of",
     "collective_count",
     "has_hooks",
+    "has_module_hooks",
     "hooks_of",
     "is_compiled",
     "join_metrics",
@@ -34,6 +35,7 @@ __all__ = [
     "other_state",
     "parameters_of",
     "restore_metric_state",
+    "set_device_of",
     "shell_of",
     "states_to_send",
     "take_metric_state",
@@ -95,6 +97,20 @@ def is_compiled(module: nn.Module) -> bool:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody registered a hook on a parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def set_device_of(module: nn.Module, device: torch.device) -> None:
+    """Makes `module.device` say where its batches are, though its parts lie on several devices."""
+    state: dict[str, Any] = vars(module)
+    if "_device" in state:  # Lightning's modules know it by what `to` was last called with
+        state["_device"] = device
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """Whether somebody registered a hook on a module's forward or backward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:

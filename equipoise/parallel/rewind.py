@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import getitem, is_not
+from operator import attrgetter, getitem, is_not
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from equipoise.parallel.internals import MetricState, buffers_of, restore_metric
 
 __all__ = ["Rewind"]
 
+_DEVICE = attrgetter("device")
 _WORDS = 625  # of a Mersenne twister: its state of 624, and a position
 
 
@@ -52,6 +53,7 @@ class Rewind:
         self._python = _of_python()
         self._generator, self._numpy = _of_numpy()
         self._buffers: list[Tensor] = []
+        self._devices: list[torch.device] = []
         self._groups: list[_Group] = []
         self._states: list[MetricState] = []
 
@@ -72,8 +74,9 @@ class Rewind:
 
     def _copy_buffers(self) -> None:
         buffers: list[Tensor] = list(map(getitem, self._owners, self._names))
-        if len(self._buffers) != len(buffers) or any(map(is_not, buffers, self._buffers)):
-            self._groups = _grouped(buffers)
+        devices = list(map(_DEVICE, buffers))  # a buffer may have moved
+        if devices != self._devices or any(map(is_not, buffers, self._buffers)):
+            self._groups, self._devices = _grouped(buffers), devices
         self._buffers = buffers
         with torch.no_grad():
             for group in self._groups:

@@ -119,16 +119,26 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
         os.pwrite(descriptor, b"\0" * (end - offset), offset)
 
 
-def dumps(value: Any) -> bytes:
-    """An object and its tensors as bytes, for other processes of this run; torch's own cannot read all dtypes back."""
+def dumps(value: Any, known: Sequence[Any] = ()) -> bytes:
+    """An object and its tensors as bytes, for other processes of this run; torch's own cannot read all dtypes back.
+
+    Args:
+        value: The object.
+        known: Objects that the reader has as well, and which it will find in their place.
+    """
     file = io.BytesIO()
-    _Pickler(file, None).dump(value)
+    _Pickler(file, None, known).dump(value)
     return file.getvalue()
 
 
-def loads(content: bytes) -> Any:
-    """What `dumps` was given."""
-    return _Unpickler(io.BytesIO(content), (), None).load()
+def loads(content: bytes, known: Sequence[Any] = ()) -> Any:
+    """What `dumps` was given.
+
+    Args:
+        content: The bytes.
+        known: The reader's own objects, in the writer's order.
+    """
+    return _Unpickler(io.BytesIO(content), known, None).load()
 
 
 # Pickling

@@ -3,20 +3,18 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.calibration import SimulatedDevice
 from equipoise.parallel.launch import launch
-from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
+from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another
 from equipoise.parallel.sampling import NO_BATCH
 from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
@@ -26,7 +24,9 @@ from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, 
 from equipoise.strategies.ddp_modules import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp_recovery import Guard
 from equipoise.strategies.ddp_shares import ProcessShares, check_shares
-from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
+from equipoise.strategies.processes import check_count, in_group, place_of_worker, refuse_machines
+from equipoise.strategies.steps import EvaluationStep, StepResult, TrainingStep
+from equipoise.strategies.strategy import Strategy, Transfer
 
 __all__ = ["DDPStrategy"]
 
@@ -121,11 +121,7 @@ class DDPStrategy(Strategy):
         self._all_devices = tuple(devices)
         self._place = find_place()
         if self._place is None:
-            if num_nodes != 1:
-                raise ConfigurationError(
-                    f"num_nodes={num_nodes}: processes on several machines are started by torchrun or Slurm, but"
-                    " neither started this one."
-                )
+            refuse_machines(num_nodes)
             self.world_size, self.devices = len(devices), tuple(devices[:1])
             self.launches = len(devices) > 1
         else:
@@ -154,12 +150,7 @@ class DDPStrategy(Strategy):
 
     def _take(self, place: Place, num_nodes: int = 1) -> None:
         devices = self._all_devices
-        wanted = len(devices) * num_nodes
-        if wanted != place.world_size:
-            raise ConfigurationError(
-                f"There are {place.world_size} processes, but {len(devices)} devices on each of {num_nodes} machines"
-                f" need {wanted}. Let devices, num_nodes and what started the processes agree."
-            )
+        check_count(place, devices, num_nodes)
         self.global_rank, self.local_rank = place.global_rank, place.local_rank
         self.node_rank, self.world_size = place.node_rank, place.world_size
         self.devices = (devices[place.local_rank % len(devices)],)
@@ -182,11 +173,7 @@ class DDPStrategy(Strategy):
 
     @contextmanager
     def _in_group(self, place: Place, port: int | None = None) -> Iterator[None]:
-        vars(rank_zero_only)["rank"] = place.global_rank
-        if self.root_device.type == "cuda":
-            torch.cuda.set_device(self.root_device)
-        timeout = timedelta(seconds=self.timeout)
-        with joined(place, self.root_device, timeout=timeout, port=port, backend=self.backend):
+        with in_group(place, self.root_device, timeout=self.timeout, port=port, backend=self.backend):
             yield
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
@@ -389,11 +376,7 @@ class DDPStrategy(Strategy):
 
 def _run_in_process(strategy: DDPStrategy, function: Callable[[], T], port: int, rank: int) -> T:
     """What a process does that the trainer has started."""
-    size = strategy.world_size
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    if strategy._all_devices[0].type == "cuda":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    place = Place(rank, rank, 0, size, size)
+    place = place_of_worker(rank, strategy.world_size, strategy._all_devices[0])
     strategy._take(place)
     with strategy._in_group(place, port):
         return function()

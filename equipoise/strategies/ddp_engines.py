@@ -20,7 +20,8 @@ from equipoise.errors import StepError
 from equipoise.parallel import foreach
 from equipoise.parallel.reducer import GradientReducer
 from equipoise.parallel.weighting import Weight, Window
-from equipoise.strategies.strategy import StepResult, TrainingStep, parameters_of
+from equipoise.strategies.steps import StepResult, TrainingStep
+from equipoise.strategies.strategy import parameters_of
 
 __all__ = ["Engine", "NativeEngine", "TorchEngine", "goes_backward_once"]
 

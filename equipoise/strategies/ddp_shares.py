@@ -16,7 +16,7 @@ from equipoise.parallel.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.shares import DeviceTimes, are_shares, even_sizes, finish_together, sizes_by_shares
 from equipoise.parallel.split import infer_batch_size
 from equipoise.strategies.ddp_data import why_not_by_shares
-from equipoise.strategies.strategy import StepResult, TrainingStep
+from equipoise.strategies.steps import StepResult, TrainingStep
 
 __all__ = ["ProcessShares", "check_shares"]
 

@@ -26,7 +26,8 @@ from equipoise.parallel.replicas import Replicas, check_replicable
 from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter, size_to_cut, split, why_not
 from equipoise.precision import Precision
-from equipoise.strategies.strategy import EvaluationStep, StepResult, Strategy, TrainingStep, Transfer
+from equipoise.strategies.steps import EvaluationStep, StepResult, TrainingStep
+from equipoise.strategies.strategy import Strategy, Transfer
 
 __all__ = ["Parallelize", "ReplicatedStrategy"]
 

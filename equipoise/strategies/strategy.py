@@ -9,7 +9,7 @@ The trainer never asks which strategy it has. A batch goes through a strategy in
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,90 +19,14 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel import foreach
 from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter
-from equipoise.parallel.weighting import Weight, Window
+from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
+from equipoise.strategies.steps import EvaluationStep, StepResult, TrainingStep
 
-__all__ = ["EvaluationStep", "StepResult", "Strategy", "TrainingStep", "Transfer", "parameters_of"]
+__all__ = ["Strategy", "Transfer", "parameters_of"]
 
 T = TypeVar("T")
 Transfer = Callable[[Any, torch.device], Any]
-Original = Callable[[Any], Any]
-
-
-class StepResult(NamedTuple):
-    """What a training step came to.
-
-    Attributes:
-        loss: The mean loss, a scalar with its graph before the backward; None where the step was skipped.
-        weight: The denominator of that mean; None where nobody needs it.
-        outputs: What the module's `training_step` returned.
-        logged: What it logged, if it ran on one part of a batch.
-    """
-
-    loss: Tensor | None
-    weight: Weight | None
-    outputs: Any
-    logged: Sequence[Any] = ()
-
-
-class PartwiseStep(Protocol):
-    """A step of the user's module, as a strategy sees it that computes batches in parts."""
-
-    def on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
-        """Runs the step of a copy of the module on a part of so many samples; what it logs stays with the result."""
-
-    def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Any]]:
-        """Runs a function on one part; returns its answer, and what it logged."""
-
-    def log_together(
-        self, parts: Sequence[Sequence[Any]], weights: Sequence[Weight], device: torch.device, *, original: Original
-    ) -> None:
-        """Logs once what the parts of a batch logged apart; see `combine`."""
-
-    def combine(
-        self,
-        results: Sequence[StepResult],
-        sizes: Sequence[int],
-        device: torch.device,
-        *,
-        dim: int = 0,
-        original: Original,
-    ) -> StepResult:
-        """Puts the results of parts together on a device, and logs what they logged.
-
-        Args:
-            results: In the order of the data.
-            sizes: The numbers of samples.
-            device: Where.
-            dim: The dimension of the samples.
-            original: The module's metric of which another is a copy.
-        """
-
-
-class TrainingStep(PartwiseStep, Protocol):
-    """The user's training step, as a strategy sees it.
-
-    Attributes:
-        batch_idx: The number of the batch.
-    """
-
-    def __call__(self, part: Any) -> StepResult:
-        """Runs `training_step` on a whole batch."""
-
-    batch_idx: int
-
-    def backward(self, result: StepResult) -> None:
-        """Runs the backward of a result with its hooks and the scaler; nothing in manual optimisation."""
-
-    def total_with(self, result: StepResult) -> Weight:
-        """Σw of this process's window, a result that is about to go backward included; 0 in manual optimisation."""
-
-
-class EvaluationStep(PartwiseStep, Protocol):
-    """The user's step without gradients, as a strategy sees it."""
-
-    def __call__(self, part: Any) -> Any:
-        """Runs the step on a whole batch and returns its output."""
 
 
 class Strategy:
@@ -113,12 +37,14 @@ class Strategy:
 
     Attributes:
         name: The name by which `Trainer(strategy=...)` finds it.
+        goes_back_in_parts: Whether `forward_backward` runs a backward for each part of a batch rather than one for all.
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
         launches: Whether `launch` runs things in other processes than the caller's.
     """
 
     name: ClassVar[str] = ""
+    goes_back_in_parts: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
     dim: int = 0

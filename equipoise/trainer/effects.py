@@ -6,6 +6,7 @@ sent, such as an open file, stays as it was.
 """
 
 import os
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from equipoise.trainer.run import Request
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["Effects", "collect", "known_objects", "take_over"]
+__all__ = ["Effects", "collect", "known_objects", "take_over", "this_process"]
 
 # Of the trainer and its loops: what a user, a callback or a second run reads.
 _TRAINER = (
@@ -46,7 +47,7 @@ class Effects:
 
     Attributes:
         result: What it returned.
-        process: Where it ran.
+        process: Where it ran; see `this_process`.
         tensors: The values of the module's parameters and buffers that the caller has as well.
         attributes: Those of each known object, in order; None where there is nothing to say.
         metrics: What the trainer's dictionaries of metrics hold.
@@ -56,13 +57,18 @@ class Effects:
     """
 
     result: Any
-    process: int = field(default_factory=os.getpid)
+    process: tuple[str, int] = field(default_factory=lambda: this_process())
     tensors: list[Tensor] = field(default_factory=list)
     attributes: list[dict[str, Any] | None] = field(default_factory=list)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     random: random_state.RandomState | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
     module_state: dict[str, Any] | None = None
+
+
+def this_process() -> tuple[str, int]:
+    """The machine and the number on it: processes of several machines may have the same number."""
+    return socket.gethostname(), os.getpid()
 
 
 def known_objects(trainer: "Trainer", request: "Request") -> list[Any]:
@@ -124,7 +130,7 @@ def _sendable(state: dict[str, Any], known: list[Any]) -> dict[str, Any]:
 
 def take_over(trainer: "Trainer", known: list[Any], effects: Effects) -> Any:
     """Makes the known objects of this process what they are in the process that ran; returns the run's result."""
-    if effects.process == os.getpid():
+    if effects.process == this_process():
         return effects.result
     values = iter(effects.tensors)
     for each, state in zip(known, effects.attributes, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.gather import PartialOutputs
-from equipoise.strategies.strategy import StepResult
+from equipoise.strategies.steps import StepResult
 from equipoise.trainer.parts import UserStep
 from equipoise.trainer.recovery import EvaluationRecovery
 from equipoise.trainer.smaller_parts import is_armed

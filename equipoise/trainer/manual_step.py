@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from equipoise.errors import StepError
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.weighting import Weight
-from equipoise.strategies.strategy import StepResult
+from equipoise.strategies.steps import StepResult
 from equipoise.trainer import interop
 from equipoise.trainer.backward import Backward
 from equipoise.trainer.optimizers import takes_no_closure
@@ -102,7 +102,7 @@ class _ManualStep(UserStep):
 
     def __init__(self, context: "Context") -> None:
         super().__init__(context, "training_step")
-        self.batch_idx = 0
+        self.batch_idx, self.first = 0, True
 
     def __call__(self, part: Any) -> StepResult:
         """Runs the training step on a part."""
@@ -113,6 +113,9 @@ class _ManualStep(UserStep):
                 f" {type(out).__name__}."
             )
         return StepResult(None, None, out)
+
+    def piece_of(self, size: int, whole: int) -> None:
+        """Nothing is weighed."""
 
     def total_with(self, result: StepResult) -> Weight:
         """Nothing is weighed."""

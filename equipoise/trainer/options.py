@@ -19,6 +19,7 @@ __all__ = [
     "check_count",
     "check_flags",
     "check_order",
+    "check_patterns",
     "check_val_intervals",
     "gradient_clipping",
     "make_profiler",
@@ -213,3 +214,19 @@ def check_order(least: int | None, most: int | None, what: str) -> None:
     """Checks that `min_*` does not exceed `max_*`."""
     if least is not None and most is not None and 0 <= most < least:
         raise ConfigurationError(f"min_{what}={least} exceeds max_{what}={most}. Lower the one or raise the other.")
+
+
+def check_patterns(name: str, value: Any) -> list[str]:
+    """Checks a list of names; None stands for an empty one.
+
+    Args:
+        name: The argument's name.
+        value: What was given.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        raise ConfigurationError(f"{name} takes a list of names, such as [{value!r}], not {value!r}.")
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigurationError(f"{name} must be a list of names or patterns of submodules, not {value!r}.")
+    return list(value)

@@ -6,7 +6,8 @@ step in parts comes to what the step on the whole batch comes to.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,9 +16,9 @@ from torchmetrics import Metric
 
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, weighted_mean
-from equipoise.strategies.strategy import StepResult
+from equipoise.strategies.steps import StepResult
 from equipoise.trainer.diagnosis import explain
-from equipoise.trainer.interop import LogOptions
+from equipoise.trainer.interop import CURRENT_HOOK, LogOptions
 from equipoise.trainer.log_entry import default_dtype, reduction_name
 from equipoise.trainer.logs import Logged, Logs
 
@@ -90,6 +91,16 @@ class UserStep:
             raise
         return self.result(out, size, logged)
 
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """While runs of the method lie in one another: what is logged is logged in it, whichever has ended first."""
+        state, current = vars(self.module), CURRENT_HOOK
+        outer, state[current] = state.get(current), self._name
+        try:
+            yield
+        finally:
+            state[current] = outer
+
     def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Logged]]:
         """Runs a function; returns its answer, and what it logged."""
         outer = self._logs.begin_part()
@@ -123,7 +134,7 @@ class UserStep:
         dim: int = 0,
         original: Callable[[Metric], Metric],
     ) -> StepResult:
-        """Puts the results of all parts together; see `strategies.strategy.PartwiseStep`."""
+        """Puts the results of all parts together; see `strategies.steps.PartwiseStep`."""
         weights: list[Weight] = [1 if result.weight is None else result.weight for result in results]
         loss, total = weighted_mean([result.loss for result in results], weights, device)
         log_together(self._logs, [result.logged for result in results], weights, device, original)

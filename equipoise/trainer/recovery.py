@@ -21,7 +21,8 @@ from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
 from equipoise.parallel.weighting import Window
-from equipoise.strategies.strategy import StepResult, parameters_of
+from equipoise.strategies.steps import StepResult
+from equipoise.strategies.strategy import parameters_of
 from equipoise.trainer.failure import Failure, raise_with_advice
 from equipoise.trainer.smaller_parts import Parts
 

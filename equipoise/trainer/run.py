@@ -9,7 +9,6 @@ the loop
 release everything, on_fit_end, teardown
 """
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel import random_state
+from equipoise.parallel.checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.split import Splitter
 from equipoise.trainer import interop
 from equipoise.trainer.agreement import agree, agree_on_steps
@@ -39,7 +39,7 @@ from equipoise.trainer.checkpoint import (
 from equipoise.trainer.checks import check_run
 from equipoise.trainer.context import Context
 from equipoise.trainer.data import Source
-from equipoise.trainer.effects import Effects, collect, known_objects, take_over
+from equipoise.trainer.effects import Effects, collect, known_objects, take_over, this_process
 from equipoise.trainer.hooks import Hooks
 from equipoise.trainer.optimizers import move_state, parse_optimizers
 from equipoise.trainer.selection import merge_callbacks
@@ -86,7 +86,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
             for logger in trainer.loggers:
                 logger.finalize("failed")
         raise
-    if effects.process != os.getpid():
+    if effects.process != this_process():
         trainer.begin_run(_make_context(trainer, request))
     return take_over(trainer, known, effects)
 
@@ -122,6 +122,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         context.precision.convert_module(context.module)  # before loading: float64 must not pass through float32
         restore_modules_and_callbacks(context, checkpoint)
     context.logs.reset_metrics()
+    if trainer.activation_checkpointing and request.fn == TrainerFn.FITTING:
+        checkpoint_activations(context.module, trainer.activation_checkpointing)
     context.strategy.setup(context.module, context.precision)
     if context.trainer.sync_batchnorm:
         context.strategy.share_batch_statistics(context.module)
@@ -339,6 +341,8 @@ def _release(trainer: "Trainer", module: LightningModule, error: BaseException |
     if trainer.checkpoint_io is not None:
         trainer.checkpoint_io.teardown()  # one that writes in the background comes to its end
     trainer.connected_strategy.teardown(error)
+    if trainer.activation_checkpointing:
+        keep_activations(module)
     for optimizer in trainer.optimizers:
         move_state(optimizer, torch.device("cpu"))
     trainer.connected_strategy.empty_cache()  # for others; what a run needs again it takes again

@@ -28,6 +28,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
 from equipoise.strategies.data_parallel import DataParallelStrategy
 from equipoise.strategies.ddp import DDPStrategy
+from equipoise.strategies.pipeline import PipelineStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
@@ -46,7 +47,13 @@ __all__ = [
 
 _STRATEGIES: dict[str, type[Strategy]] = {
     strategy.name: strategy
-    for strategy in (SingleDeviceStrategy, DataParallelStrategy, BalancedDataParallelStrategy, DDPStrategy)
+    for strategy in (
+        SingleDeviceStrategy,
+        DataParallelStrategy,
+        BalancedDataParallelStrategy,
+        DDPStrategy,
+        PipelineStrategy,
+    )
 }
 
 

@@ -24,7 +24,8 @@ from equipoise.memory.out_of_memory import (
 )
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.split import Splitter, entries_of
-from equipoise.strategies.strategy import StepResult, Strategy
+from equipoise.strategies.steps import StepResult
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.failure import Failure
 from equipoise.trainer.hooks import overrides
 

@@ -22,7 +22,8 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, Window
-from equipoise.strategies.strategy import StepResult, Strategy
+from equipoise.strategies.steps import StepResult
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.backward import Backward
 from equipoise.trainer.diagnosis import explain
@@ -76,7 +77,8 @@ class _AutomaticStep(UserStep):
         self.batch_idx = 0
         self.alone = context.strategy.world_size == 1
         self.weigher = weigh
-        self.weigh = self.usual_weigher = None if window.parts == 1 and self.alone else weigh
+        unweighed = window.parts == 1 and self.alone and not context.strategy.goes_back_in_parts
+        self.weigh = self.usual_weigher = None if unweighed else weigh
         self.window, self.zero_grad, self.skip_backward = window, zero_grad, skip_backward
         self.run_backward = Backward(context)
         self.first = True  # whether the gradients of an earlier window are still there
@@ -106,6 +108,10 @@ class _AutomaticStep(UserStep):
             return StepResult(None, 0, None, logged)
         loss, weight = (out, None) if isinstance(out, Tensor) else _loss_and_weight(out)
         return StepResult(loss, size if weight is None else check_weight(weight), out, logged)
+
+    def piece_of(self, size: int, whole: int) -> None:
+        """The next part to go backward is a piece of a batch; see `Window.piece`."""
+        self.window.piece = (size, whole)
 
     def total_with(self, result: StepResult) -> Weight:
         """Σw of the window, this result included."""
@@ -165,7 +171,8 @@ class AutomaticOptimization:
         window.agree = None if self.strategy.world_size == 1 else self.strategy.broadcast
         kind = type(self.strategy)
         # What a strategy leaves as it is and would do nothing is not called.
-        alone = kind.finish_gradients is Strategy.finish_gradients and window.parts == 1
+        whole = window.parts == 1 and not kind.goes_back_in_parts
+        alone = kind.finish_gradients is Strategy.finish_gradients and whole
         self.finish = None if alone else self.strategy.finish_gradients
         neutral = kind.optimizer_step is Strategy.optimizer_step
         self.step_optimizer = None if neutral else self.strategy.optimizer_step

@@ -30,7 +30,7 @@ __all__ = ["Trainer"]
 class Trainer(PublicState):
     """Trains, validates, tests and predicts with an unmodified LightningModule.
 
-    Every argument has Lightning's name, meaning and default.
+    Every argument has Lightning's name, meaning and default, if Lightning has it.
 
     Args:
         accelerator: "cpu", "gpu", "cuda", "mps", or "auto" for what there is.
@@ -76,6 +76,8 @@ class Trainer(PublicState):
         reload_dataloaders_every_n_epochs: Ask for new loaders every so many epochs; 0: never.
         default_root_dir: Where files go for which nobody names a folder. Default: the current folder.
         enable_autolog_hparams: Hand the module's hyperparameters to the loggers.
+        activation_checkpointing: Submodules that compute their activations again in the backward instead of keeping
+            them: names, or patterns such as ["encoder.layers.*"]. Not one of Lightning's. None: no submodule.
 
     Raises:
         ConfigurationError: If an argument cannot be right, or contradicts another.
@@ -129,6 +131,7 @@ class Trainer(PublicState):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
+        activation_checkpointing: list[str] | None = None,
     ) -> None:
         check.check_flags(
             inference_mode=inference_mode,
@@ -161,6 +164,7 @@ class Trainer(PublicState):
         )
         self.barebones, self.detect_anomaly, self.inference_mode = barebones, detect_anomaly, inference_mode
         self.enable_autolog_hparams = enable_autolog_hparams
+        self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
 
         self.limit_training(max_epochs, min_epochs, max_steps, min_steps)
         self.limit_batches(

@@ -280,3 +280,48 @@ def test_a_module_may_bring_its_own_loaders(project, equipoise):
     module.write_text(module.read_text() + "\n    def train_dataloader(self):\n        return torch.ones(3, 2, 1)\n")
     assert equipoise("fit", "~data", "trainer.limit_val_batches=0")[0] == 0
     assert issubclass(sys.modules["tiny.module"].Line, LightningModule)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cut"),
+    [
+        ((), ""),
+        (("strategy.micro_batches=4", "strategy.schedule=gpipe"), "with 4 of them under 'gpipe'"),
+        (("strategy.cut_before=[layers.3]", "strategy.speeds=[2,1]"), "1  cpu       layers.3 "),
+    ],
+)
+def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog, overrides, cut):
+    """The cut is printed; BatchNorm's statistics are those of micro-batches, else all is as on a single device."""
+    monkeypatch.chdir(tmp_path)
+    short = ("experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=3", "test=false")
+    steady = ("module.dropout=0", "precision=64-true", "trainer.log_every_n_steps=1")
+    values: dict[Path, list[float]] = {}
+    for strategy in (
+        ("trainer.accelerator=cpu", "strategy=single_device"),
+        ("strategy=pipeline", "trainer.devices=[cpu,cpu]", *overrides),
+    ):
+        code, _, err = equipoise("fit", *short, *steady, *strategy)
+        assert code == 0, err
+        for path in tmp_path.glob("outputs/*/*/metrics.csv"):
+            values.setdefault(path, [float(row["val_loss"]) for row in rows(path.parent) if row["val_loss"]])
+    assert "ConvNet is cut into stages:\nstage  device    begins with" in caplog.text
+    assert cut in caplog.text
+    expected, actual = values.values()
+    assert len(actual) == 1
+    assert actual == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("strategy.micro_batches=0", "micro_batches is a whole number from 1, not 0"),
+        ("strategy.schedule=zero", "schedule must be one of 'gpipe', '1f1b'"),
+        ("strategy.cut_before=[layers.33]", "Did you mean 'layers.3'?"),
+        ("strategy.stages=2", "stages"),
+    ],
+)
+def test_a_pipeline_that_cannot_be(tmp_path, equipoise, monkeypatch, override, told):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = equipoise("fit", "strategy=pipeline", "trainer.devices=[cpu,cpu]", override)
+    assert code != 0
+    assert told in out + err

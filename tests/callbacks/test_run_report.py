@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import equipoise
 from equipoise import OOMRecovery, OutOfMemoryEvent, RunReport, RunSummary
@@ -409,6 +410,24 @@ class TestThroughput:
             meter.pause(start + 1)
         assert meter.points(0.0, factor=2) == [(0.5, 20.0), (100.5, 20.0)]
         assert meter.seconds == 2
+
+
+class TestPipeline:
+    def test_the_last_step_is_drawn(self):
+        """Of 5 batches of 3 samples the last has 2 of them, so it has two micro-batches."""
+        samples = TensorDataset(torch.ones(14, 2))
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        module = Small()
+        module.layer = net
+        strategy = equipoise.PipelineStrategy(cut_before=["layer.1"], micro_batches=3)
+        options = {"strategy": strategy, "devices": ["cpu", "cpu"], "max_epochs": 1}
+        fit(equipoise.Trainer, module, DataLoader(samples, batch_size=3), **options)
+        section = sections(read())["The pipeline"]
+        assert "1f1b, 2 stages, 2 micro-batches" in section.one("figcaption").text
+        assert [text.text for text in section.one("svg", "labels").all("text")] == ["stage 0, cpu", "stage 1, cpu"]
+        boxes = [box.one("title").text.split(",")[1].strip() for box in section.all("g", "bar")]
+        expected = [f"cpu: {what} of micro-batch {i}" for what in ("forward", "backward") for i in (0, 1)]
+        assert sorted(boxes) == sorted(2 * expected)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from equipoise.memory import report
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import CATEGORIES, Composition, Holder, MemoryPoint
 from equipoise.memory.report import render_report, write_report
-from equipoise.memory.run_record import RunEvent, RunRecord
+from equipoise.memory.run_record import PipelineStep, RunEvent, RunRecord, StageSpan
 
 from .report_parsing import Element, parse
 
@@ -61,6 +61,12 @@ def rich(name: str = "net") -> dict[str, Any]:
         "throughput_unit": name,
         "memory": [point(1, name, name), point(2, name, name)],
         "compositions": [composition(holder(name, 10, name=name, dtype=name), holder(f"{name}.x", 5), device=name)],
+        "pipeline": PipelineStep(
+            spans=[StageSpan(stage=0, micro_batch=0, backward=False, begin=0.0, end=1.0)],
+            stages=[name],
+            schedule=name,
+            note=name,
+        ),
         "events": [RunEvent(seconds=1.0, step=1, kind=name, text=name)],
         "devices": [DeviceInfo(device=name, name=name, memory_total=2**40, memory_free=None)],
         "configuration": f"{name}: {name}\nkey: {name}",
@@ -79,6 +85,7 @@ class TestPage:
             "Throughput",
             "Memory",
             "The peak",
+            "The pipeline",
             "Events",
             "Devices",
             "Configuration",

@@ -1,0 +1,123 @@
+"""Networks whose layers take a known time and nothing else, on devices of known speed.
+
+On a busy machine who sleeps wakes up late. So one stage alone is timed before every step, and steps are told beside it.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from equipoise import PipelineStrategy, Trainer
+
+__all__ = ["Sleeper", "Times", "step_seconds"]
+
+
+class Times(NamedTuple):
+    """Medians of steps.
+
+    Attributes:
+        seconds: Of a whole step.
+        lost: The share of it in which one stage alone would not have been at work.
+    """
+
+    seconds: float
+    lost: float
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: "Layer") -> Tensor:
+        ctx.layer = layer
+        layer.sleep(layer.forward_seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.layer.sleep(ctx.layer.backward_seconds)
+        return gradients[0], None
+
+
+class Layer(nn.Module):
+    """A layer that sleeps so long for a micro-batch, and longer on a slow device.
+
+    Args:
+        forward, backward: Seconds on a device of slowness 1.
+        slowness: For each stage how many times longer everything takes there.
+    """
+
+    def __init__(self, forward: float, backward: float, slowness: Sequence[float]) -> None:
+        super().__init__()
+        self.forward_seconds, self.backward_seconds, self.slowness = forward, backward, list(slowness)
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def sleep(self, seconds: float) -> None:
+        """A stage is known by its thread; the last, where measuring is done as well, has no thread of its own."""
+        name = threading.current_thread().name
+        stage = int(name.rsplit("-", 1)[1]) if name.startswith("equipoise-stage-") else -1
+        time.sleep(seconds * self.slowness[stage])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x * self.weight, self)
+
+
+class Sleeper(L.LightningModule):
+    """Layers one after another.
+
+    Args:
+        layers: Their number.
+        forward, backward: Seconds of each for a micro-batch.
+        slowness: For each stage how many times longer everything takes there.
+    """
+
+    def __init__(self, layers: int, forward: float, backward: float, slowness: Sequence[float]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Layer(forward, backward, slowness) for _ in range(layers)))
+        self.seconds: list[float] = []
+        self.alone: list[float] = []
+        self.stages = len(slowness)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """What the layers of the last stage take for all micro-batches if nothing else is to be done."""
+        begin = time.perf_counter()
+        for _ in range(len(batch)):
+            x = batch[:1].requires_grad_()
+            self.net[len(self.net) - len(self.net) // self.stages :](x).sum().backward()
+        self.zero_grad()
+        self.alone.append(time.perf_counter() - begin)
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def step_seconds(module: Sleeper, strategy: PipelineStrategy, stages: int, micro_batches: int, steps: int) -> Times:
+    """Times whole steps of the trainer; the first one, in which the network is cut, is left out."""
+    data = DataLoader([torch.ones(micro_batches, 2) for _ in range(steps + 1)], batch_size=None)
+    trainer = Trainer(
+        strategy=strategy,
+        devices=["cpu"] * stages,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data)
+    seconds, alone = module.seconds[1:], module.alone[1:]
+    lost = median(1 - one / step for one, step in zip(alone, seconds, strict=True))
+    return Times(median(seconds), lost)

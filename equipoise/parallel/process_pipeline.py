@@ -1,0 +1,182 @@
+"""A step of a pipeline whose stages are computed in processes, seen from the first, which has the last stage."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import StepError
+from equipoise.parallel.device_threads import ThreadState
+from equipoise.parallel.micro_steps import MicroStep
+from equipoise.parallel.schedule import Schedule, Span, Timeline, actions_of
+from equipoise.parallel.stage_graphs import StageGraphs, go_back
+from equipoise.parallel.stage_messages import Failure
+from equipoise.parallel.stage_processes import StageProcesses
+from equipoise.parallel.stage_worker import (
+    BACKWARD,
+    FORWARD,
+    HOME,
+    StepOrder,
+)
+from equipoise.parallel.stages import StageProgram, map_tensors
+
+__all__ = ["ProcessPipeline"]
+
+
+class ProcessPipeline:
+    """Stages in processes; in its use like `parallel.pipeline.Pipeline`.
+
+    Args:
+        processes: The others.
+        program: The number of the stages' calls.
+        own: The last stage.
+        schedule: See `parallel.schedule`.
+
+    Attributes:
+        failed: None; an error's note says where it was.
+        timeline: The last training step as it ran.
+    """
+
+    def __init__(self, processes: StageProcesses, program: int, own: StageProgram, schedule: Schedule) -> None:
+        self._processes, self._program, self._own, self._schedule = processes, program, own, schedule
+        self._messenger, self._count = processes.messenger, len(processes.devices)
+        self._device, self._before = processes.devices[-1], processes.devices[-2]
+        self.failed: torch.device | None = None
+        self.timeline = Timeline((), self._count)
+        self.fresh = True  # whether the next step begins a window
+
+    def forward(self, tensors: Sequence[Tensor]) -> Any:
+        """One call of the network; no gradient can come back from it."""
+        state = ThreadState.capture(("cpu", "cuda"))
+        seed = self._processes.seed_of(training=False)
+        order = StepOrder((self._program,), None, state._replace(grad=False), seed)
+        self._begin(order, [tensors])
+        given = self._messenger.receive(self._count - 1, FORWARD)
+        self._messenger.flush()
+        if isinstance(given, Failure):
+            raise given.as_error()
+        with torch.no_grad():
+            made = self._graphs().forward(0, self._own, given, keep=False, last=True)
+        return map_tensors(_NoWayBack.give, made) if state.grad else made
+
+    def _graphs(self) -> StageGraphs:
+        return StageGraphs(self._device, self._before)
+
+    def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
+        self._processes.tell_what_learns()
+        for stage in range(self._count - 1):
+            self._processes.tell(stage, "step", *order._replace(seed=(order.seed + stage) % (1 << 48)))
+        for tensors in inputs:
+            self._messenger.send(1, FORWARD, [tuple(tensors)])
+
+    def run(
+        self,
+        steps: Sequence[MicroStep],
+        inputs: Sequence[Sequence[Tensor]],
+        backward: Callable[[int], None],
+        pipelines: Sequence["ProcessPipeline"] | None = None,
+    ) -> None:
+        """Computes micro-batches; see `Pipeline.run`.
+
+        Raises:
+            BaseException: What went wrong in a stage, in whatever process.
+        """
+        state = steps[0].state
+        assert state is not None
+        home = any(tensor.requires_grad for tensors in inputs for tensor in tensors)
+        self._processes.steps += 1
+        seed = self._processes.seed_of(training=True)
+        pipelines = pipelines or [self] * len(steps)
+        numbers = tuple(pipeline._program for pipeline in pipelines)
+        self._begin(StepOrder(numbers, self._schedule, state, seed, self.fresh, home), inputs)
+        error, spans = self._compute(steps, backward, [pipeline._own for pipeline in pipelines])
+        if home:
+            error = self._go_home(inputs, error)
+        self._messenger.flush()
+        try:
+            told = self._processes.ask_all("spans")
+        except BaseException as other:
+            error = error or other
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame
+        spans += [span for each in told for span in each]
+        self.timeline = Timeline(tuple(sorted(spans, key=lambda span: span.begin)), self._count)
+
+    def _compute(
+        self, steps: Sequence[MicroStep], backward: Callable[[int], None], programs: Sequence[StageProgram]
+    ) -> tuple[BaseException | None, list[Span]]:
+        """The last stage; after an error only the messages of the step are still exchanged."""
+        stage, before = self._count - 1, self._count - 1
+        graphs, spans = self._graphs(), list[Span]()
+        error: BaseException | None = None
+        for action in actions_of(self._schedule, stage, self._count, len(steps)):
+            index = action.micro_batch
+            given: Any = None if action.backward else self._messenger.receive(before, FORWARD)
+            if isinstance(given, Failure):
+                error = error or given.as_error()
+            made: Any = None
+            begin = perf_counter()
+            try:
+                if error is not None:
+                    graphs.forget(index)
+                elif action.backward:
+                    made = graphs.backward(index, partial(backward, index))
+                else:
+                    step = steps[index]
+                    assert step.state is not None
+                    with step.state.entered():
+                        output = graphs.forward(index, programs[index], given, keep=True, last=True)
+                    step.resume(output)
+                    del output
+            except BaseException as own:
+                error = own
+            spans.append(Span(stage, action, begin, perf_counter()))
+            if action.backward:
+                told = made if error is None else Failure.of(error, stage, self._device)
+                self._messenger.send(before, BACKWARD, told)
+            del given, made
+        return error, spans
+
+    def _go_home(self, inputs: Sequence[Sequence[Tensor]], error: BaseException | None) -> BaseException | None:
+        """The backward of what the user computed before the network."""
+        for tensors in inputs:
+            gradients = self._messenger.receive(1, HOME)
+            if isinstance(gradients, Failure):
+                error = error or gradients.as_error()
+            elif error is None:
+                try:
+                    go_back(tensors, gradients)
+                except BaseException as own:
+                    error = own
+        return error
+
+
+class _NoWayBack(torch.autograd.Function):
+    """Says why no gradient comes back, if somebody asks for one."""
+
+    @classmethod
+    def give(cls, tensor: Tensor) -> Tensor:
+        """The same values; a backward through them is an error."""
+        if not tensor.is_floating_point():
+            return tensor
+        made: Tensor = cls.apply(tensor, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+        return made
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, token: Tensor) -> Tensor:
+        """The same values."""
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Nobody keeps what it would need."""
+        raise StepError(
+            "Gradients of the network are computed in `training_step` alone under strategy='pipeline' with"
+            " engine='processes'. Take engine='threads' to go backward through other calls of it."
+        )

@@ -1,0 +1,218 @@
+"""Values on their way between the processes of a pipeline: any nesting of tensors, of any sizes.
+
+    a length      0 where the header is the same as last time on this way, and then small tensors along with it
+    a header      the value without its tensors, and their dtypes and shapes
+    the tensors   as bytes: small ones in one message, otherwise each in its own
+
+In a pipeline's steady state headers repeat, so a small value is one message. Sending never waits: what is sent must
+stay as it is until `flush`. Tensors of other devices pass through the memory of the host.
+"""
+
+import math
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from equipoise.errors import WorkerError
+from equipoise.parallel.stages import map_tensors
+from equipoise.parallel.transport import dumps, loads
+
+__all__ = ["Failure", "Messenger"]
+
+_REMEMBERED = 1 << 16  # bytes; larger headers do not repeat
+_SMALL = 1 << 18  # bytes; values of more are not copied into one message
+_FOREVER = timedelta(days=3650)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a process, sent in the place of a value.
+
+    Attributes:
+        stage: The stage that it computes.
+        device: Where.
+        error: The error, pickled; None if that cannot be sent.
+        text: Its traceback.
+    """
+
+    stage: int
+    device: str
+    error: bytes | None
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, stage: int, device: torch.device) -> "Failure":
+        """The failure that an error is."""
+        text = "".join(traceback.format_exception(error))
+        plain = error.with_traceback(None)
+        plain.__cause__ = plain.__context__ = None
+        try:
+            pickled = cloudpickle.dumps(plain)
+            cloudpickle.loads(pickled)
+        except Exception:
+            pickled = None
+        return cls(stage, str(device), pickled, text)
+
+    def as_error(self) -> BaseException:
+        """The error, as it is raised in another process."""
+        told = f"This was stage {self.stage}, on {self.device}, in a process of its own:\n\n{self.text}"
+        if self.error is None:
+            return WorkerError(told)
+        error: BaseException = cloudpickle.loads(self.error)
+        error.add_note(told)
+        return error
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor goes."""
+
+    index: int
+
+
+class Messenger:
+    """Sends values to other processes of the group, and receives theirs; each pair in order, by tag.
+
+    Args:
+        timeout: Seconds for which a value that is due is waited for.
+
+    Attributes:
+        broken: Whether a message was broken off in its midst, so that nothing that follows could be understood.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._sent: dict[tuple[int, int], tuple[bytes, int]] = {}  # headers, and the bytes that come with a length
+        self._received: dict[tuple[int, int], tuple[bytes, int]] = {}
+        self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self.broken = False
+
+    def send(self, to: int, tag: int, value: Any) -> None:
+        """Sends a value without waiting.
+
+        Args:
+            to: The rank.
+            tag: Which of the ways to it.
+            value: Nested tuples, lists and dictionaries of tensors, and whatever else can be pickled.
+        """
+        tensors: list[Tensor] = []
+
+        def take(tensor: Tensor) -> _Slot:
+            tensors.append(tensor)
+            return _Slot(len(tensors) - 1)
+
+        tree = map_tensors(take, value)
+        header = dumps((tree, [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]))
+        (known, along), way = self._sent.get((to, tag), (b"", 0)), (to, tag)
+        parts = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+        size = sum(map(len, parts))
+        body = [torch.cat(parts)] if parts and size <= _SMALL else parts
+        if known == header:
+            contents = [torch.cat([_ZERO, *body])] if along else [_ZERO, *body]
+        else:
+            length = torch.tensor([len(header)]).view(torch.uint8)
+            contents = [torch.cat([length, torch.zeros(along, dtype=torch.uint8)])]
+            contents += [torch.frombuffer(bytearray(header), dtype=torch.uint8), *body]
+            self._sent[way] = _remembered(header, size)
+        with self._whole():
+            for content in contents:
+                self._leaving.append((dist.isend(content, to, tag=tag), content))
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
+
+    def receive(self, source: int, tag: int, *, idle: bool = False) -> Any:
+        """Waits for a value.
+
+        Args:
+            source: The rank.
+            tag: Which of the ways from it.
+            idle: Whether nothing is due, and one waits as long as it takes. Default: False.
+        """
+        way = (source, tag)
+        known, along = self._received.get(way, (b"", 0))
+        with self._whole():
+            first = self._await(torch.empty(8 + along, dtype=torch.uint8), way, _FOREVER if idle else self._timeout)
+            length = int(first[:8].view(torch.int64))
+            header = self._await(torch.empty(length, dtype=torch.uint8), way).numpy().tobytes() if length else known
+            tree, kinds = loads(header)
+            size = sum(dtype.itemsize * math.prod(shape) for dtype, shape, _ in kinds)
+            if length:
+                self._received[way] = _remembered(header, size)
+            if 0 < size <= _SMALL:
+                body = first[8:] if not length else self._await(torch.empty(size, dtype=torch.uint8), way)
+                tensors = list(_cut(body, kinds))
+            else:
+                tensors = [self._tensor(dtype, shape, learns, way) for dtype, shape, learns in kinds]
+        return _filled(tree, tensors)
+
+    def _tensor(self, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, way: tuple[int, int]) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            self._await(tensor.view(-1).view(torch.uint8), way)
+        return tensor.requires_grad_(requires_grad)
+
+    def _await(self, buffer: Tensor, way: tuple[int, int], timeout: timedelta | None = None) -> Tensor:
+        source, tag = way
+        work = dist.irecv(buffer, source, tag=tag)
+        assert work is not None
+        work.wait(timeout or self._timeout)
+        return buffer
+
+    def flush(self) -> None:
+        """Waits until everything has left, so that it may be changed."""
+        with self._whole():
+            while self._leaving:
+                self._leaving.popleft()[0].wait(self._timeout)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        if self.broken:
+            raise WorkerError("Connection to the other processes of the pipeline is broken.")
+        try:
+            yield
+        except BaseException:
+            self.broken = True
+            raise
+
+
+_ZERO = torch.zeros(8, dtype=torch.uint8)
+
+
+def _remembered(header: bytes, size: int) -> tuple[bytes, int]:
+    """What both sides keep of a message: the header if it may repeat, and the bytes that then come with the length."""
+    return (header, size if size <= _SMALL else 0) if len(header) < _REMEMBERED else (b"", 0)
+
+
+def _cut(body: Tensor, kinds: Sequence[tuple[torch.dtype, tuple[int, ...], bool]]) -> Iterator[Tensor]:
+    """The tensors in a message; each in memory of its own, aligned."""
+    begin = 0
+    for dtype, shape, learns in kinds:
+        end = begin + dtype.itemsize * math.prod(shape)
+        yield body[begin:end].clone().view(dtype).view(shape).requires_grad_(learns)
+        begin = end
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
+
+
+def _filled(tree: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(tree, _Slot):
+        return tensors[tree.index]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_filled(item, tensors) for item in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(_filled(item, tensors) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _filled(item, tensors) for key, item in tree.items()}
+    return tree

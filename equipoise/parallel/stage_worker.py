@@ -1,0 +1,370 @@
+"""A process that computes one stage of a pipeline and does what the first process tells it.
+
+The first process has the last stage, and with it the user's module, the data, the losses, callbacks and checkpoints. A
+worker knows nothing of these: it is sent its stage's calls and layers, computes the forwards and backwards of micro-
+batches in its schedule's order, and steps its own part of the optimisers.
+
+    first process       stage 0       stage 1       ...
+    command        ──>  all of them
+    input          ──>
+                        output   ──>
+                                      output   ──>        to the first process, which has the last stage
+                                      gradient <──        from it
+                        gradient <──
+    reply          <──  each
+
+What goes wrong in a stage is sent on in the place of its values, forward and backward, until the step's messages have
+all been exchanged. So nobody waits for what will not come, and the next command finds everybody ready for it.
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import StepError, WorkerError
+from equipoise.parallel.device_threads import ThreadState
+from equipoise.parallel.schedule import Action, Schedule, Span, actions_of
+from equipoise.parallel.stage_graphs import StageGraphs
+from equipoise.parallel.stage_messages import Failure, Messenger
+from equipoise.parallel.stage_recipes import Recipe, rebuild
+from equipoise.parallel.stages import StageProgram
+from equipoise.parallel.transport import loads
+
+__all__ = [
+    "BACKWARD",
+    "COMMAND",
+    "FORWARD",
+    "HOME",
+    "REPLY",
+    "Kind",
+    "StageWorker",
+    "StepOrder",
+    "nothing_like",
+    "rank_of",
+]
+
+COMMAND, REPLY, FORWARD, BACKWARD, HOME = range(5)  # the ways between two processes
+
+
+def rank_of(stage: int, stages: int) -> int:
+    """Which process computes a stage: the first one the last, the others those before, in order."""
+    return (stage + 1) % stages
+
+
+class Kind(NamedTuple):
+    """What a tensor is before it has come."""
+
+    is_parameter: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StepOrder(NamedTuple):
+    """A step that all stages compute.
+
+    Attributes:
+        programs: For each micro-batch the number of its calls.
+        schedule: In which order; None: there is no backward.
+        state: What torch keeps for a thread: modes of gradients, autocast.
+        seed: For the stage's random numbers.
+        fresh: Whether gradients of earlier steps are done with.
+        home: Whether the first process wants the gradients of the inputs.
+    """
+
+    programs: tuple[int, ...]
+    schedule: Schedule | None
+    state: ThreadState
+    seed: int
+    fresh: bool = False
+    home: bool = False
+
+
+def nothing_like(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without values or memory: whoever computes with it sees NaN, and writing to it is an error."""
+    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nothing, dtype=dtype).expand(tuple(shape))
+
+
+class StageWorker:
+    """Computes a stage.
+
+    Args:
+        messenger: To the other processes.
+        stage: Which.
+        stages: How many there are.
+        device: Where.
+        before: The device of the stage before; of the first stage, the last one's, where its inputs come from.
+    """
+
+    def __init__(
+        self, messenger: Messenger, stage: int, stages: int, device: torch.device, before: torch.device
+    ) -> None:
+        self._messenger, self._stage, self._stages = messenger, stage, stages
+        self._device, self._before = device, before
+        self._failure: Failure | None = None
+        self._spans: list[Span] = []
+        self._commands: dict[str, Callable[..., Any]] = {
+            "begin": self._begin,
+            "take": self._take,
+            "learn": self._learn,
+            "program": self._program,
+            "step": self._step,
+            "zero": self._zero,
+            "give": self._give,
+            "spans": self._give_spans,
+            "gradients": self._gradients,
+            "set_gradients": self._set_gradients,
+            "scale": self._scale,
+            "optimizer": self._optimizer,
+            "optimizer_state": self._optimizer_state,
+            "norms": self._norms,
+            "clip": self._clip,
+            "optimize": self._optimize,
+            "arm": self._arm,
+            "discard": self._discard,
+        }
+        self._begin([])
+
+    def serve(self) -> Any:
+        """Does what it is told until the end; returns what the first process says then."""
+        while True:
+            asked, name, *arguments = self._messenger.receive(0, COMMAND, idle=True)
+            if name == "end":
+                return arguments[0]
+            answer = None
+            try:
+                answer = self._commands[name](*arguments)
+            except BaseException as error:
+                if self._messenger.broken:
+                    raise
+                self._failure = self._failure or Failure.of(error, self._stage, self._device)
+            if asked:
+                failure, self._failure = self._failure, None
+                self._messenger.send(0, REPLY, (answer if failure is None else None, failure))
+                self._messenger.flush()
+
+    # What it has.
+
+    def _begin(self, kinds: Sequence[Kind]) -> None:
+        """Forgets all; afterwards tensors are known by their numbers in a list."""
+        self._kinds = list(kinds)
+        self._tensors: dict[int, Tensor] = {}
+        self._held: set[int] = set()  # of those, the ones that have come
+        self._parts: dict[str, Any] = {}
+        self._programs: dict[int, tuple[StageProgram, dict[str, list[bool]]]] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+        self._notes = False
+        self._noted: dict[int, Tensor] = {}  # buffers before a window, where it may be done again
+
+    def __getitem__(self, key: int) -> Tensor:
+        """A tensor by its number; one that has not come stands for itself."""
+        if key not in self._tensors:
+            kind = self._kinds[key]
+            empty = nothing_like(kind.shape, kind.dtype)
+            self._tensors[key] = nn.Parameter(empty, requires_grad=False) if kind.is_parameter else empty
+        return self._tensors[key]
+
+    def _take(self, values: dict[int, Tensor], learned: dict[int, bool]) -> None:
+        """Takes the values of tensors, and whether they are trained."""
+        for key, value in values.items():
+            tensor = self[key]
+            tensor.data = value.detach().to(self._device)
+            tensor.requires_grad_(learned[key])
+            self._held.add(key)
+
+    def _learn(self, learned: dict[int, bool]) -> None:
+        """Freezes and unfreezes parameters."""
+        for key in self._held & learned.keys():
+            self._tensors[key].requires_grad_(learned[key])
+
+    def _program(
+        self, number: int, recipe: Recipe, parts: bytes, names: dict[str, str], modes: dict[str, list[bool]]
+    ) -> None:
+        """Takes a stage's calls.
+
+        Args:
+            number: Their number.
+            recipe: The calls.
+            parts: The layers that have not come before, by their names in the user's module.
+            names: The names of layers by those in the calls.
+            modes: For each layer which of its parts train.
+        """
+        self._parts.update(loads(parts, known=self))  # type: ignore[arg-type]  # which asks for items alone
+        used = {target: self._parts[name] for target, name in names.items()}
+        self._programs[number] = (rebuild(recipe, used), modes)
+
+    def _give(self, keys: Sequence[int]) -> dict[int, Tensor]:
+        return {key: self._tensors[key].detach() for key in keys}
+
+    def _give_spans(self) -> list[Span]:
+        return self._spans
+
+    # A step.
+
+    def _step(self, *given: Any) -> None:
+        """Computes its stage for all micro-batches of a step."""
+        order = StepOrder(*given)
+        rank, self._spans = rank_of(self._stage, self._stages), []
+        before, after = rank - 1, rank_of(self._stage + 1, self._stages)
+        actions = actions_of(order.schedule or "gpipe", self._stage, self._stages, len(order.programs))
+        graphs: StageGraphs | None = None
+        try:
+            graphs = self._prepared(order)
+        except BaseException as error:
+            self._failure = self._failure or Failure.of(error, self._stage, self._device)
+        for action in actions:
+            if action.backward and order.schedule is None:
+                continue
+            if action.backward:
+                made = self._attempt(graphs, action, order, self._messenger.receive(after, BACKWARD))
+                if self._stage:
+                    self._hand_on(before, BACKWARD, made)
+                elif order.home:
+                    self._hand_on(0, HOME, made)
+            else:
+                made = self._attempt(graphs, action, order, self._messenger.receive(before, FORWARD))
+                self._hand_on(after, FORWARD, made)
+        self._messenger.flush()
+        if order.schedule is None:
+            self._failure = None  # it has come to the first process in the place of the output
+
+    def _prepared(self, order: StepOrder) -> StageGraphs:
+        for number in set(order.programs):
+            for name, trains in self._programs[number][1].items():
+                for part, mode in zip(self._parts[name].modules(), trains, strict=True):
+                    part.training = mode
+        if order.fresh:
+            self._zero()
+        torch.manual_seed(order.seed)
+        return StageGraphs(self._device, self._before)
+
+    def _zero(self) -> None:
+        """Begins a window of accumulation."""
+        for key in self._held:
+            self._tensors[key].grad = None
+        if self._notes:
+            buffers = [key for key in self._held if not self._kinds[key].is_parameter]
+            self._noted = {key: self._tensors[key].detach().clone() for key in buffers}
+
+    def _hand_on(self, rank: int, tag: int, made: Any) -> None:
+        """Sends what an action made, or why that cannot be sent."""
+        try:
+            self._messenger.send(rank, tag, made)
+        except BaseException as error:
+            if self._messenger.broken:
+                raise
+            told = StepError(
+                f"A stage hands on what cannot be sent to another process: {error}. Let the network's blocks exchange"
+                " tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
+            )
+            self._failure = self._failure or Failure.of(told, self._stage, self._device)
+            self._messenger.send(rank, tag, self._failure)
+
+    def _attempt(self, graphs: StageGraphs | None, action: Action, order: StepOrder, given: Any) -> Any:
+        """Computes an action; once anything has failed, that is all that is handed on."""
+        if isinstance(given, Failure):
+            self._failure = self._failure or given
+        if self._failure is not None or graphs is None:
+            if graphs is not None:
+                graphs.forget(action.micro_batch)
+            return self._failure
+        begin = perf_counter()
+        try:
+            if action.backward:
+                made: Any = graphs.backward(action.micro_batch, given)
+            else:
+                program, keep = self._programs[order.programs[action.micro_batch]][0], order.schedule is not None
+                with order.state.entered():
+                    made = graphs.forward(action.micro_batch, program, given, keep=keep, last=False)
+        except BaseException as error:
+            made = self._failure = Failure.of(error, self._stage, self._device)
+        self._spans.append(Span(self._stage, action, begin, perf_counter()))
+        return made
+
+    # Gradients and optimisers.
+
+    def _gradients(self, keys: Sequence[int]) -> dict[int, Tensor | None]:
+        return {key: self._tensors[key].grad for key in keys}
+
+    def _set_gradients(self, gradients: dict[int, Tensor | None]) -> None:
+        for key, gradient in gradients.items():
+            self._tensors[key].grad = None if gradient is None else gradient.to(self._device)
+
+    def _parameters(self, index: int) -> dict[int, Tensor]:
+        """The trained parameters of an optimiser that are here and have a gradient."""
+        ours = {id(parameter) for group in self._optimizers[index].param_groups for parameter in group["params"]}
+        found = ((key, self._tensors[key]) for key in sorted(self._held))
+        return {key: tensor for key, tensor in found if id(tensor) in ours and tensor.grad is not None}
+
+    def _scale(self, index: int, factor: float | Tensor) -> None:
+        """Multiplies gradients."""
+        for parameter in self._parameters(index).values():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor.to(self._device) if isinstance(factor, Tensor) else factor)
+
+    def _norms(self, index: int) -> dict[int, Tensor]:
+        """The norm of each gradient."""
+        return {
+            key: torch.linalg.vector_norm(p.grad) for key, p in self._parameters(index).items() if p.grad is not None
+        }
+
+    def _clip(self, index: int, value: float, norm: Tensor | None) -> None:
+        """Clips gradients: by the norm of all, over all stages, or by value."""
+        parameters = list(self._parameters(index).values())
+        if norm is None:
+            nn.utils.clip_grad_value_(parameters, value)
+        else:
+            nn.utils.clip_grads_with_norm_(parameters, value, norm.to(self._device))
+
+    def _optimizer(self, index: int, content: bytes) -> None:
+        """Takes an optimiser, of whose parameters it keeps those that are here."""
+        kind, state, groups, defaults = loads(content, known=self)  # type: ignore[arg-type]
+        here = {id(self._tensors[key]) for key in self._held}
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in here]
+        optimizer: Optimizer = kind.__new__(kind)
+        optimizer.__setstate__({"state": {}, "param_groups": groups, "defaults": defaults})
+        optimizer.load_state_dict(_packed(optimizer, state))
+        self._optimizers[index] = optimizer
+
+    def _optimizer_state(self, index: int) -> dict[int, Any]:
+        optimizer = self._optimizers.get(index)
+        if optimizer is None:
+            return {}
+        return {
+            key: dict(state)
+            for key in sorted(self._held)
+            if (state := optimizer.state.get(self._tensors[key])) is not None
+        }
+
+    def _optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
+        """Steps an optimiser whose options are now those of the first process."""
+        if self._failure is not None:
+            raise WorkerError("An earlier command failed.")
+        optimizer = self._optimizers[index]
+        for group, given in zip(optimizer.param_groups, options, strict=True):
+            group.update(given)
+        optimizer.step(**kwargs)
+
+    def _arm(self) -> None:
+        """From now on a window may be done again."""
+        self._notes = True
+
+    def _discard(self) -> None:
+        """Lets go of gradients, and brings buffers back to where the window began."""
+        for key in self._held:
+            self._tensors[key].grad = None
+        for key, value in self._noted.items():
+            self._tensors[key].data.copy_(value)
+
+
+def _packed(optimizer: Optimizer, state: dict[Any, Any]) -> dict[str, Any]:
+    """A state by parameters as `load_state_dict` wants it, which converts what it must."""
+    made = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    made["state"] = {index: state[parameter] for index, parameter in enumerate(parameters) if parameter in state}
+    return made

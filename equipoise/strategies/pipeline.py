@@ -1,0 +1,360 @@
+"""The network cut into stages on several devices, computed micro-batch by micro-batch, in one process or several."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import ConfigurationError, StepError
+from equipoise.parallel.internals import is_compiled, set_device_of
+from equipoise.parallel.micro_steps import MicroStep
+from equipoise.parallel.pipeline import Pipeline
+from equipoise.parallel.process_pipeline import ProcessPipeline
+from equipoise.parallel.schedule import Timeline, check_schedule
+from equipoise.parallel.shares import even_sizes
+from equipoise.parallel.split import Splitter
+from equipoise.parallel.tracing import CallStructure
+from equipoise.parallel.weighting import Window
+from equipoise.precision import Precision
+from equipoise.strategies.pipeline_cut import CutOptions, PinnedCut
+from equipoise.strategies.pipeline_launch import StageLaunch
+from equipoise.strategies.pipeline_network import StagedNetwork
+from equipoise.strategies.pipeline_processes import SplitTraining
+from equipoise.strategies.staged_strategy import StagedStrategy
+from equipoise.strategies.steps import StepResult, TrainingStep
+from equipoise.strategies.strategy import Transfer
+
+__all__ = ["PipelineStrategy"]
+
+
+class _Finer(tuple[Any, ...]):
+    """A placed batch that is to be computed in more micro-batches than usual.
+
+    Attributes:
+        factor: How many times more.
+        indices: The numbers of the micro-batches that it came to.
+    """
+
+    factor: int = 1
+    indices: Sequence[int] = ()
+
+
+class PipelineStrategy(StagedStrategy):
+    """Cuts the network into stages, one for each device, and computes the micro-batches of a batch in a pipeline.
+
+    `training_step` runs for every micro-batch, and calls the network once: the module itself, as in `self(x)`, or its
+    largest child, as in `self.network(x)`. What it computes before runs on the last device, and so does the loss. The
+    gradient is that of the whole batch, micro-batches counting by their samples, or by their `loss_weight`.
+
+    Where the network is cut is chosen when it is first called: every part of it is measured, and a dynamic programme
+    minimises the time of the slowest stage among the cuts that fit into memory. The cut is printed, and kept in
+    checkpoints.
+
+    Args:
+        micro_batches: Into how many a batch is cut; fewer where it has fewer samples. Default: twice the stages.
+        schedule: "1f1b", which holds fewer activations, or "gpipe". Default: "1f1b".
+        cut_before: The modules with which the stages but the first begin, by their names. Default: chosen; a module
+            may say by itself with a method `pipeline_cuts`, which returns such names.
+        speeds: How fast the devices are beside one another, such as [3, 1]. Default: all alike.
+        engine: "threads": all stages are computed in this process. "processes": each in a process of its own; the one
+            with the last stage has the module, the data, the losses, callbacks and checkpoints, and the others are
+            sent their layers. Started by the trainer, or, on several machines too, by torchrun or Slurm.
+            Default: "threads".
+        threads: For that engine, whether every stage has a thread. Default: where all devices are different ones. Never
+            for stages on a CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with
+            less memory.
+        timeout: Seconds for which processes wait for what is due before a missing one counts as hung. Default: 1800.
+
+    Raises:
+        ConfigurationError: If an argument cannot be right.
+
+    Example:
+        >>> from equipoise import PipelineStrategy, Trainer
+        >>> trainer = Trainer(strategy=PipelineStrategy(micro_batches=4), devices=["cpu", "cpu"], logger=False,
+        ...                   enable_checkpointing=False)
+    """
+
+    name: ClassVar[str] = "pipeline"
+    goes_back_in_parts: ClassVar[bool] = True
+    copies_always: ClassVar[bool] = False  # tied weights also for stages on one device, as if it were several
+
+    def __init__(
+        self,
+        *,
+        micro_batches: int | None = None,
+        schedule: str = "1f1b",
+        cut_before: Sequence[str] | None = None,
+        speeds: Sequence[float] | None = None,
+        engine: Literal["threads", "processes"] = "threads",
+        threads: bool | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        if micro_batches is not None and (type(micro_batches) is not int or micro_batches < 1):
+            raise ConfigurationError(f"micro_batches is a whole number from 1, not {micro_batches!r}.")
+        if cut_before is not None and (isinstance(cut_before, str) or not _all_are(str, cut_before)):
+            raise ConfigurationError(f"cut_before takes a list of names, such as ['encoder.4'], not {cut_before!r}.")
+        if speeds is not None and not (_all_are(Real, speeds) and all(0 < speed < float("inf") for speed in speeds)):
+            raise ConfigurationError(f"speeds are numbers above 0, one for each device: [3, 1], not {speeds!r}.")
+        if threads is not None and not isinstance(threads, bool):
+            raise ConfigurationError(f"threads is True, False or None, not {threads!r}.")
+        if engine not in ("threads", "processes"):
+            raise ConfigurationError(f"engine must be 'threads' or 'processes', not {engine!r}.")
+        if not (_all_are(Real, [timeout]) and 0 < timeout < float("inf")):
+            raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
+        if engine == "processes" and threads is not None:
+            raise ConfigurationError("threads are for engine='threads': leave them out, or take that engine.")
+        self.engine, self.timeout = engine, timeout
+        self.micro_batches, self.schedule = micro_batches, check_schedule(schedule)
+        self.cut_before = None if cut_before is None else list(cut_before)
+        self.speeds, self.threads = speeds, threads
+        self._pinned: PinnedCut | None = None
+        self._trains = False
+        self._retains = False
+        self._network: StagedNetwork | None = None
+        self._steps = 0  # from which the random numbers of other processes follow
+        self._failed: Pipeline | ProcessPipeline | None = None
+        self.timeline: Timeline | None = None
+
+    # Where it runs.
+
+    @property
+    def root_device(self) -> torch.device:
+        """The last device: batches come to it, and losses are computed there."""
+        return self.devices[-1]
+
+    def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        """Takes the devices, one for each stage; see `Strategy.connect`."""
+        self.others = StageLaunch(devices, num_nodes, self.timeout) if self.engine == "processes" else None
+        super().connect(devices, num_nodes if self.others is None else 1)
+        stages = len(devices) if self.others is None else self.others.stages
+        if self.others is not None:
+            self.launches, self.devices = stages > 1, (self.others.device,)
+            self.global_rank, self.local_rank, self.node_rank = self.others.ranks
+        for name, given, count in (("cut_before", self.cut_before, stages - 1), ("speeds", self.speeds, stages)):
+            if given is not None and len(given) != count:
+                raise ConfigurationError(
+                    f"{name} must have {count} entries for {stages} devices, a stage on each, but has"
+                    f" {len(given)}: {list(given)}."
+                )
+
+    def check_module(self, module: nn.Module, *, training: bool) -> None:
+        """Refuses what does not go backward micro-batch by micro-batch; see `Strategy.check_module`."""
+        kind = type(module).__name__
+        self._trains = training
+        if any(is_compiled(part) for part in module.modules()):
+            raise ConfigurationError(
+                f"{kind} is compiled, in whole or in part, but strategy='pipeline' cuts what was written. Leave"
+                " torch.compile out, or choose another strategy."
+            )
+        if training and not getattr(module, "automatic_optimization", True):
+            raise ConfigurationError(
+                f"{kind} optimises by hand (automatic_optimization=False), but under strategy='pipeline' the backward"
+                " runs stage by stage. Let the trainer optimise, or choose another strategy."
+            )
+        own = getattr(type(module), "backward", None)
+        if training and own is not None and not str(getattr(own, "__module__", "")).startswith("lightning."):
+            raise ConfigurationError(
+                f"{kind} overrides `backward`, but under strategy='pipeline' the backward runs stage by stage. Leave"
+                " it out, or choose another strategy."
+            )
+
+    def setup(self, module: nn.Module, precision: Precision) -> None:
+        """Converts the module; its parts are placed when the network is first called."""
+        processes = None if self.others is None else self.others.processes
+        if processes is not None and precision.scaler is not None:
+            raise ConfigurationError(
+                f"precision={precision.name!r} needs one scale for the gradients of all stages, which"
+                " engine='processes' does not find. Take precision='bf16-mixed', or engine='threads'."
+            )
+        precision.convert_module(module)
+        set_device_of(module, self.root_device)
+        self._placed = module
+        self._splitter = Splitter(module, self.dim)
+        if processes is not None:
+            self._split, processes.steps = SplitTraining(processes, module), self._steps
+        devices = self.devices if processes is None else processes.devices
+        options = CutOptions(
+            devices=devices,
+            measured_on=None if processes is None else self.root_device,
+            schedule=self.schedule,
+            micro_batches=self._usual_count(len(devices)),
+            speeds=self.speeds,
+            dim=self.dim,
+        )
+        self._network = StagedNetwork(
+            module,
+            options,
+            self.cut_before,
+            threads=self.threads,
+            training=self._trains,
+            copy_always=self.copies_always,
+            processes=processes,
+        )
+        self._network.pinned = self._pinned
+        self._network.cover()
+
+    def _usual_count(self, stages: int) -> int:
+        return self.micro_batches or 2 * stages
+
+    def teardown(self, error: BaseException | None = None) -> None:
+        """Lets the module be as it was; see `Strategy.teardown`."""
+        network, self._network = self._network, None
+        split, self._split = self._split, None
+        if network is not None:
+            network.release()
+            if network.cut is not None:
+                self._pinned = network.cut.pinned
+        if split is not None:
+            self._steps = split.processes.steps
+            if not split.processes.messenger.broken:
+                split.bring_home()
+        super().teardown(error)
+
+    def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
+        """Copies a batch to the last device; see `Strategy.place`."""
+        return (transfer(batch, self.root_device),)
+
+    # Computation.
+
+    def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
+        """Computes a batch in micro-batches; see `Strategy.forward_backward`."""
+        assert self._network is not None
+        assert self._placed is not None
+        batch, module = parts[0], self._placed
+        whole = self._splitter.size(batch)
+        factor = parts.factor if isinstance(parts, _Finer) else 1
+        count = 1 if whole is None else min(whole, factor * self._usual_count(len(self._network.options.devices)))
+        sizes = [1] if whole is None else [size for size in even_sizes(whole, count) if size]
+        if isinstance(parts, _Finer):
+            parts.indices = range(len(sizes))
+        cut = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
+        micro = [MicroStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
+        try:
+            with step.inside():
+                self._begin(micro)
+                self._compute(step, micro, sizes)
+        except BaseException:
+            for one in micro:
+                one.abandon()
+            raise
+        results = [_detached(one.result) for one in micro]
+        return step.combine(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
+
+    @staticmethod
+    def _begin(micro: Sequence[MicroStep]) -> None:
+        """Runs every step to its call of the network, or to its end where it skips its micro-batch."""
+        for one in micro:
+            one.start()
+            if one.ended and one.result.loss is not None:
+                raise StepError(
+                    "`training_step` did not call the network, which is what a pipeline computes: the module itself, as"
+                    " in self(x), or its largest child. Call it once for every batch, or choose another strategy."
+                )
+
+    def _compute(self, step: TrainingStep, micro: Sequence[MicroStep], sizes: Sequence[int]) -> None:
+        """Computes the network's calls, and lets every step go backward once."""
+        assert self._network is not None
+        waiting = [index for index, one in enumerate(micro) if not one.ended]
+        calls = {index: CallStructure(*(micro[index].call or ((), {}))) for index in waiting}
+
+        def backward(index: int) -> None:
+            step.piece_of(sizes[index], sum(sizes))
+            self._retains = index in calls and any(tensor.grad_fn is not None for tensor in calls[index].tensors)
+            step.backward(micro[index].result)
+            micro[index].result = _detached(micro[index].result)
+
+        if waiting:
+            state = micro[waiting[0]].state
+            assert state is not None
+            with state.entered():
+                pipelines = [self._network.pipeline(micro[index].inside or "", calls[index]) for index in waiting]
+            first: Any = pipelines[0]
+            self._failed = first
+            if isinstance(first, ProcessPipeline):
+                first.fresh = step.first
+            shadows = self._network.placement.shadows
+            shadows.begin_step()
+            first.run(
+                [micro[index] for index in waiting],
+                [calls[index].tensors for index in waiting],
+                lambda position: backward(waiting[position]),
+                pipelines,
+            )
+            shadows.end_step()
+            self.timeline = first.timeline
+        elif step.first and self._split is not None:  # nobody else hears of this step
+            self._split.processes.tell_all("zero")
+        for index in set(range(len(micro))) - set(waiting):
+            backward(index)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward of a micro-batch, down to the inputs of the last stage.
+
+        What was computed before the network, and is used beside it too, goes backward once more from the first stage.
+        """
+        if self._retains:
+            kwargs = {"retain_graph": True, **kwargs}
+        super().backward(loss, *args, **kwargs)
+
+    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+        """See `Strategy.finish_gradients`."""
+        assert self._network is not None
+        self._network.placement.settle_optimizer(optimizer)
+        if self._split is not None:
+            self._split.gather(optimizer, window.correction())
+        return super().finish_gradients(window, optimizer)
+
+    def failed_device(self, named: str | None) -> torch.device:
+        """The stage's that failed, if the message names none; see `Strategy.failed_device`."""
+        stage = None if self._failed is None else self._failed.failed
+        return super().failed_device(named) if named is not None or stage is None else stage
+
+    def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
+        """In training more micro-batches instead of pieces one after the other; see `Strategy.cut`."""
+        if not torch.is_grad_enabled():
+            return super().cut(parts, count, splitter)
+        finer = _Finer(parts)
+        finer.factor = count * (parts.factor if isinstance(parts, _Finer) else 1)
+        return [finer]
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cut, so that a resumed run goes on with it, and what random numbers of other processes follow from."""
+        if self._network is not None and self._network.cut is not None:
+            self._pinned = self._network.cut.pinned
+        pinned = self._pinned
+        state: dict[str, Any] = {} if pinned is None else {"cut_before": pinned.names, "calls": pinned.calls}
+        if self.engine == "processes":
+            state["steps"] = self._steps if self._split is None else self._split.processes.steps
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes a cut back, which counts if it is for as many devices, and nobody says otherwise."""
+        names, calls = state.get("cut_before"), state.get("calls")
+        if isinstance(names, list) and isinstance(calls, list) and _all_are(str, [*names, *calls]):
+            self._pinned = PinnedCut(names=names, calls=calls)
+            if self._network is not None:
+                self._network.pinned = self._pinned
+        steps = state.get("steps")
+        if isinstance(steps, int):
+            self._steps = steps
+            if self._split is not None:
+                self._split.processes.steps = steps
+
+
+def _all_are(kind: type, values: Any) -> bool:
+    return isinstance(values, Iterable) and all(
+        isinstance(value, kind) and not isinstance(value, bool) for value in values
+    )
+
+
+def _detached(result: StepResult) -> StepResult:
+    """A result without its graph, whose end holds the last stage's inputs and their gradients."""
+    outputs = apply_to_collection(result.outputs, Tensor, Tensor.detach)
+    return result._replace(loss=None if result.loss is None else result.loss.detach(), outputs=outputs)

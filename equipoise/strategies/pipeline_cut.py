@@ -1,0 +1,253 @@
+"""Where a network is cut into stages: by measuring, by names, or as a pinned cut says; and the table that tells it."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx, nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.memory.devices import format_bytes, list_devices
+from equipoise.parallel.partition import DoesNotFit, Stage, StageDevice, choose_cuts, describe_stages
+from equipoise.parallel.schedule import Schedule, simulate
+from equipoise.parallel.stages import may_cut, modules_of, names_of, owners, taking_inputs, with_parents
+from equipoise.parallel.tracing import Traced
+from equipoise.strategies.pipeline_profile import merge_blocks, profile_calls
+
+__all__ = ["Cut", "CutOptions", "PinnedCut", "cut_as_pinned", "cut_automatically", "cut_by_names", "table_of"]
+
+_RESERVE = 0.9  # of a device's memory may be planned with
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOptions:
+    """What the user wishes.
+
+    Attributes:
+        devices: One for each stage.
+        schedule: See `parallel.schedule`.
+        micro_batches: How many there will be.
+        speeds: For each device how fast it is beside the others; None: all alike.
+        dim: The dimension of a batch's tensors that holds its samples.
+        measured_on: Where calls are measured. Default: the first device.
+    """
+
+    devices: Sequence[torch.device]
+    schedule: Schedule
+    micro_batches: int
+    speeds: Sequence[float] | None = None
+    dim: int = 0
+    measured_on: torch.device | None = None
+
+    def stage_devices(self) -> list[StageDevice]:
+        """What each stage has to do with. Stages on one device share its memory, and so do all on a CPU."""
+        infos = {info.device: info for info in list_devices(only={str(device) for device in self.devices})}
+        speeds = self.speeds or [1.0] * len(self.devices)
+        made = []
+        for device, speed in zip(self.devices, speeds, strict=True):
+            info, shared = infos.get(str(device)), self.devices.count(device)
+            free = None if info is None else info.memory_free
+            limit = None if free is None else int(_RESERVE * free / shared)
+            made.append(StageDevice(slowness=max(speeds) / speed, memory=limit))
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinnedCut:
+    """A cut as a run leaves it to the next.
+
+    Attributes:
+        names: The names of what the stages but the first begin with.
+        calls: The same as the traced forward has them, which tells repeated calls of a layer apart.
+    """
+
+    names: list[str]
+    calls: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A network cut into stages.
+
+    Attributes:
+        ends: For each stage the index of the call after its last.
+        first_blocks: For each stage the name of what it begins with.
+        first_calls: The same as the traced forward has it.
+        stages: What is predicted of each; empty for a cut that was not measured.
+        idle: The predicted share of time in which stages wait; None if nothing was measured.
+        samples: The samples of the micro-batch that was measured; None if nothing was, or nobody can tell.
+    """
+
+    ends: list[int]
+    first_blocks: list[str]
+    first_calls: list[str]
+    stages: list[Stage]
+    idle: float | None
+    samples: int | None = None
+
+    @property
+    def pinned(self) -> PinnedCut:
+        """What a later run needs of it."""
+        return PinnedCut(names=self.first_blocks[1:], calls=self.first_calls[1:])
+
+
+def cut_automatically(
+    traced: Traced, module: nn.Module, tensors: Sequence[Tensor], options: CutOptions, prefix: str
+) -> Cut:
+    """Measures the calls of a forward, and chooses.
+
+    Args:
+        traced: The forward.
+        module: The user's module.
+        tensors: The tensors of a call with one micro-batch.
+        options: What the user wishes.
+        prefix: The network's name in the user's module; empty if it is that itself.
+
+    Raises:
+        ConfigurationError: If there are more stages than places to cut, or nothing fits.
+    """
+    calls = profile_calls(traced, module, tensors, options.measured_on or options.devices[0])
+    blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
+    devices = options.stage_devices()
+    try:
+        chosen = choose_cuts(blocks, devices, schedule=options.schedule, micro_batches=options.micro_batches)
+    except ValueError:
+        raise ConfigurationError(
+            f"The network has {len(blocks)} blocks between which it can be cut, which is not enough for"
+            f" {len(devices)} stages. Give fewer devices."
+        ) from None
+    except DoesNotFit as error:
+        stages = describe_stages(
+            blocks, devices, error.best, schedule=options.schedule, micro_batches=options.micro_batches
+        )
+        wanted = "; ".join(
+            f"stage {index} on {device} {format_bytes(stage.memory)} of {format_bytes(limit.memory or 0)}"
+            for index, (stage, device, limit) in enumerate(zip(stages, options.devices, devices, strict=True))
+        )
+        raise ConfigurationError(
+            f"No cut of the network fits into memory; the best would need: {wanted}. More micro_batches, a smaller"
+            " batch, activation checkpointing, a lower precision or more devices would help."
+        ) from None
+    stages = describe_stages(blocks, devices, chosen, schedule=options.schedule, micro_batches=options.micro_batches)
+    ends = [ends_of_blocks[end - 1] for end in chosen]
+    sizes = {tensor.size(options.dim) for tensor in tensors if tensor.ndim > options.dim}
+    samples = sizes.pop() if len(sizes) == 1 else None
+    return replace(_cut(traced, ends, prefix, stages, _idle(stages, options)), samples=samples)
+
+
+def _cut(traced: Traced, ends: Sequence[int], prefix: str, stages: list[Stage], idle: float | None) -> Cut:
+    first, names = [traced.calls[begin] for begin in ends[:-1]], names_of(traced)
+    return Cut(
+        ends=list(ends),
+        first_blocks=["", *(_shown(*names[begin], prefix) for begin in ends[:-1])],
+        first_calls=["", *(node.name for node in first)],
+        stages=stages,
+        idle=idle,
+    )
+
+
+def _shown(name: str, is_module: bool, prefix: str) -> str:
+    return f"{prefix}.{name}" if prefix and is_module else name
+
+
+def cut_as_pinned(traced: Traced, pinned: PinnedCut, prefix: str, stages: int) -> Cut | None:
+    """Cuts as an earlier run did.
+
+    Args:
+        traced: The forward.
+        pinned: The earlier cut.
+        prefix: The network's name in the user's module; empty if it is that itself.
+        stages: The number of stages.
+
+    Returns:
+        The cut; None if this network is not that one, or there are other devices.
+    """
+    if len(pinned.calls) != stages - 1:
+        return None
+    allowed, order = may_cut(traced), {node.name: index for index, node in enumerate(traced.calls)}
+    ends = [order.get(name, 0) for name in pinned.calls]
+    if all(ends) and ends == sorted(set(ends)) and all(allowed[end - 1] for end in ends):
+        return _cut(traced, [*ends, len(traced.calls)], prefix, [], None)
+    try:
+        return cut_by_names(traced, pinned.names, prefix, stages)
+    except ConfigurationError:
+        return None
+
+
+def cut_by_names(traced: Traced, names: Sequence[str], prefix: str, stages: int) -> Cut:
+    """Cuts before modules.
+
+    Args:
+        traced: The forward.
+        names: The modules with which the stages but the first begin, by their names in the user's module or in the
+            network; or other calls, as the table names them.
+        prefix: The network's name in the user's module; empty if it is that itself.
+        stages: The number of stages.
+
+    Raises:
+        ConfigurationError: If there is none of a name, or it cannot be cut there.
+    """
+    if len(names) != stages - 1:
+        raise ConfigurationError(
+            f"{stages} devices, a stage on each, need {stages - 1} names to cut before, but there are {len(names)}:"
+            f" {list(names)}."
+        )
+    allowed, ends, last = may_cut(traced), [], 0
+    called = owners(traced)
+    for name in names:
+        own = name.removeprefix(f"{prefix}.") if prefix else name
+        place = next(
+            (index for index, node in enumerate(traced.calls) if node.name == name or _is_within(node, own)), None
+        )
+        if place is None:
+            known = sorted({part for used in called for one in used for part in with_parents(one)})
+            known = [f"{prefix}.{one}" if prefix and name.startswith(f"{prefix}.") else one for one in known]
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(known[:20])}."
+            raise ConfigurationError(f"cut_before names {name!r}, which the network does not call.{hint}")
+        if place <= last or not allowed[place - 1]:
+            why = "what it begins with is changed in place" if place > last else "it comes before the cut named earlier"
+            if place <= taking_inputs(traced):
+                why = "that is where it begins"
+            raise ConfigurationError(f"The network cannot be cut before {name!r}: {why}. Name another module.")
+        ends.append(place)
+        last = place
+    return _cut(traced, [*ends, len(traced.calls)], prefix, [], None)
+
+
+def _is_within(node: fx.Node, name: str) -> bool:
+    """Whether a call is one of a module, or of what is in it."""
+    return any(f"{path}.".startswith(f"{name}.") for path in modules_of(node))
+
+
+def _idle(stages: Sequence[Stage], options: CutOptions) -> float:
+    forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
+    return simulate(options.schedule, forward, backward, options.micro_batches).idle
+
+
+def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
+    """The cut in words, a line for each stage.
+
+    Args:
+        cut: The cut.
+        options: The devices and the schedule.
+        sizes: For each stage the bytes of its parameters.
+    """
+    header = f"{'stage':>5}  {'device':<8}  {'begins with':<24}  {'parameters':>10}"
+    if cut.stages:
+        header += f"  {'time':>9}  {'memory':>10}"
+    lines = [header]
+    for index, (device, name, size) in enumerate(zip(options.devices, cut.first_blocks, sizes, strict=True)):
+        line = f"{index:>5}  {device!s:<8}  {name or '(input)':<24}  {format_bytes(size):>10}"
+        if cut.stages:
+            stage = cut.stages[index]
+            line += f"  {(stage.forward + stage.backward) * 1000:>6.2f} ms  {format_bytes(stage.memory):>10}"
+        lines.append(line)
+    if cut.idle is not None:
+        of = "" if cut.samples is None else f" of {cut.samples} sample{'s' * (cut.samples != 1)}"
+        lines.append(
+            f"Predicted for a micro-batch{of}; with {options.micro_batches} of them under {options.schedule!r} stages"
+            f" idle {cut.idle:.0%} of the time."
+        )
+    return "\n".join(lines)

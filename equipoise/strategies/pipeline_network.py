@@ -1,0 +1,231 @@
+"""The network of a pipeline: its calls caught, its forward traced, its parts placed on devices."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.parallel.checkpointing import is_checkpointed
+from equipoise.parallel.micro_steps import current_step, is_inside_stage
+from equipoise.parallel.pipeline import Pipeline
+from equipoise.parallel.process_pipeline import ProcessPipeline
+from equipoise.parallel.stage_processes import StageProcesses
+from equipoise.parallel.stages import StageProgram, homes_of, make_stages
+from equipoise.parallel.tracing import CallStructure, NotTraceable, Traced, trace
+from equipoise.strategies.pipeline_cut import (
+    Cut,
+    CutOptions,
+    PinnedCut,
+    cut_as_pinned,
+    cut_automatically,
+    cut_by_names,
+    table_of,
+)
+from equipoise.strategies.pipeline_placement import Placement
+
+__all__ = ["StagedNetwork"]
+
+
+class StagedNetwork:
+    """Stands before the forward of the network while a run lasts.
+
+    Which module is the network shows when it is called: the user's module itself, or the largest of its children.
+    Nothing is cut before the first call, since blocks are measured with real inputs.
+
+    Args:
+        module: The user's module.
+        options: Devices, schedule, micro-batches.
+        names: The modules to cut before; None: chosen by measuring.
+        threads: See `Pipeline`.
+        training: Whether it is to be trained; then it is measured as in training, whatever the first call is for.
+        copy_always: See `Placement`.
+        processes: Those that compute the stages but the last; None: all are computed here.
+
+    Attributes:
+        cut: Where it is cut; None before the first call.
+        pinned: A cut of an earlier run, which is taken where nobody wishes another, if the network still has it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: CutOptions,
+        names: Sequence[str] | None,
+        *,
+        threads: bool | None,
+        training: bool,
+        copy_always: bool = False,
+        processes: StageProcesses | None = None,
+    ) -> None:
+        self.module, self.options, self.names, self.threads = module, options, names, threads
+        self.training, self.processes = training, processes
+        self.cut: Cut | None = None
+        self.pinned: PinnedCut | None = None
+        self.placement = Placement(module, options.devices, copy_always=copy_always, in_processes=processes is not None)
+        self._signature: tuple[str, ...] = ()  # of the forward that was cut
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._own: dict[str, Any] = {}  # forwards that the user has set in an instance
+        self._pipelines: dict[tuple[Any, ...], Pipeline | ProcessPipeline] = {}
+        self._named = dict(module.named_modules())
+
+    # Calls.
+
+    def cover(self) -> None:
+        """Catches calls of the module and of its largest child."""
+        children = {
+            name: child for name, child in self.module.named_children() if any(True for _ in child.parameters())
+        }
+        sizes = {name: sum(parameter.numel() for parameter in child.parameters()) for name, child in children.items()}
+        names = [max(sizes, key=lambda name: sizes[name])] if sizes else []
+        self.placement.place_outside(self._named[names[0]] if names else None)
+        if type(self.module).forward is not nn.Module.forward:
+            names.append("")
+        for name in names:
+            if is_checkpointed(self._named[name]):
+                raise ConfigurationError(
+                    f"activation_checkpointing means {name!r}, which is the network that is cut into stages. Name parts"
+                    f" of it, such as '{name}.*'."
+                )
+            self._originals[name] = self._named[name].forward
+            if "forward" in vars(self._named[name]):
+                self._own[name] = vars(self._named[name])["forward"]
+        self.recover()
+
+    def uncover(self) -> None:
+        """Lets calls through again."""
+        for name in self._originals:
+            if name in self._own:
+                self._named[name].forward = self._own[name]
+            elif "forward" in vars(self._named[name]):
+                del self._named[name].forward
+
+    def recover(self) -> None:
+        """Catches calls again after `uncover`."""
+        for name in self._originals:
+            self._named[name].forward = self._catcher(name)
+
+    def release(self) -> None:
+        """The run has ended."""
+        self.uncover()
+        self.placement.stop_waiting()
+
+    @contextmanager
+    def _uncovered(self) -> Iterator[None]:
+        self.uncover()
+        try:
+            yield
+        finally:
+            self.recover()
+
+    def _catcher(self, name: str) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_inside_stage():  # a stage that has it whole
+                return self._originals[name](*args, **kwargs)
+            step = current_step()
+            if step is not None:
+                step.inside = step.inside or name
+                return step.hand_over(args, kwargs)
+            structure = CallStructure(args, kwargs)
+            pipeline = self.pipeline(name, structure, whole=True)
+            with self.placement.shadows.in_forward():
+                return pipeline.forward(structure.tensors)
+
+        return forward
+
+    # Stages.
+
+    def pipeline(self, name: str, structure: CallStructure, *, whole: bool = False) -> Pipeline | ProcessPipeline:
+        """The stages for a call.
+
+        Args:
+            name: The network's name in the user's module.
+            structure: The call.
+            whole: Whether it is a call with a whole batch, not with a micro-batch.
+
+        Raises:
+            ConfigurationError: If the network cannot be cut.
+        """
+        network = self._named[name]
+        key = (name, structure.key, tuple(part.training for part in network.modules()))
+        found = self._pipelines.get(key)
+        if found is None:
+            if self.cut is None:
+                self.placement.stop_waiting()
+                with self._as_trained():
+                    self._choose(name, self._trace(name, network, structure), self._sample(structure, whole))
+            assert self.cut is not None
+            traced = self._trace(name, network, structure)
+            if traced.signature == self._signature:
+                ends = self.cut.ends
+            else:
+                ends = homes_of(traced, self.placement.stage_of(network), len(self.options.devices))
+            stages = make_stages(traced, ends, self.placement.shadow(traced))
+            found = self._make(traced, stages)
+            if len(self._pipelines) > 64:
+                self._pipelines.clear()  # calls with ever other numbers among their arguments
+            self._pipelines[key] = found
+        return found
+
+    def _make(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
+        if self.processes is None:
+            return Pipeline(stages, self.options.devices, self.options.schedule, threads=self._may_have_threads())
+        with self._uncovered():  # the layers travel as they are
+            number = self.processes.give_out(traced.root, stages)
+        return ProcessPipeline(self.processes, number, stages[-1], self.options.schedule)
+
+    def _may_have_threads(self) -> bool | None:
+        """Threads that share a random generator would draw from it beside one another while forwards are repeated."""
+        on_cpu = any(device.type == "cpu" for device in self.options.devices)
+        return False if on_cpu and any(map(is_checkpointed, self.module.modules())) else self.threads
+
+    def _trace(self, name: str, network: nn.Module, structure: CallStructure) -> Traced:
+        try:
+            with self._uncovered():
+                return trace(network, self._originals[name], structure)
+        except NotTraceable as error:
+            kind = type(network).__name__
+            raise ConfigurationError(
+                f"{kind} cannot be cut into stages: {error.obstacle}. Move what asks for values into a submodule, which"
+                " stays whole; or write the network as a sequence of blocks (nn.Sequential); or place its parts by"
+                " hand and train with strategy='single_device'."
+            ) from error
+
+    @contextmanager
+    def _as_trained(self) -> Iterator[None]:
+        """In the mode of training, if that is what is to come: a check of the validation may be the first call."""
+        before = [(part, part.training) for part in self.module.modules()]
+        if self.training and not self.module.training:
+            self.module.train()
+        try:
+            yield
+        finally:
+            for part, mode in before:
+                part.training = mode
+
+    def _sample(self, structure: CallStructure, whole: bool) -> list[Tensor]:
+        """The tensors of a call with one micro-batch."""
+        tensors, dim = structure.tensors, self.options.dim
+        sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
+        if not whole or not self.training or len(sizes) != 1:
+            return tensors
+        size = -(-sizes.pop() // self.options.micro_batches)
+        return [tensor.narrow(dim, 0, size) if tensor.ndim > dim else tensor for tensor in tensors]
+
+    def _choose(self, name: str, traced: Traced, tensors: Sequence[Tensor]) -> None:
+        """Cuts, and places every part on the device of its stage."""
+        names = self.names
+        if names is None and callable(own := getattr(self.module, "pipeline_cuts", None)):
+            names = list(own())
+        if names is not None:
+            cut: Cut | None = cut_by_names(traced, names, name, len(self.options.devices))
+        else:
+            cut = None if self.pinned is None else cut_as_pinned(traced, self.pinned, name, len(self.options.devices))
+        if cut is None:
+            with self._uncovered():
+                cut = cut_automatically(traced, self.module, tensors, self.options, name)
+        sizes = self.placement.place(self._named[name], traced, cut.ends)
+        self.cut, self._signature = cut, traced.signature
+        rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table_of(cut, self.options, sizes)}")

@@ -1,0 +1,69 @@
+"""What strategies share that run in several processes: where each stands, and its process group."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from equipoise.errors import ConfigurationError
+from equipoise.parallel.process_group import Place, joined
+
+__all__ = ["check_count", "in_group", "place_of_worker", "refuse_machines"]
+
+
+def check_count(place: Place, devices: Sequence[torch.device], num_nodes: int) -> None:
+    """Checks that there is a process for each device.
+
+    Raises:
+        ConfigurationError: If there are more or fewer.
+    """
+    wanted = len(devices) * num_nodes
+    if wanted != place.world_size:
+        raise ConfigurationError(
+            f"There are {place.world_size} processes, but {len(devices)} devices on each of {num_nodes} machines"
+            f" need {wanted}. Let devices, num_nodes and what started the processes agree."
+        )
+
+
+def refuse_machines(num_nodes: int) -> None:
+    """Checks that one machine is enough where nobody has started processes on others.
+
+    Raises:
+        ConfigurationError: If there are to be several.
+    """
+    if num_nodes != 1:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}: processes on several machines are started by torchrun or Slurm, but"
+            " neither started this one."
+        )
+
+
+def place_of_worker(rank: int, size: int, device: torch.device) -> Place:
+    """Where a process stands that the trainer has started; its environment says so, too."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return Place(rank, rank, 0, size, size)
+
+
+@contextmanager
+def in_group(
+    place: Place, device: torch.device, *, timeout: float, port: int | None = None, backend: str | None = None
+) -> Iterator[None]:
+    """Joins the process group; see `parallel.process_group.joined`.
+
+    Args:
+        place: Where this process stands.
+        device: Where it computes.
+        timeout: Seconds for which processes wait for one another.
+        port: That of a store on this machine. None: the environment says where to meet.
+        backend: Torch's backend.
+    """
+    vars(rank_zero_only)["rank"] = place.global_rank
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with joined(place, device, timeout=timedelta(seconds=timeout), port=port, backend=backend):
+        yield

@@ -1,0 +1,93 @@
+"""What a strategy of stages leaves to the other processes, where there are such."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from equipoise.strategies.pipeline_launch import StageLaunch
+from equipoise.strategies.pipeline_processes import SplitTraining
+from equipoise.strategies.strategy import Strategy
+
+__all__ = ["StagedStrategy"]
+
+T = TypeVar("T")
+_OF_A_RUN = ("_network", "_placed", "_split", "_failed", "timeline")
+
+
+class StagedStrategy(Strategy):
+    """Runs in the first of several processes, whose parts in optimisers and states it knows; or in one process.
+
+    Attributes:
+        others: The other processes; None: all is computed in this one.
+    """
+
+    others: StageLaunch | None = None
+    _split: SplitTraining | None = None  # while other processes take part
+
+    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
+        """Runs a function in the first process, which tells the others what to do; see `Strategy.launch`."""
+        if self.others is None or self.others.stages == 1:
+            return function()
+        return self.others.launch(self, function, known)
+
+    def enter(self, others: StageLaunch) -> None:
+        """Called in the first process, once the others are there."""
+        self.others, self.devices = others, (others.device,)
+
+    # Gradients and optimisers.
+
+    def arm_recovery(self) -> None:
+        """Other processes note what a window changes, too; see `Strategy.arm_recovery`."""
+        if self._split is not None:
+            self._split.processes.tell_all("arm")
+
+    def discard_gradients(self) -> bool:
+        """Lets go of a failed attempt's gradients in other processes; see `Strategy.discard_gradients`."""
+        if self._split is not None:
+            self._split.processes.tell_all("discard")
+        return False
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clips gradients over all stages; see `Strategy.clip_gradients`."""
+        if self._split is None:
+            super().clip_gradients(optimizer, value, algorithm)
+        else:
+            self._split.clip(optimizer, value, algorithm)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Steps an optimiser in all processes; see `Strategy.optimizer_step`."""
+        if self._split is None:
+            return super().optimizer_step(optimizer, closure, **kwargs)
+        return self._split.optimizer_step(optimizer, closure, **kwargs)
+
+    # State.
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's whole state, of all processes; see `Strategy.module_state`."""
+        return super().module_state(module) if self._split is None else self._split.module_state()
+
+    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        """Loads the module's state in all processes; see `Strategy.load_module_state`."""
+        if self._split is None:
+            super().load_module_state(module, state, strict)
+        else:
+            self._split.load_module_state(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimiser's whole state, of all processes; see `Strategy.optimizer_state`."""
+        return super().optimizer_state(optimizer) if self._split is None else self._split.optimizer_state(optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loads an optimiser's state in all processes; see `Strategy.load_optimizer_state`."""
+        if self._split is None:
+            super().load_optimizer_state(optimizer, state)
+        else:
+            self._split.load_optimizer_state(optimizer, state)
+
+    # On its way to other processes.
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        """The options; nothing that belongs to a run."""
+        return {**vars(self), **dict.fromkeys(_OF_A_RUN)}

@@ -1,0 +1,143 @@
+"""Stages and micro-batches without a trainer: values, gradients, order, threads, errors."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.parallel.micro_steps import MicroStep, current_step
+from equipoise.parallel.pipeline import Pipeline
+from equipoise.parallel.schedule import actions_of
+from equipoise.parallel.stages import StageProgram, make_stages
+from equipoise.parallel.tracing import CallStructure, trace
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]).double()
+
+
+def pipeline_of(net: nn.Module, x: Tensor, stages: int, **options: Any) -> Pipeline:
+    made = trace(net, net.forward, CallStructure((x,), {}))
+    count = len(made.calls)
+    ends = [count * (index + 1) // stages for index in range(stages)]
+    return Pipeline(make_stages(made, ends), [CPU] * stages, options.pop("schedule", "1f1b"), **options)
+
+
+class Steps:
+    """A loss for each micro-batch."""
+
+    def __init__(self, parts: Any) -> None:
+        self.steps = [MicroStep(lambda part=part: self.step(part)) for part in parts]
+        for step in self.steps:
+            step.start()
+        self.inputs = [[step.call[0][0]] for step in self.steps if step.call]
+
+    @staticmethod
+    def step(part: Tensor) -> Tensor:
+        step = current_step()
+        assert step is not None
+        return step.hand_over((part,), {}).square().sum()
+
+    def backward(self, index: int) -> None:
+        self.steps[index].result.backward()
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_gradients_also_of_what_was_computed_before(stages, schedule, threads):
+    net, x = network(), torch.rand(7, 4).double()
+    before = torch.rand(4, 4).double().requires_grad_()
+    net(x @ before).square().sum().backward()
+    expected = [before.grad, *(parameter.grad for parameter in net.parameters())]
+    before.grad = None
+    net.zero_grad()
+    pipeline = pipeline_of(net, x, stages, schedule=schedule, threads=threads)
+    steps = Steps([part @ before for part in x.split(2)])
+    pipeline.run(steps.steps, steps.inputs, steps.backward)
+    for gradient, tensor in zip(expected, [before, *net.parameters()], strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-12)
+    for stage in range(stages):
+        own = [span.action for span in pipeline.timeline.spans if span.stage == stage]
+        assert own == actions_of(schedule, stage, stages, 4)
+    assert pipeline.timeline.stages == stages
+    assert all(span.end >= span.begin for span in pipeline.timeline.spans)
+
+
+def test_one_forward_through_all_stages():
+    net, x = network(), torch.rand(3, 4).double().requires_grad_()
+    pipeline = pipeline_of(net, x, 3)
+    assert torch.equal(pipeline.forward([x]), net(x))
+    (gradient,) = torch.autograd.grad(pipeline.forward([x]).sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(net(x).sum(), x)[0])
+
+
+def test_without_a_backward():
+    net, x = network(), torch.rand(3, 4).double()
+    pipeline = pipeline_of(net, x, 2)
+    steps = Steps([x, x + 1])
+    pipeline.run(steps.steps, steps.inputs, None)
+    for step, one in zip(steps.steps, (x, x + 1), strict=True):
+        assert torch.equal(step.result, net(one).square().sum())
+    assert [span.action.backward for span in pipeline.timeline.spans] == [False] * 4
+
+
+def test_the_same_tensor_twice_gets_both_gradients():
+    """A stage hands on one tensor under two names, and one that it only passes on."""
+    weight = torch.tensor(3.0, requires_grad=True)
+
+    def first(given: Any) -> Any:
+        made = given[0] * weight
+        return [(made, made), given[0]]
+
+    def second(pair: Any, passed: Tensor) -> Any:
+        return [pair[0] * 2 + pair[1] * 5, passed]
+
+    stages = [
+        StageProgram(first, ["tensors"], ["pair", "passed"]),
+        StageProgram(second, ["pair", "passed"], ["sum", "passed"]),
+        StageProgram(lambda total, passed: total * passed, ["sum", "passed"], []),
+    ]
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    steps = Steps([x * 1])
+    Pipeline(stages, [CPU] * 3, "gpipe").run(steps.steps, steps.inputs, steps.backward)
+    made = (7 * x.detach() * weight.detach() * x.detach()).requires_grad_()
+    assert torch.equal(weight.grad, (2 * made * 7 * x**2).sum().detach())
+    torch.testing.assert_close(x.grad, 2 * made.detach() * 14 * weight.detach() * x.detach())
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_errors_end_all(at, threads):
+    def fail(*_: Any) -> Any:
+        raise ValueError("mine")
+
+    programs = [StageProgram(lambda given: [given[0] * 1], ["x"], ["y"])]
+    programs += [StageProgram(lambda y: [y * 1], ["y"], ["z"]), StageProgram(lambda z: z * 1, ["z"], [])]
+    programs[at].run = fail
+    pipeline = Pipeline(programs, [CPU] * 3, "1f1b", threads=threads)
+    steps = Steps(torch.rand(5, 2, requires_grad=True).unbind())
+    with pytest.raises(ValueError, match="mine") as raised:
+        pipeline.run(steps.steps, steps.inputs, steps.backward)
+    assert raised.value.__notes__ == [f"This was stage {at} of the pipeline, on cpu."]
+    assert pipeline.failed == CPU
+    assert all(step.ended for step in steps.steps)
+
+
+def test_threads_by_default_only_where_all_devices_differ():
+    programs = [StageProgram(lambda given: given, ["x"], [])] * 2
+    assert not Pipeline(programs, [CPU, CPU], "1f1b").threads
+    assert Pipeline(programs, [CPU, torch.device("cuda:0")], "1f1b").threads
+    assert not Pipeline(programs[:1], [CPU], "1f1b").threads

@@ -1,0 +1,142 @@
+"""What the table predicts of each stage's memory, beside what the ledger then measures of it."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import PipelineStrategy
+from equipoise.memory import ledger
+from equipoise.parallel import pipeline, stage_graphs
+from tests.conftest import ignoring
+from tests.strategies.pipelines import quiet
+
+pytestmark = ignoring()
+
+MICRO_BATCHES = 8
+
+
+class Mlp(nn.Sequential):
+    shape: tuple[int, ...] = (64, 256)
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(12)], nn.Linear(256, 256))
+
+
+class Transformer(nn.Module):
+    shape: tuple[int, ...] = (4, 32, 64)
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.encoder(x))
+
+
+class Convolution(nn.Module):
+    shape: tuple[int, ...] = (4, 3, 16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: list[nn.Module] = []
+        for before in (3, *[32] * 7):
+            blocks += [nn.Conv2d(before, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True)]
+        self.layers, self.head = nn.Sequential(*blocks), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+class Module(L.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class StageByStage:
+    """Lets the ledger tell stages apart, which all lie on the CPU here, and stages copy what devices would copy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.homes = "outside", dict[int, str]()
+        compute, stages = pipeline._Run.compute, self
+
+        def noted(run: Any, stage: int, action: Any) -> None:
+            outer, stages.now = stages.now, f"stage {stage}"
+            try:
+                compute(run, stage, action)
+            finally:
+                stages.now = outer
+
+        class Entry(ledger._Entry):
+            __slots__ = ()
+
+            def __init__(self, tensor: Tensor, *args: Any) -> None:
+                super().__init__(tensor, *args)
+                self.device = stages.homes.get(id(tensor), stages.now)
+
+        monkeypatch.setattr(pipeline._Run, "compute", noted)
+        monkeypatch.setattr(stage_graphs, "bring", lambda tensor, device: tensor.clone())
+        monkeypatch.setattr(ledger, "_Entry", Entry)
+
+    def settle(self, module: nn.Module, optimizer: Any, stage_of: dict[int, int]) -> None:
+        """Parameters, gradients and the optimiser's state belong to the stage of the parameter."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            home = f"stage {stage_of[id(tensor)]}"
+            of_it = [tensor, tensor.grad, *optimizer.state.get(tensor, {}).values()]
+            self.homes.update({id(one): home for one in of_it if one is not None})
+
+
+class Watch(L.Callback):
+    """Measures the second step, when gradients and the optimiser's state are there."""
+
+    def __init__(self, stages: StageByStage, strategy: PipelineStrategy, count: int) -> None:
+        self.stages, self.strategy, self.count = stages, strategy, count
+        self.measured: list[int] = []
+        self.predicted: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        network = self.strategy._network
+        if batch_idx == 1:
+            assert network is not None
+            assert network.cut is not None
+            self.stages.settle(module, trainer.optimizers[0], network.placement._homes)
+            self.predicted = [stage.memory for stage in network.cut.stages]
+            self.ledger = ledger.Ledger(module, trainer.optimizers)
+            self.ledger.start()
+        elif batch_idx == 2:
+            self.ledger.stop()
+            self.measured = [self.ledger.peak(f"stage {stage}").nbytes for stage in range(self.count)]
+
+
+def evenly(blocks: Any, devices: Any, **options: Any) -> list[int]:
+    """Cuts by number, so that the test measures the same stages every time."""
+    return [len(blocks) * (index + 1) // len(devices) for index in range(len(devices))]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("make", [Mlp, Transformer, Convolution])
+def test_predicted_peaks(make, schedule, stages, monkeypatch):
+    monkeypatch.setattr("equipoise.strategies.pipeline_cut.choose_cuts", evenly)
+    torch.manual_seed(0)
+    strategy = PipelineStrategy(micro_batches=MICRO_BATCHES, schedule=schedule)
+    watch = Watch(StageByStage(monkeypatch), strategy, stages)
+    trainer = quiet(strategy=strategy, devices=["cpu"] * stages, callbacks=[watch], precision="32-true", max_steps=3)
+    size, *rest = make.shape
+    data = TensorDataset(torch.randn(3 * MICRO_BATCHES * size, *rest))
+    trainer.fit(Module(make()), DataLoader(data, batch_size=MICRO_BATCHES * size))
+    for stage, (predicted, measured) in enumerate(zip(watch.predicted, watch.measured, strict=True)):
+        share = predicted / measured
+        print(f"{make.__name__} {schedule} stage {stage}: predicted {predicted}, measured {measured}, {share:.2f}")
+        assert 0.85 < share < 1.15

@@ -1,0 +1,195 @@
+"""Trainer(activation_checkpointing=...): the same weights under every strategy, and nothing of it afterwards."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import BalancedDataParallelStrategy, ConfigurationError, DDPStrategy, PipelineStrategy
+from equipoise.memory.ledger import Ledger
+from equipoise.parallel.checkpointing import is_checkpointed
+from tests.conftest import ignoring
+from tests.trainer.small import refuses, trainer
+
+pytestmark = ignoring()
+
+SAMPLES, BATCH = 24, 8
+
+
+class Deep(L.LightningModule):
+    """Residual blocks with dropout; remembers which of them were checkpointed while it trained and evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(
+            nn.Linear(6, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4))
+        )
+        self.head = nn.Linear(8, 1)
+        self.found: set[str] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.found |= {name for name, part in self.named_modules() if is_checkpointed(part)}
+        loss = (self(batch[0]) - batch[1]).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self(batch[0]).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def data() -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(7)
+    samples = TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64),
+        torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64),
+    )
+    return DataLoader(samples, batch_size=BATCH), DataLoader(samples, batch_size=BATCH)
+
+
+def fit(patterns: list[str] | None, strategy: Any, devices: int, module: Any = None, **options: Any) -> Any:
+    module = Deep() if module is None else module
+    run = trainer(
+        strategy=strategy(),
+        devices=["cpu"] * devices if devices > 1 else 1,
+        activation_checkpointing=patterns,
+        max_epochs=2,
+        num_sanity_val_steps=1,
+        **{"precision": "64-true", **options},
+    )
+    torch.manual_seed(9)
+    run.fit(module, *data())
+    return module, run
+
+
+STRATEGIES: dict[str, tuple[Any, int]] = {
+    "single_device": (lambda: "single_device", 1),
+    "dp": (lambda: "dp", 2),
+    "balanced": (lambda: BalancedDataParallelStrategy(shares=[3, 5]), 2),
+    "balanced, forward alone": (lambda: BalancedDataParallelStrategy(shares=[3, 5], parallelize="forward"), 2),
+    "ddp, torch": (lambda: DDPStrategy(engine="torch"), 2),
+    "ddp, native": (lambda: DDPStrategy(engine="native"), 2),
+    "pipeline": (lambda: PipelineStrategy(cut_before=["net.3"], micro_batches=3), 2),
+    "pipeline, gpipe": (lambda: PipelineStrategy(cut_before=["net.1"], schedule="gpipe", threads=True), 2),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_weights_are_the_same_to_the_bit(name: str) -> None:
+    """Dropout included: both runs draw the same random numbers."""
+    strategy, devices = STRATEGIES[name]
+    one, plain = fit(None, strategy, devices) if "gpipe" not in name else fit(None, lambda: _in_turn(strategy), devices)
+    other, run = fit(["net.1", "net.[2-4]"], strategy, devices)
+    assert list(one.state_dict()) == list(other.state_dict())
+    for parameter, same in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+    assert plain.callback_metrics == run.callback_metrics
+    assert other.found == {"net.1", "net.2", "net.3", "net.4"}
+    assert not any(map(is_checkpointed, other.modules()))
+    assert all("forward" not in vars(part) for part in other.modules())
+
+
+def _in_turn(strategy: Any) -> PipelineStrategy:
+    """Threads draw random numbers in any order, so checkpointed stages on a CPU have none."""
+    made: PipelineStrategy = strategy()
+    made.threads = False
+    return made
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_lower_precisions(precision: str) -> None:
+    strategy, devices = STRATEGIES["single_device"]
+    options = {"precision": precision}
+
+    class Cast(Deep):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step([part.float() for part in batch], batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            return super().validation_step([part.float() for part in batch], batch_idx)
+
+    if precision == "bf16-true":
+        Cast = Deep  # type: ignore[misc]
+    one, _ = fit(None, strategy, devices, Cast(), **options)
+    other, _ = fit(["net.*"], strategy, devices, Cast(), **options)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+class Measured(Deep):
+    """Keeps account of the second step."""
+
+    held = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.ledger = Ledger(self)
+        self.ledger.start()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.ledger.begin("backward")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ledger.stop()
+        self.held = self.ledger.peak("cpu", "forward").totals()["activation"]
+
+
+def test_memory_is_less() -> None:
+    strategy, devices = STRATEGIES["single_device"]
+    plain, _ = fit(None, strategy, devices, Measured())
+    less, _ = fit(["net.*"], strategy, devices, Measured())
+    block = BATCH * 8 * 8  # bytes of one activation of a block
+    assert plain.held - less.held >= 4 * block
+
+
+def test_accumulation_and_a_closure() -> None:
+    class Lbfgs(Deep):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    strategy, devices = STRATEGIES["single_device"]
+    for make, options in ((Deep, {"accumulate_grad_batches": 2}), (Lbfgs, {})):
+        one, _ = fit(None, strategy, devices, make(), **options)
+        other, _ = fit(["net.*"], strategy, devices, make(), **options)
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["single_device", "dp", "pipeline"])
+def test_an_error_takes_it_back(name: str) -> None:
+    class Failing(Deep):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx:
+                raise ValueError("as it happens")
+            return super().training_step(batch, batch_idx)
+
+    module, (strategy, devices) = Failing(), STRATEGIES[name]
+    with pytest.raises(ValueError, match="as it happens"):
+        fit(["net.*"], strategy, devices, module)
+    assert all("forward" not in vars(part) for part in module.modules())
+
+
+def test_evaluations_know_nothing_of_it() -> None:
+    run = trainer(activation_checkpointing=["net.nothing"], precision="64-true")
+    run.validate(Deep(), data()[1], verbose=False)
+
+
+def test_what_matches_nothing_is_refused_before_training() -> None:
+    module = Deep()
+    strategy, devices = STRATEGIES["single_device"]
+    refuses(lambda: fit(["nett.*"], strategy, devices, module), "'nett.*' matches no submodule of Deep", "net")
+    assert not module.found
+    refuses(lambda: trainer(activation_checkpointing="net.*"), "takes a list of names, such as ['net.*']")
+    for wrong in ([3], 3, [""]):
+        refuses(lambda wrong=wrong: trainer(activation_checkpointing=wrong), "a list of names or patterns")
+
+
+def test_the_network_of_a_pipeline_stays_in_parts() -> None:
+    with pytest.raises(ConfigurationError, match=r"'net', which is the network .* such as 'net\.\*'"):
+        fit(["net"], *STRATEGIES["pipeline"])
