@@ -17,7 +17,7 @@ MISTAKES = [
     ("fit hydra.run.dirr=3", "no key 'hydra.run.dirr'", "did you mean 'hydra.run.dir'?"),
     ("fit ~modul", "no key 'modul'", "did you mean 'module'?"),
     ("fit trainer.strategy=ddp", "'trainer.strategy' is not a key of the trainer", "strategy=NAME"),
-    ("fit strategy.foo=1", "no key 'strategy.foo'", "there are: auto, balanced, ddp, dp, single_device"),
+    ("fit strategy.foo=1", "no key 'strategy.foo'", "there are: auto, balanced, ddp, dp, pipeline, single_device"),
     ("fit experiment=typo", "In experiment/typo.yaml", "did you mean 'trainer.max_epochs'?"),
     # groups and options
     ("fit strategy=single_devise", "no 'single_devise' in the group 'strategy'", "did you mean 'single_device'?"),
