@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
@@ -159,7 +158,7 @@ def _events(trainer: Any, clock: float, first_step: int) -> list[RunEvent]:
     for callback in trainer.callbacks:
         noted = getattr(callback, "events", None)
         for event in noted if isinstance(noted, list) else ():
-            if isinstance(event, OutOfMemoryEvent):
+            if isinstance(event, OutOfMemoryEvent) and event.seconds >= clock:  # not of an earlier fit
                 events.append(_out_of_memory(event, clock))
     leaks = getattr(_memory_logger(trainer), "leaks", ())
     events += [RunEvent(seconds=leak.seconds, step=leak.step, kind="leak", text=str(leak)) for leak in leaks]
@@ -167,16 +166,7 @@ def _events(trainer: Any, clock: float, first_step: int) -> list[RunEvent]:
 
 
 def _out_of_memory(event: OutOfMemoryEvent, clock: float) -> RunEvent:
-    at = getattr(event, "seconds", None)  # as `time.monotonic` counts
-    known = isinstance(at, (int, float)) and clock <= at <= monotonic()
-    told = type(event).__str__ is not object.__str__
-    text = str(event) if told else f"Batch {event.batch_idx} did not fit on {event.device} in {event.phase}."
-    return RunEvent(
-        seconds=float(at) - clock if known and at is not None else None,
-        step=getattr(event, "step", None),
-        kind="out of memory",
-        text=text,
-    )
+    return RunEvent(seconds=event.seconds - clock, step=event.step, kind="out of memory", text=str(event))
 
 
 # Configuration.
