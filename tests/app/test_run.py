@@ -1,6 +1,7 @@
 """`equipoise fit` and its siblings: what they run, and what they leave behind."""
 
 import csv
+import logging
 import os
 import signal
 import sys
@@ -293,6 +294,7 @@ def test_a_module_may_bring_its_own_loaders(project, equipoise):
 def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog, overrides, cut):
     """The cut is printed; BatchNorm's statistics are those of micro-batches, else all is as on a single device."""
     monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
     short = ("experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=3", "test=false")
     steady = ("module.dropout=0", "precision=64-true", "trainer.log_every_n_steps=1")
     values: dict[Path, list[float]] = {}

@@ -307,7 +307,7 @@ def test_a_leak_is_told(trainer_type: Any) -> None:
     with pytest.warns(
         UserWarning, match=r"Model\.kept keeps a tensor together with its graph.*test_memory_logger\.py:"
     ):
-        fit(memory, Model(lambda module, loss: module.kept.append(loss)), trainer_type=trainer_type)
+        fit(memory, Model(lambda module, loss: module.kept.append(loss)), trainer_type=trainer_type, max_epochs=2)
     assert [leak.holder for leak in memory.leaks] == ["Model.kept"]
 
 
@@ -323,11 +323,11 @@ def test_a_leak_of_another_callback_is_told() -> None:
             self.losses: dict[int, Tensor] = {}
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.losses[batch_idx] = pl_module.kept[0]
+            self.losses[trainer.global_step] = pl_module.kept[0]
 
     memory = MemoryLogger()
     with pytest.warns(UserWarning, match=r"Collects\.losses keeps"):
-        fit(memory, Model(lambda module, loss: setattr(module, "kept", [loss])), callbacks=[Collects()])
+        fit(memory, Model(lambda module, loss: setattr(module, "kept", [loss])), callbacks=[Collects()], max_epochs=2)
 
 
 def test_a_data_set_that_remembers_is_no_leak() -> None:
