@@ -16,6 +16,7 @@ import hypothesis
 import psutil
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 __all__ = ["LIGHTNINGS_OWN_WARNINGS", "ignoring"]
 
@@ -77,6 +78,7 @@ class _Surroundings:
         self.environment = dict(os.environ)
         self.handlers = {number: signal.getsignal(number) for number in _HANDLED}
         self.torch = _torch_modes()
+        self.rank = getattr(rank_zero_only, "rank", 0)
         self.folder = os.getcwd()
 
     def complaints(self) -> Iterator[str]:
@@ -93,6 +95,8 @@ class _Surroundings:
             yield f"signal handlers have changed: {changed}"
         if changed := _differing(self.torch, _torch_modes()):
             yield f"torch has changed: {changed}"
+        if (rank := getattr(rank_zero_only, "rank", 0)) != self.rank:  # all but the first say and log nothing
+            yield f"Lightning's rank has changed: {rank} instead of {self.rank}"
         if (folder := _folder()) != self.folder:
             yield f"the current directory has changed: {folder} instead of {self.folder}"
 
@@ -118,6 +122,7 @@ class _Surroundings:
         for number, handler in self.handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         _set_torch_modes(self.torch)
+        vars(rank_zero_only)["rank"] = self.rank
         os.chdir(self.folder)
 
     def restore_environment(self) -> None:

@@ -41,7 +41,6 @@ class _Fit:
 
     Attributes:
         readings: Reads the devices.
-        started: When it began.
         batches: Training batches so far.
         begun: Whether the present batch was counted.
         epoch: The largest of the epoch, for other processes to be told.
@@ -55,9 +54,8 @@ class _Fit:
     """
 
     readings: Readings
-    started: float
     wanted: list[int]
-    leaks: LeakWatch | None
+    leaks: LeakWatch | None = None
     batches: int = 0
     begun: bool = False
     epoch: ByPhase = field(default_factory=dict)
@@ -168,7 +166,7 @@ class MemoryLogger(Callback):
             self.started = monotonic()
             self.timeline, self.compositions, self.phases, self.leaks = [], [], [], []
         wanted = sorted(self.detail_steps) if self.detail == "modules" else []
-        self._fit = _Fit(readings=Readings(devices), started=self.started, wanted=wanted, leaks=None)
+        self._fit = _Fit(readings=Readings(devices), wanted=wanted)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Training begins: what is alive now is no leak."""
@@ -176,7 +174,7 @@ class MemoryLogger(Callback):
             return
         fit.step, fit.epoch_started = trainer.global_step, monotonic()
         if self.watch_leaks:
-            fit.leaks = LeakWatch(lambda: _roots(trainer, pl_module, self), _keeps, began=fit.started)
+            fit.leaks = LeakWatch(lambda: _roots(trainer, pl_module, self), _keeps, began=self.started)
             self._look(fit, fit.leaks.start)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -298,7 +296,7 @@ class MemoryLogger(Callback):
     def _record(self, trainer: Any, pl_module: LightningModule, fit: _Fit) -> None:
         """Keeps and logs what was read."""
         readings = fit.readings.take()
-        self._keep(readings, fit, trainer.global_step)
+        self._keep(readings, trainer.global_step)
         for key, reading in readings.items():
             fit.epoch[key] = larger(fit.epoch.get(key), reading)
         fullest = by_device(readings)
@@ -307,8 +305,8 @@ class MemoryLogger(Callback):
             value = max(fullest.values()) / 2**30
             pl_module.log("memory_GiB", value, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
 
-    def _keep(self, readings: ByPhase, fit: _Fit, step: int) -> None:
-        self.timeline += points_of(readings, step, monotonic() - fit.started)
+    def _keep(self, readings: ByPhase, step: int) -> None:
+        self.timeline += points_of(readings, step, monotonic() - self.started)
         thin_out(self.timeline)
 
     def _gather(self, trainer: Any, pl_module: LightningModule, fit: _Fit) -> None:
@@ -327,7 +325,7 @@ class MemoryLogger(Callback):
                     allocated, reserved, peak = (None if value < 0 else int(value) for value in row)
                     readings[f"rank {rank} {kind}", phase] = (allocated or 0, reserved, peak)
         others = {key: reading for key, reading in readings.items() if not key[0].startswith("rank 0 ")}
-        self._keep(others, fit, trainer.global_step)
+        self._keep(others, trainer.global_step)
         self._log(trainer, metrics_of(others), by_device(readings))
 
     def _log(self, trainer: Any, metrics: dict[str, float], fullest: dict[str, int]) -> None:
@@ -394,4 +392,4 @@ def _roots(trainer: Any, pl_module: LightningModule, own: MemoryLogger) -> dict[
 
 def _keeps(thing: object) -> bool:
     """Whether something keeps tensors on purpose: metrics and optimisers their states, data sets what they read."""
-    return isinstance(thing, Metric | Optimizer | Dataset | DataLoader)
+    return issubclass(type(thing), Metric | Optimizer | Dataset | DataLoader)  # a proxy may raise when it is asked

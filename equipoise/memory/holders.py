@@ -6,6 +6,7 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 __all__ = ["find_holders", "find_tensors", "globals_of_user", "is_of_user"]
 
 _MOST_VISITED = 200_000
+_MOST_ELEMENTS = 1000  # of a container, its last: what grows, grows there
 _LEAVES = (str, bytes, int, float, bool, complex, Tensor, types.ModuleType, type(None))
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -54,14 +56,15 @@ def find_holders(
     return found
 
 
-def find_tensors(roots: Mapping[str, object], most: int) -> list[Tensor]:
+def find_tensors(roots: Mapping[str, object], passes_over: Callable[[object], bool], most: int) -> list[Tensor]:
     """The tensors that can be reached, parameters left out.
 
     Args:
         roots: Where to begin; see `find_holders`.
+        passes_over: See `find_holders`.
         most: Look at so many objects at the most.
     """
-    return [child for _, child in _walk(roots, lambda _: False, most) if type(child) is Tensor]
+    return [child for _, child in _walk(roots, passes_over, most) if type(child) is Tensor]
 
 
 def _walk(
@@ -104,11 +107,12 @@ def _children(path: str, holder: Any) -> Iterator[tuple[str, object]]:
     """What an object refers to, with its path."""
     kind = type(holder)  # `isinstance` would ask the object itself, which may be a proxy
     if issubclass(kind, dict | types.MappingProxyType):
-        yield from ((f"{path}[{_short(key)}]", value) for key, value in list(holder.items()))
+        yield from ((f"{path}[{_short(key)}]", holder[key]) for key in _last(holder))
     if issubclass(kind, list | tuple | deque):
-        yield from ((f"{path}[{index}]", value) for index, value in enumerate(list(holder)))
+        first = max(0, len(holder) - _MOST_ELEMENTS)
+        yield from ((f"{path}[{first + index}]", value) for index, value in enumerate(_last(holder)))
     elif issubclass(kind, set | frozenset):
-        yield from ((f"an element of {path}", value) for value in list(holder))
+        yield from ((f"an element of {path}", value) for value in islice(holder, _MOST_ELEMENTS))
     elif issubclass(kind, types.FunctionType):
         yield from _of_function(path, holder)
     elif issubclass(kind, types.MethodType):
@@ -124,9 +128,16 @@ def _children(path: str, holder: Any) -> Iterator[tuple[str, object]]:
         if is_of_user(getattr(sys.modules.get(holder.__module__), "__file__", None)):
             yield from ((f"{holder.__name__}.{name}", value) for name, value in list(vars(holder).items()))
     elif kind.__name__ == "ndarray" and holder.dtype == object:
-        yield from ((f"{path}[{index}]", value) for index, value in enumerate(holder.flat))
+        elements = holder.reshape(-1)
+        first = max(0, len(elements) - _MOST_ELEMENTS)
+        yield from ((f"{path}[{first + index}]", value) for index, value in enumerate(elements[first:]))
     else:
         yield from _of_object(path, holder)
+
+
+def _last(holder: Any) -> list[Any]:
+    """The last elements of a sequence, or keys of a dictionary, in order."""
+    return list(islice(reversed(holder), _MOST_ELEMENTS))[::-1]
 
 
 def _of_object(path: str, holder: Any) -> Iterator[tuple[str, object]]:

@@ -144,7 +144,7 @@ class LeakWatch:
         self.watches_steps, self._steps = True, 0
         self._nodes, self._plain, self._before = _Series(), _Series(), {}
         # To a tensor that was there before, `total += loss` gives a graph.
-        self._known = [weakref.ref(tensor) for tensor in find_tensors(self._named(), _MOST_KNOWN)]
+        self._known = [weakref.ref(tensor) for tensor in find_tensors(self._named(), self._keeps, _MOST_KNOWN)]
         if gc.get_freeze_count() == 0:  # otherwise somebody has set objects aside, and wants them to stay there
             gc.freeze()
             self._frozen = True

@@ -36,7 +36,7 @@ import torch
 from equipoise.errors import WorkerError
 from equipoise.parallel import log_forwarding
 from equipoise.parallel.surroundings import Surroundings
-from equipoise.parallel.transport import Layout, Package
+from equipoise.parallel.transport import Layout, Package, pickle_error
 
 __all__ = ["launch"]
 
@@ -356,14 +356,7 @@ def _report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseEx
     if type(error) is SystemExit:  # not Lightning's error for a SIGTERM, which is one
         return _Report(rank, now, text=f"It called sys.exit({error.code!r}).\n\n{text}")
     follows = is_consequence is not None and is_consequence(error)
-    plain = error.with_traceback(None)
-    plain.__cause__ = plain.__context__ = None
-    try:
-        pickled = cloudpickle.dumps(plain)
-        cloudpickle.loads(pickled)
-    except Exception:
-        pickled = None
-    return _Report(rank, now, error=pickled, text=text, consequence=follows)
+    return _Report(rank, now, error=pickle_error(error), text=text, consequence=follows)
 
 
 def _end_with_parent(parent: Connection) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from equipoise.errors import WorkerError
 from equipoise.parallel.stages import map_tensors
-from equipoise.parallel.transport import dumps, loads
+from equipoise.parallel.transport import dumps, loads, pickle_error
 
 __all__ = ["Failure", "Messenger"]
 
@@ -53,14 +53,7 @@ class Failure:
     def of(cls, error: BaseException, stage: int, device: torch.device) -> "Failure":
         """The failure that an error is."""
         text = "".join(traceback.format_exception(error))
-        plain = error.with_traceback(None)
-        plain.__cause__ = plain.__context__ = None
-        try:
-            pickled = cloudpickle.dumps(plain)
-            cloudpickle.loads(pickled)
-        except Exception:
-            pickled = None
-        return cls(stage, str(device), pickled, text)
+        return cls(stage, str(device), pickle_error(error), text)
 
     def as_error(self) -> BaseException:
         """The error, as it is raised in another process."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import hooks_of
 
-__all__ = ["Layout", "Package", "can_be_packed", "dumps", "find_unpicklable", "loads"]
+__all__ = ["Layout", "Package", "can_be_packed", "dumps", "find_unpicklable", "loads", "pickle_error"]
 
 _ALIGNMENT = 64  # bytes; no dtype wants more
 
@@ -129,6 +129,18 @@ def dumps(value: Any, known: Sequence[Any] = ()) -> bytes:
     file = io.BytesIO()
     _Pickler(file, None, known).dump(value)
     return file.getvalue()
+
+
+def pickle_error(error: BaseException) -> bytes | None:
+    """An error without its traceback and causes, which are told as text; None if it cannot be sent and read."""
+    plain = error.with_traceback(None)
+    plain.__cause__ = plain.__context__ = None
+    try:
+        pickled: bytes = cloudpickle.dumps(plain)
+        cloudpickle.loads(pickled)
+    except Exception:
+        return None
+    return pickled
 
 
 def loads(content: bytes, known: Sequence[Any] = ()) -> Any:

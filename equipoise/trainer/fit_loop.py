@@ -279,17 +279,15 @@ class FitLoop:
             counts.processed = index + 1
             if last and scheduled:
                 schedulers.after_batch(index, ends=ends)
+            outputs = optimize.outputs(result) if wanted and there else {}
+            del result  # its graph goes before others look at what is alive, and before the next batch comes
             if batch_end is not None and there:
-                outputs = optimize.outputs(result) if wanted else {}
-                del result  # its graph is no longer needed
                 batch_end(outputs, batch, index)
-                del outputs
             elif not there:
                 logs.forget_steps()
                 if idle_end is not None:
                     idle_end({}, None, index)
-            result = None
-            del batch, parts  # the graph goes before the next batch comes
+            del outputs, batch, parts
             logs.end_batch()
             counts.completed = index + 1
             if after_batch(index, last, ends):

@@ -31,6 +31,18 @@ def overrides(owner: object, name: str, base: type) -> bool:
     return callable(own) and getattr(own, "__func__", own) is not getattr(base, name, None)
 
 
+def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
+    """What `uses_outputs` says of a hook; a class that overrides the hook of another is not meant by what that says."""
+    if name in vars(callback):
+        return True
+    for kind in type(callback).__mro__:
+        if "uses_outputs" in vars(kind):
+            return bool(vars(kind)["uses_outputs"])
+        if name in vars(kind):
+            return True
+    return True
+
+
 class Hooks:
     """The hooks of one run.
 
@@ -175,7 +187,7 @@ class Hooks:
         """Whether somebody may look at the outputs that `on_train_batch_end` receives, which take some time to make."""
         name = "on_train_batch_end"
         return overrides(self.module, name, LightningModule) or any(
-            overrides(callback, name, Callback) and getattr(callback, "uses_outputs", True)
+            overrides(callback, name, Callback) and _may_use_outputs(callback, name)
             for callback in self.callbacks
             if not interop.cannot_fire(callback, name)
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.memory.holders import find_holders, is_of_user
+from equipoise.memory.holders import find_holders, find_tensors, is_of_user
 from equipoise.memory.leaks import Leak, LeakWatch
 
 HISTORY: list[Tensor] = []  # a global of a user's module, as far as the watch can tell
@@ -164,7 +164,7 @@ def test_growing_graphs_of_which_nothing_stays() -> None:
 
 def test_objects_that_do_not_let_themselves_be_looked_at() -> None:
     class Closed(dict[str, Any]):
-        def items(self) -> Any:
+        def __getitem__(self, key: str) -> Any:
             raise OSError("the file is closed")
 
     class Lazy:
@@ -174,7 +174,7 @@ def test_objects_that_do_not_let_themselves_be_looked_at() -> None:
 
     gone = weakref.proxy(Model())
     loss = torch.ones(())
-    root = types.SimpleNamespace(gone=gone, closed=Closed(), lazy=Lazy(), deep=[loss])
+    root = types.SimpleNamespace(gone=gone, closed=Closed(a=1), lazy=Lazy(), deep=[loss])
     assert find_holders({id(loss): loss}, {"root": root}) == {id(loss): "root.deep[0]"}
 
 
@@ -192,6 +192,17 @@ def test_arrays_of_objects_and_generators() -> None:
     next(running)
     assert find_holders({id(loss): loss}, {"array": array}) == {id(loss): "array[1]"}
     assert find_holders({id(loss): loss}, {"running": running})[id(loss)] == "'mine' in running[0]"
+
+
+def test_of_a_large_container_the_end_is_searched() -> None:
+    """A data set of millions of entries in a list would take the time of many steps."""
+    loss = torch.ones(())
+    many: list[Any] = [0] * 5000
+    assert find_holders({id(loss): loss}, {"root": {"many": [loss, *many]}}) == {}
+    assert find_holders({id(loss): loss}, {"root": {"many": [*many, loss]}}) == {id(loss): "root['many'][5000]"}
+    assert find_holders({id(loss): loss}, {"root": dict(enumerate([*many, loss]))}) == {id(loss): "root[5000]"}
+    found = find_tensors({"root": [loss, [*many, loss], [loss]]}, lambda thing: thing == [loss], most=10_000)
+    assert [tensor is loss for tensor in found] == [True, True]  # and nothing of what is passed over
 
 
 def test_a_hook_that_keeps_activations() -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from equipoise import Trainer
+from equipoise import Callback, Trainer
 from equipoise.trainer.hooks import Hooks, overrides
 from tests.conftest import ignoring
 from tests.trainer.small import Small, Validated, loader, trainer
@@ -243,6 +243,46 @@ def test_nothing_is_looked_up_in_a_step() -> None:
     trainer().fit(Module(), loader(9))
     assert lookups == few
     assert "on_train_batch_end" in few
+
+
+class Collects(Callback):
+    """One that needs no outputs, as a base for others."""
+
+    uses_outputs = False
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+
+
+class OwnHook(Collects):
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+
+
+class OwnHookAndWord(OwnHook):
+    uses_outputs = False
+
+
+class Heir(Collects): ...
+
+
+@pytest.mark.parametrize(("cls", "are_made"), [(Collects, 0), (Heir, 0), (OwnHook, 2), (OwnHookAndWord, 0)])
+def test_outputs_that_nobody_uses_are_not_made(cls: Any, are_made: int) -> None:
+    """A class says so of its own hook, not of one that overrides it."""
+    callback = cls()
+    trainer(callbacks=[callback]).fit(Small(), loader(2))
+    assert sum(map(bool, callback.outputs)) == are_made
+    assert len(callback.outputs) == 2
+
+
+def test_a_hook_of_an_instance_is_given_outputs() -> None:
+    callback, own = Collects(), []
+    callback.on_train_batch_end = lambda trainer, module, outputs, *batch: own.append(outputs)  # type: ignore[method-assign]
+    trainer(callbacks=[callback]).fit(Small(), loader(2))
+    assert [set(outputs) for outputs in own] == [{"loss"}] * 2
 
 
 @BOTH
