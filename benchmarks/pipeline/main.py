@@ -6,6 +6,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,23 +24,26 @@ MOST_BEYOND_THEORY, MOST_TO_MEAN, MOST_TO_BEST, LEAST_GAIN = 0.08, 1.10, 1.02, 1
 FORWARD, BACKWARD = 0.03, 0.045  # seconds of a stage for one micro-batch
 
 
-def schedules(steps: int, stages: list[int], micro_batches: list[int]) -> tuple[Table, list[str]]:
+def schedules(steps: int, engines: list[str], stages: list[int], micro_batches: list[int]) -> tuple[Table, list[str]]:
     """Lost time of stages of known duration."""
     table = Table(
-        "schedule", "stages", "micro-batches", "step, ms", "lost", "in theory", "beyond", title="Lost time, share"
+        *("engine", "schedule", "stages", "micro-batches", "step, ms", "lost", "in theory", "beyond"),
+        title="Lost time, share",
     )
     broken = []
-    for schedule in ("gpipe", "1f1b"):
-        for p in stages:
-            for m in micro_batches:
-                names = [f"net.{stage}" for stage in range(1, p)]
-                strategy = PipelineStrategy(micro_batches=m, schedule=schedule, cut_before=names, threads=True)
-                seconds, lost = step_seconds(Sleeper(p, FORWARD, BACKWARD, [1.0] * p), strategy, p, m, steps)
-                theory = (p - 1) / (m + p - 1)
-                cells = (f"{seconds * 1e3:.0f}", f"{lost:.1%}", f"{theory:.1%}", f"{lost - theory:+.1%}")
-                table.add_row(schedule, str(p), str(m), *cells)
-                if lost - theory > MOST_BEYOND_THEORY:
-                    broken.append(f"{schedule}, {p} stages, {m} micro-batches: {lost:.1%} lost, in theory {theory:.1%}")
+    for engine, schedule, p, m in product(engines, ("gpipe", "1f1b"), stages, micro_batches):
+        names = [f"net.{stage}" for stage in range(1, p)]
+        threads = True if engine == "threads" else None  # a thread for each stage though all are on the CPU
+        strategy = PipelineStrategy(
+            engine=engine, micro_batches=m, schedule=schedule, cut_before=names, threads=threads
+        )
+        seconds, lost = step_seconds(Sleeper(p, FORWARD, BACKWARD, [1.0] * p), strategy, p, m, steps)
+        theory = (p - 1) / (m + p - 1)
+        cells = (f"{seconds * 1e3:.0f}", f"{lost:.1%}", f"{theory:.1%}", f"{lost - theory:+.1%}")
+        table.add_row(engine, schedule, str(p), str(m), *cells)
+        if lost - theory > MOST_BEYOND_THEORY:
+            what = f"{engine}, {schedule}, {p} stages, {m} micro-batches"
+            broken.append(f"{what}: {lost:.1%} lost, in theory {theory:.1%}")
     return table, broken
 
 
@@ -94,6 +98,9 @@ def arguments(command: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5, help="steps of sleeping stages (default: 5)")
     parser.add_argument("--rounds", type=int, default=7, help="how often cut stages run (default: 7)")
+    parser.add_argument(
+        "--engines", nargs="+", default=["threads", "processes"], help="of sleeping stages (default: threads processes)"
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="of sleeping stages (default: 2 4)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
     parser.add_argument("--small", action="store_true", help="cut small networks")
@@ -104,7 +111,7 @@ def arguments(command: list[str] | None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[list[Table], list[str]]]:
     """Everything, one after another."""
-    lost, broken = schedules(options.steps, options.stages, options.micro_batches)
+    lost, broken = schedules(options.steps, options.engines, options.stages, options.micro_batches)
     yield [lost], broken
     yield cuts(options.small, options.rounds)
     gain, broken = unequal(options.steps)
