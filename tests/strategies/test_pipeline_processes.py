@@ -99,7 +99,7 @@ def processes(**options: Any) -> PipelineStrategy:
 
 
 def make_trainer(strategy: Any, devices: int = 2, **options: Any) -> Trainer:
-    keeps = bool(options.get("callbacks"))
+    keeps = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
     given = {"max_epochs": 2, "logger": False, "enable_checkpointing": keeps, "precision": "64-true", **options}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
