@@ -166,11 +166,6 @@ class PipelineStrategy(StagedStrategy):
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Converts the module; its parts are placed when the network is first called."""
         processes = None if self.others is None else self.others.processes
-        if processes is not None and precision.scaler is not None:
-            raise ConfigurationError(
-                f"precision={precision.name!r} needs one scale for the gradients of all stages, which"
-                " engine='processes' does not find. Take precision='bf16-mixed', or engine='threads'."
-            )
         precision.convert_module(module)
         set_device_of(module, self.root_device)
         self._placed = module

@@ -484,8 +484,3 @@ def test_what_is_refused_in_the_run(make: Any, error: Any, message: str) -> None
 def test_what_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         processes(**options)
-
-
-def test_a_scale_for_the_loss_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="16-mixed"):
-        fit(Model, processes(), precision="16-mixed")
