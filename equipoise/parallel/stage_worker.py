@@ -29,7 +29,7 @@ from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.schedule import Action, Schedule, Span, actions_of
 from equipoise.parallel.stage_graphs import StageGraphs
-from equipoise.parallel.stage_messages import Failure, Messenger
+from equipoise.parallel.stage_messages import Failure, Messenger, as_late
 from equipoise.parallel.stage_recipes import Recipe, rebuild
 from equipoise.parallel.stage_scaling import unscale
 from equipoise.parallel.stages import StageProgram
@@ -143,7 +143,8 @@ class StageWorker:
             except BaseException as error:
                 if self._messenger.broken:
                     raise
-                self._failure = self._failure or Failure.of(error, self._stage, self._device)
+                told = error if asked else as_late(error, name)
+                self._failure = self._failure or Failure.of(told, self._stage, self._device)
             if asked:
                 failure, self._failure = self._failure, None
                 self._messenger.send(0, REPLY, (answer if failure is None else None, failure))

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.internals import is_compiled, set_device_of
 from equipoise.parallel.micro_steps import MicroStep
-from equipoise.parallel.pipeline import Pipeline
 from equipoise.parallel.process_pipeline import ProcessPipeline
 from equipoise.parallel.schedule import Timeline, check_schedule
 from equipoise.parallel.shares import even_sizes
@@ -117,7 +116,6 @@ class PipelineStrategy(StagedStrategy):
         self._retains = False
         self._network: StagedNetwork | None = None
         self._steps = 0  # from which the random numbers of other processes follow
-        self._failed: Pipeline | ProcessPipeline | None = None
         self.timeline: Timeline | None = None
 
     # Where it runs.
@@ -220,6 +218,7 @@ class PipelineStrategy(StagedStrategy):
         """Computes a batch in micro-batches; see `Strategy.forward_backward`."""
         assert self._network is not None
         assert self._placed is not None
+        self._network.running = None
         batch, module = parts[0], self._placed
         whole = self._splitter.size(batch)
         factor = parts.factor if isinstance(parts, _Finer) else 1
@@ -269,7 +268,7 @@ class PipelineStrategy(StagedStrategy):
             with state.entered():
                 pipelines = [self._network.pipeline(micro[index].inside or "", calls[index]) for index in waiting]
             first: Any = pipelines[0]
-            self._failed = first
+            self._network.running = first
             if isinstance(first, ProcessPipeline):
                 first.fresh = step.first
             shadows = self._network.placement.shadows
@@ -306,7 +305,8 @@ class PipelineStrategy(StagedStrategy):
 
     def failed_device(self, named: str | None) -> torch.device:
         """The stage's that failed, if the message names none; see `Strategy.failed_device`."""
-        stage = None if self._failed is None else self._failed.failed
+        running = None if self._network is None else self._network.running
+        stage = None if running is None else running.failed
         return super().failed_device(named) if named is not None or stage is None else stage
 
     def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:

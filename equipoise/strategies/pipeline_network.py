@@ -46,6 +46,7 @@ class StagedNetwork:
 
     Attributes:
         cut: Where it is cut; None before the first call.
+        running: The stages of the last call; None before it.
         pinned: A cut of an earlier run, which is taken where nobody wishes another, if the network still has it.
     """
 
@@ -63,6 +64,7 @@ class StagedNetwork:
         self.module, self.options, self.names, self.threads = module, options, names, threads
         self.training, self.processes = training, processes
         self.cut: Cut | None = None
+        self.running: Pipeline | ProcessPipeline | None = None
         self.pinned: PinnedCut | None = None
         self.placement = Placement(module, options.devices, copy_always=copy_always, in_processes=processes is not None)
         self._signature: tuple[str, ...] = ()  # of the forward that was cut
@@ -129,7 +131,7 @@ class StagedNetwork:
                 step.inside = step.inside or name
                 return step.hand_over(args, kwargs)
             structure = CallStructure(args, kwargs)
-            pipeline = self.pipeline(name, structure, whole=True)
+            self.running = pipeline = self.pipeline(name, structure, whole=True)
             with self.placement.shadows.in_forward():
                 return pipeline.forward(structure.tensors)
 

@@ -14,7 +14,7 @@ from equipoise.strategies.strategy import Strategy
 __all__ = ["StagedStrategy"]
 
 T = TypeVar("T")
-_OF_A_RUN = ("_network", "_placed", "_split", "_failed", "timeline")
+_OF_A_RUN = ("_network", "_placed", "_split", "timeline")
 
 
 class StagedStrategy(Strategy):
