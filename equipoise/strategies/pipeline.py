@@ -203,6 +203,7 @@ class PipelineStrategy(StagedStrategy):
             if network.cut is not None:
                 self._pinned = network.cut.pinned
         if split is not None:
+            split.release()
             self._steps = split.processes.steps
             if not split.processes.messenger.broken:
                 split.bring_home()

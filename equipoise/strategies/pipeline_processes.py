@@ -13,6 +13,7 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.stage_processes import StageProcesses
 from equipoise.parallel.stage_scaling import JoinedOptimizer
 from equipoise.parallel.transport import dumps
+from equipoise.strategies.processes import compute_metrics_alone
 from equipoise.strategies.strategy import parameters_of
 
 __all__ = ["SplitTraining"]
@@ -27,6 +28,9 @@ class SplitTraining:
     Args:
         processes: The other processes.
         module: The user's module, all of which is here yet.
+
+    Attributes:
+        release: Leaves the module's metrics as they were.
     """
 
     def __init__(self, processes: StageProcesses, module: nn.Module) -> None:
@@ -34,6 +38,7 @@ class SplitTraining:
         self._optimizers: list[Optimizer] = []
         self._joined: list[JoinedOptimizer] = []  # the same, as a scaler sees them
         self._sent: dict[int, list[list[int]]] = {}  # by an optimiser's number the parameters that the others know of
+        self.release = compute_metrics_alone(module)
         processes.begin(module)
         processes.moved = self._recall
 
