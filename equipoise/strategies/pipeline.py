@@ -24,6 +24,7 @@ from equipoise.strategies.pipeline_cut import CutOptions, PinnedCut
 from equipoise.strategies.pipeline_launch import StageLaunch
 from equipoise.strategies.pipeline_network import StagedNetwork
 from equipoise.strategies.pipeline_processes import SplitTraining
+from equipoise.strategies.pipeline_rest import RestOfStep
 from equipoise.strategies.staged_strategy import StagedStrategy
 from equipoise.strategies.steps import StepResult, TrainingStep
 from equipoise.strategies.strategy import Transfer
@@ -232,11 +233,16 @@ class PipelineStrategy(StagedStrategy):
         try:
             with step.inside():
                 self._begin(micro)
+                if self._network.cut is None:
+                    first = partial(step.on, module, cut[0], sizes[0])
+                    self._network.rest = RestOfStep(module, first, cut[0], self.root_device, self._network.caught)
                 self._compute(step, micro, sizes)
         except BaseException:
             for one in micro:
                 one.abandon()
             raise
+        finally:
+            self._network.rest = None
         results = [_detached(one.result) for one in micro]
         return step.combine(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
 

@@ -25,6 +25,7 @@ from equipoise.strategies.pipeline_cut import (
     table_of,
 )
 from equipoise.strategies.pipeline_placement import Placement
+from equipoise.strategies.pipeline_rest import RestOfStep
 
 __all__ = ["StagedNetwork"]
 
@@ -47,6 +48,7 @@ class StagedNetwork:
     Attributes:
         cut: Where it is cut; None before the first call.
         running: The stages of the last call; None before it.
+        rest: Measures what a training step computes after the call; None where there is no such step.
         pinned: A cut of an earlier run, which is taken where nobody wishes another, if the network still has it.
     """
 
@@ -65,6 +67,7 @@ class StagedNetwork:
         self.training, self.processes = training, processes
         self.cut: Cut | None = None
         self.running: Pipeline | ProcessPipeline | None = None
+        self.rest: RestOfStep | None = None
         self.pinned: PinnedCut | None = None
         self.placement = Placement(module, options.devices, copy_always=copy_always, in_processes=processes is not None)
         self._signature: tuple[str, ...] = ()  # of the forward that was cut
@@ -115,6 +118,15 @@ class StagedNetwork:
         self.placement.stop_waiting()
 
     @contextmanager
+    def caught(self) -> Iterator[None]:
+        """While calls are caught in the midst of something that lets them through."""
+        self.recover()
+        try:
+            yield
+        finally:
+            self.uncover()
+
+    @contextmanager
     def _uncovered(self) -> Iterator[None]:
         self.uncover()
         try:
@@ -126,6 +138,8 @@ class StagedNetwork:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_inside_stage():  # a stage that has it whole
                 return self._originals[name](*args, **kwargs)
+            if self.rest is not None and self.rest.running:
+                return self.rest.answer()
             step = current_step()
             if step is not None:
                 step.inside = step.inside or name
@@ -227,7 +241,7 @@ class StagedNetwork:
             cut = None if self.pinned is None else cut_as_pinned(traced, self.pinned, name, len(self.options.devices))
         if cut is None:
             with self._uncovered():
-                cut = cut_automatically(traced, self.module, tensors, self.options, name)
+                cut = cut_automatically(traced, self.module, tensors, self.options, name, self.rest)
         sizes = self.placement.place(self._named[name], traced, cut.ends)
         self.cut, self._signature = cut, traced.signature
         rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table_of(cut, self.options, sizes)}")
