@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from equipoise.strategies.pipeline_cut import (
     table_of,
 )
 from equipoise.strategies.pipeline_placement import Placement
+from equipoise.strategies.pipeline_profile import compute_uncut
 from equipoise.strategies.pipeline_rest import RestOfStep
 
 __all__ = ["StagedNetwork"]
@@ -34,7 +36,8 @@ class StagedNetwork:
     """Stands before the forward of the network while a run lasts.
 
     Which module is the network shows when it is called: the user's module itself, or the largest of its children.
-    Nothing is cut before the first call, since blocks are measured with real inputs.
+    Nothing is cut before the first call, since blocks are measured with real inputs; nor, where it is to be trained,
+    before the first that trains it, since what follows the call in a training step counts, too.
 
     Args:
         module: The user's module.
@@ -145,11 +148,21 @@ class StagedNetwork:
                 step.inside = step.inside or name
                 return step.hand_over(args, kwargs)
             structure = CallStructure(args, kwargs)
+            if self._waits():
+                traced = self._trace(name, self._named[name], structure)
+                with self._uncovered():
+                    return compute_uncut(traced, structure.tensors, self.options.devices[-1])
             self.running = pipeline = self.pipeline(name, structure, whole=True)
             with self.placement.shadows.in_forward():
                 return pipeline.forward(structure.tensors)
 
         return forward
+
+    def _waits(self) -> bool:
+        """Whether this is a call before training, which alone shows what a cut by measuring has to count."""
+        by_hand = self.names is not None or callable(getattr(self.module, "pipeline_cuts", None))
+        chosen = by_hand or self.cut is not None or self.pinned is not None
+        return self.training and not chosen and not torch.is_grad_enabled()
 
     # Stages.
 

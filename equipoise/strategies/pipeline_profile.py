@@ -22,7 +22,7 @@ from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
 from equipoise.strategies.pipeline_memory import Storages, moment
 from equipoise.strategies.pipeline_placement import move
 
-__all__ = ["add_rest", "merge_blocks", "now", "profile_calls", "used_tensors"]
+__all__ = ["add_rest", "compute_uncut", "merge_blocks", "now", "profile_calls", "used_tensors"]
 
 _LEAST, _MOST = 3, 8  # passes
 _FINEST = 200  # a block takes at least such a part of an average stage, where it may be cut
@@ -252,6 +252,27 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def compute_uncut(traced: Traced, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    """The output of a network that does not lie on any device yet: each layer is on one while it is called.
+
+    Args:
+        traced: Its forward.
+        tensors: What it is called with.
+        device: Where.
+    """
+    calls = traced.calls
+    (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    values: dict[fx.Node, Any] = {given: tuple(tensor.to(device) for tensor in tensors)}
+    for node, needed in zip(calls, crossing(traced, range(1, len(calls) + 1)), strict=True):
+        owner = traced.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        with _placed(owner, device):
+            values[node] = _call(node, traced.root, args, kwargs, device)
+        values = {kept: values[kept] for kept in needed}
+    return plain(fx.map_arg(output.args[0], values.__getitem__))
 
 
 def used_tensors(traced: Traced) -> set[int]:

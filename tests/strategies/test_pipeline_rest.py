@@ -106,7 +106,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("equipoise.strategies.pipeline_profile.now", CLOCK)
 
 
-def fit(module: L.LightningModule, stages: int = 2, **options: Any) -> Trainer:
+def fit(module: L.LightningModule, stages: int = 2, *, val: bool = False, **options: Any) -> Trainer:
     trainer = Trainer(
         strategy=PipelineStrategy(**{"micro_batches": 4, **options}),
         devices=["cpu"] * stages,
@@ -120,7 +120,7 @@ def fit(module: L.LightningModule, stages: int = 2, **options: Any) -> Trainer:
     draw = torch.Generator().manual_seed(5)
     batches = [torch.randn(8, WIDTH, generator=draw, dtype=torch.float64) for _ in range(3)]
     torch.manual_seed(11)
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(module, *(DataLoader(batches, batch_size=None) for _ in range(1 + val)))  # type: ignore[arg-type]
     return trainer
 
 
@@ -144,6 +144,35 @@ def test_the_last_stage_gets_less(
     last = LAYERS - int(expected[-1].removeprefix("net."))
     assert f"{(3 * last + 3 * seconds) * 1000:.2f} ms" in caplog.text
     assert f"last stage are {3 * seconds * 1000:.2f} ms for what the step computes after the call" in caplog.text
+
+
+class Validated(Model):
+    """Is checked in the validation before it is trained; there it takes another way."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds, by_self=True)
+        self.values: list[float] = []
+
+    def forward(self, batch: Tensor) -> dict[str, Any]:
+        made = super().forward(batch)
+        return made if self.training else {**made, "hidden": made["hidden"] * made["others"][1][0]}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.values.append(float(self(batch)["hidden"].square().mean()))
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_check_before_training_does_not_decide(caplog: pytest.LogCaptureFixture) -> None:
+    module = Validated(4.0)
+    trainer = fit(module, val=True)
+    assert trainer.connected_strategy.state_dict()["cut_before"] == ["net.6"]
+    assert caplog.text.count("is cut into stages") == 1
+    given = Validated(4.0)
+    fit(given, val=True, cut_before=["net.6"])
+    assert module.values == given.values
+    assert len(module.values) == 2 + 2 * 3
+    for name, value in given.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
 
 
 @pytest.mark.usefixtures("clock")
