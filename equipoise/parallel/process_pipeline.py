@@ -36,7 +36,7 @@ class ProcessPipeline:
         schedule: See `parallel.schedule`.
 
     Attributes:
-        failed: None; an error's note says where it was.
+        failed: The device of the stage in which the last call failed; None if it has not.
         timeline: The last training step as it ran.
     """
 
@@ -44,9 +44,13 @@ class ProcessPipeline:
         self._processes, self._program, self._own, self._schedule = processes, program, own, schedule
         self._messenger, self._count = processes.messenger, len(processes.devices)
         self._device, self._before = processes.devices[-1], processes.devices[-2]
-        self.failed: torch.device | None = None
         self.timeline = Timeline((), self._count)
         self.fresh = True  # whether the next step begins a window
+
+    @property
+    def failed(self) -> torch.device | None:
+        """The device of the stage in which the last call failed; None if it has not."""
+        return self._processes.failed
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
         """One call of the network; no gradient can come back from it."""
@@ -57,15 +61,20 @@ class ProcessPipeline:
         given = self._messenger.receive(self._count - 1, FORWARD)
         self._messenger.flush()
         if isinstance(given, Failure):
-            raise given.as_error()
-        with torch.no_grad():
-            made = self._graphs().forward(0, self._own, given, keep=False, last=True)
+            raise self._processes.as_error(given)
+        try:
+            with torch.no_grad():
+                made = self._graphs().forward(0, self._own, given, keep=False, last=True)
+        except BaseException:
+            self._processes.failed = self._device
+            raise
         return map_tensors(_NoWayBack.give, made) if state.grad else made
 
     def _graphs(self) -> StageGraphs:
         return StageGraphs(self._device, self._before)
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
+        self._processes.failed = None
         self._processes.tell_what_learns()
         for stage in range(self._count - 1):
             self._processes.tell(stage, "step", *order._replace(seed=(order.seed + stage) % (1 << 48)))
@@ -119,7 +128,7 @@ class ProcessPipeline:
             index = action.micro_batch
             given: Any = None if action.backward else self._messenger.receive(before, FORWARD)
             if isinstance(given, Failure):
-                error = error or given.as_error()
+                error = error or self._processes.as_error(given)
             made: Any = None
             begin = perf_counter()
             try:
@@ -135,7 +144,7 @@ class ProcessPipeline:
                     step.resume(output)
                     del output
             except BaseException as own:
-                error = own
+                error, self._processes.failed = own, self._device
             spans.append(Span(stage, action, begin, perf_counter()))
             if action.backward:
                 told = made if error is None else Failure.of(error, stage, self._device)
@@ -148,12 +157,12 @@ class ProcessPipeline:
         for tensors in inputs:
             gradients = self._messenger.receive(1, HOME)
             if isinstance(gradients, Failure):
-                error = error or gradients.as_error()
+                error = error or self._processes.as_error(gradients)
             elif error is None:
                 try:
                     go_back(tensors, gradients)
-                except BaseException as own:
-                    error = own
+                except BaseException as own:  # where the user's step has computed
+                    error, self._processes.failed = own, self._device
         return error
 
 

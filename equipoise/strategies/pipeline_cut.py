@@ -9,11 +9,12 @@ from torch import Tensor, fx, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, list_devices
-from equipoise.parallel.partition import DoesNotFit, Stage, StageDevice, choose_cuts, describe_stages
+from equipoise.parallel.partition import Block, DoesNotFit, Stage, StageDevice, choose_cuts, describe_stages
 from equipoise.parallel.schedule import Schedule, simulate
 from equipoise.parallel.stages import may_cut, modules_of, names_of, owners, taking_inputs, with_parents
 from equipoise.parallel.tracing import Traced
-from equipoise.strategies.pipeline_profile import merge_blocks, profile_calls
+from equipoise.strategies.pipeline_profile import add_rest, merge_blocks, profile_calls
+from equipoise.strategies.pipeline_rest import RestOfStep
 
 __all__ = ["Cut", "CutOptions", "PinnedCut", "cut_as_pinned", "cut_automatically", "cut_by_names", "table_of"]
 
@@ -77,6 +78,8 @@ class Cut:
         stages: What is predicted of each; empty for a cut that was not measured.
         idle: The predicted share of time in which stages wait; None if nothing was measured.
         samples: The samples of the micro-batch that was measured; None if nothing was, or nobody can tell.
+        beside: The seconds of the last stage in which a step computes what follows the network's call, the loss for
+            instance; None where that was not measured.
     """
 
     ends: list[int]
@@ -85,6 +88,7 @@ class Cut:
     stages: list[Stage]
     idle: float | None
     samples: int | None = None
+    beside: float | None = None
 
     @property
     def pinned(self) -> PinnedCut:
@@ -93,7 +97,12 @@ class Cut:
 
 
 def cut_automatically(
-    traced: Traced, module: nn.Module, tensors: Sequence[Tensor], options: CutOptions, prefix: str
+    traced: Traced,
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    options: CutOptions,
+    prefix: str,
+    rest: RestOfStep | None = None,
 ) -> Cut:
     """Measures the calls of a forward, and chooses.
 
@@ -103,12 +112,16 @@ def cut_automatically(
         tensors: The tensors of a call with one micro-batch.
         options: What the user wishes.
         prefix: The network's name in the user's module; empty if it is that itself.
+        rest: Measures what a step computes after the network's call. Default: that is not counted.
 
     Raises:
         ConfigurationError: If there are more stages than places to cut, or nothing fits.
     """
-    calls = profile_calls(traced, module, tensors, options.measured_on or options.devices[0])
+    measure = None if rest is None else rest.measure
+    calls = profile_calls(traced, module, tensors, options.measured_on or options.devices[0], rest=measure)
     blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
+    if (beside := None if rest is None else rest.block) is not None:
+        blocks = add_rest(blocks, _as_measured(beside, options))
     devices = options.stage_devices()
     try:
         chosen = choose_cuts(blocks, devices, schedule=options.schedule, micro_batches=options.micro_batches)
@@ -133,7 +146,18 @@ def cut_automatically(
     ends = [ends_of_blocks[end - 1] for end in chosen]
     sizes = {tensor.size(options.dim) for tensor in tensors if tensor.ndim > options.dim}
     samples = sizes.pop() if len(sizes) == 1 else None
-    return replace(_cut(traced, ends, prefix, stages, _idle(stages, options)), samples=samples)
+    return replace(_cut(traced, ends, prefix, stages, _idle(stages, options)), samples=samples, beside=_seconds(beside))
+
+
+def _as_measured(rest: Block, options: CutOptions) -> Block:
+    """What was measured on the last device as if it had been where the calls were."""
+    elsewhere = options.measured_on is None and options.devices[0] != options.devices[-1]
+    factor = options.speeds[-1] / options.speeds[0] if options.speeds is not None and elsewhere else 1.0
+    return replace(rest, forward=factor * rest.forward, backward=factor * rest.backward)
+
+
+def _seconds(rest: Block | None) -> float | None:
+    return None if rest is None else rest.forward + rest.backward
 
 
 def _cut(traced: Traced, ends: Sequence[int], prefix: str, stages: list[Stage], idle: float | None) -> Cut:
@@ -249,5 +273,9 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
         lines.append(
             f"Predicted for a micro-batch{of}; with {options.micro_batches} of them under {options.schedule!r} stages"
             f" idle {cut.idle:.0%} of the time."
+        )
+    if cut.beside is not None:
+        lines.append(
+            f"In the time of the last stage are {cut.beside * 1000:.2f} ms for what the step computes after the call."
         )
     return "\n".join(lines)
