@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise.errors import StepError
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.micro_steps import MicroStep
-from equipoise.parallel.schedule import Schedule, Span, Timeline, actions_of
+from equipoise.parallel.schedule import Schedule, actions_of
 from equipoise.parallel.stage_graphs import StageGraphs, go_back
 from equipoise.parallel.stage_messages import Failure
 from equipoise.parallel.stage_processes import StageProcesses
@@ -22,6 +22,7 @@ from equipoise.parallel.stage_worker import (
     StepOrder,
 )
 from equipoise.parallel.stages import StageProgram, map_tensors
+from equipoise.parallel.timeline import Span, Timeline
 
 __all__ = ["ProcessPipeline"]
 
@@ -115,7 +116,7 @@ class ProcessPipeline:
         stage, before = self._count - 1, self._count - 1
         graphs, spans = self._graphs(), list[Span]()
         error: BaseException | None = None
-        for action in actions_of(self._schedule, stage, self._count, len(steps)):
+        for _, action in actions_of(self._schedule, stage, self._count, len(steps)):
             index = action.micro_batch
             given: Any = None if action.backward else self._messenger.receive(before, FORWARD)
             if isinstance(given, Failure):

@@ -27,11 +27,12 @@ from torch.optim import Optimizer
 
 from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.device_threads import ThreadState
-from equipoise.parallel.schedule import Action, Schedule, Span, actions_of
+from equipoise.parallel.schedule import Action, Schedule, actions_of
 from equipoise.parallel.stage_graphs import StageGraphs
 from equipoise.parallel.stage_messages import Failure, Messenger
 from equipoise.parallel.stage_recipes import Recipe, rebuild
 from equipoise.parallel.stages import StageProgram
+from equipoise.parallel.timeline import Span
 from equipoise.parallel.transport import loads
 
 __all__ = [
@@ -216,7 +217,7 @@ class StageWorker:
             graphs = self._prepared(order)
         except BaseException as error:
             self._failure = self._failure or Failure.of(error, self._stage, self._device)
-        for action in actions:
+        for _, action in actions:
             if action.backward and order.schedule is None:
                 continue
             if action.backward:

@@ -64,7 +64,13 @@ class StagedNetwork:
         self.training, self.processes = training, processes
         self.cut: Cut | None = None
         self.pinned: PinnedCut | None = None
-        self.placement = Placement(module, options.devices, copy_always=copy_always, in_processes=processes is not None)
+        self.placement = Placement(
+            module,
+            options.devices,
+            stages_per_device=options.stages_per_device,
+            copy_always=copy_always,
+            in_processes=processes is not None,
+        )
         self._signature: tuple[str, ...] = ()  # of the forward that was cut
         self._originals: dict[str, Callable[..., Any]] = {}
         self._own: dict[str, Any] = {}  # forwards that the user has set in an instance
@@ -171,7 +177,14 @@ class StagedNetwork:
 
     def _make(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
         if self.processes is None:
-            return Pipeline(stages, self.options.devices, self.options.schedule, threads=self._may_have_threads())
+            options = self.options
+            return Pipeline(
+                stages,
+                options.devices,
+                options.schedule,
+                stages_per_device=options.stages_per_device,
+                threads=self._may_have_threads(),
+            )
         with self._uncovered():  # the layers travel as they are
             number = self.processes.give_out(traced.root, stages)
         return ProcessPipeline(self.processes, number, stages[-1], self.options.schedule)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.parallel.internals import versions
-from equipoise.parallel.partition import Block
 from equipoise.parallel.rewind import Rewind
+from equipoise.parallel.stage_costs import Block
 from equipoise.parallel.stages import crossing, map_tensors, may_cut, names_of
 from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
 from equipoise.strategies.pipeline_memory import Storages, moment

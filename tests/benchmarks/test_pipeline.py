@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from equipoise.parallel.partition import Block
+from equipoise.parallel.stage_costs import Block
 from tests.benchmarks.conftest import Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
