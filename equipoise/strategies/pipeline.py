@@ -65,9 +65,9 @@ class PipelineStrategy(StagedStrategy):
         cut_before: The modules with which the stages but the first begin, by their names. Default: chosen; a module
             may say by itself with a method `pipeline_cuts`, which returns such names.
         speeds: How fast the devices are beside one another, such as [3, 1]. Default: all alike.
-        engine: "threads": all stages are computed in this process. "processes": each in a process of its own; the one
-            with the last stage has the module, the data, the losses, callbacks and checkpoints, and the others are
-            sent their layers. Started by the trainer, or, on several machines too, by torchrun or Slurm.
+        engine: "threads": all stages are computed in this process. "processes": each device's in one of its own; the
+            one with the last stage has the module, the data, the losses, callbacks and checkpoints, and the others
+            are sent their layers. Started by the trainer, or, on several machines too, by torchrun or Slurm.
             Default: "threads".
         threads: For that engine, whether every device has a thread. Default: where all are different ones. Never for
             stages on a CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with less
@@ -113,11 +113,6 @@ class PipelineStrategy(StagedStrategy):
             raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
         if engine == "processes" and threads is not None:
             raise ConfigurationError("threads are for engine='threads': leave them out, or take that engine.")
-        if engine == "processes" and check_stages(check_schedule(schedule), stages_per_device) > 1:
-            raise ConfigurationError(
-                f"schedule={schedule!r} has several stages on a device, but engine='processes' has one in each process."
-                " Take '1f1b' or 'gpipe', or engine='threads'."
-            )
         self.engine, self.timeout = engine, timeout
         self.micro_batches, self.schedule = micro_batches, check_schedule(schedule)
         self.stages_per_device = check_stages(self.schedule, stages_per_device)

@@ -187,7 +187,8 @@ class StagedNetwork:
             )
         with self._uncovered():  # the layers travel as they are
             number = self.processes.give_out(traced.root, stages)
-        return ProcessPipeline(self.processes, number, stages[-1], self.options.schedule)
+        count = len(self.processes.devices)
+        return ProcessPipeline(self.processes, number, stages[count - 1 :: count], self.options.schedule)
 
     def _may_have_threads(self) -> bool | None:
         """Threads that share a random generator would draw from it beside one another while forwards are repeated."""

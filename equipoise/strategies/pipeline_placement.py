@@ -95,7 +95,7 @@ class Placement:
                 if id(tensor) not in placed:
                     placed.add(id(tensor))
                     self._homes[id(tensor)] = stage
-                    if stage == len(ends) - 1 or not self.in_processes:
+                    if stage % self._count == self._count - 1 or not self.in_processes:
                         move(tensor, self.devices[stage])
                     sizes[stage] += tensor.nbytes
 
