@@ -83,7 +83,14 @@ def _pipeline(strategy: Any) -> PipelineStep | None:
     own = all(device == "cpu" for device in devices)
     return PipelineStep(
         spans=[
-            StageSpan(stage=stage, micro_batch=did.micro_batch, backward=did.backward, begin=begin, end=end)
+            StageSpan(
+                stage=stage,
+                micro_batch=did.micro_batch,
+                backward=did.backward,
+                weights=did.weights,
+                begin=begin,
+                end=end,
+            )
             for stage, did, begin, end in timeline.spans
         ],
         stages=names,

@@ -13,6 +13,7 @@ __all__ = ["pipeline_chart"]
 
 _ROW, _GAP, _BOTTOM = 30, 6, 24  # pixels: a row, what lies between two, and below the last
 _PALE, _PALEST = 0.5, 0.3  # of the colour: a device's second stage, and its last
+_PHASES = {"forward": "forward", "backward": "backward", "weights": "gradients of weights"}
 _ROOM = 0.8  # per cent of the width that a digit needs
 _MOST = 1500  # boxes
 
@@ -59,12 +60,16 @@ def _top(row: int) -> int:
 
 
 def _legend(step: PipelineStep) -> Markup:
-    ran = {span.backward for span in step.spans}
-    styles = [("forward", "p-forward")] * (False in ran) + [("backward", "p-backward")] * (True in ran)
+    ran = {_phase(span) for span in step.spans}
+    styles = [(name, f"p-{phase}") for phase, name in _PHASES.items() if phase in ran]
     entries = [tag("li", tag("i", class_=f"key {style}"), name) for name, style in [*styles, ("idle", "waits")]]
     if step.devices:
         entries.append(tag("li", "paler: later stages"))
     return tag("ul", *entries, class_="legend")
+
+
+def _phase(span: StageSpan) -> str:
+    return "weights" if span.weights else "backward" if span.backward else "forward"
 
 
 def _box(span: StageSpan, begin: float, across: Scale, step: PipelineStep) -> Markup:
@@ -72,8 +77,8 @@ def _box(span: StageSpan, begin: float, across: Scale, step: PipelineStep) -> Ma
     fading = (_PALE - _PALEST) / max(1, len(step.stages) // len(step.rows) - 2)
     shade = {"fill_opacity": f"{_PALE - fading * (before - 1):.2f}"} if before else {}
     left, right = (100 * across.place(at - begin) for at in (span.begin, span.end))
-    phase, number = "backward" if span.backward else "forward", str(span.micro_batch)
-    told = f"{step.stages[span.stage]}: {phase} of micro-batch {number}, {format_span(span.end - span.begin)}"
+    phase, number = _phase(span), str(span.micro_batch)
+    told = f"{step.stages[span.stage]}: {_PHASES[phase]} of micro-batch {number}, {format_span(span.end - span.begin)}"
     middle = {"x": f"{(left + right) / 2:.2f}%", "y": _top(row) + _ROW // 2 + 4, "text_anchor": "middle"}
     place = {"x": f"{left:.3f}%", "y": _top(row), "width": f"{right - left:.3f}%", "height": _ROW}
     return tag(

@@ -39,6 +39,7 @@ class StageSpan:
         micro_batch: With which micro-batch, from 0.
         backward: Whether it was its backward.
         begin, end: When, in seconds.
+        weights: Whether it was the second part of its backward, the gradients of weights. Default: False.
     """
 
     stage: int
@@ -46,6 +47,7 @@ class StageSpan:
     backward: bool
     begin: float
     end: float
+    weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.micro_steps import MicroStep, inside_stage
-from equipoise.parallel.schedule import Action, Schedule, actions_of
+from equipoise.parallel.schedule import Action, Schedule, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs, brought, go_back
 from equipoise.parallel.stages import StageProgram
 from equipoise.parallel.timeline import Span, Timeline
@@ -118,7 +118,10 @@ class _Run:
         self.forwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
         self.backwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
         befores = [pipeline.devices[0], *pipeline.devices]
-        self.graphs = [StageGraphs(device, before) for device, before in zip(pipeline.devices, befores, strict=False)]
+        split = splits(pipeline.schedule)
+        self.graphs = [
+            StageGraphs(device, before, split=split) for device, before in zip(pipeline.devices, befores, strict=False)
+        ]
         self.spans: list[Span] = []
         self.errors: list[BaseException] = []
         for tensors in inputs:
@@ -141,7 +144,7 @@ class _Run:
 
     def _ready(self, stage: int, action: Action) -> bool:
         if action.backward:
-            return stage == self.count - 1 or not self.backwards[stage].empty()
+            return action.weights or stage == self.count - 1 or not self.backwards[stage].empty()
         return not self.forwards[stage].empty()
 
     def in_threads(self) -> None:
@@ -191,14 +194,16 @@ class _Run:
         """One action."""
         device, index = self.pipeline.devices[stage], action.micro_batch
         source = self.backwards if action.backward else self.forwards
-        begins_backward = action.backward and stage == self.count - 1
-        given: Any = None if begins_backward else source[stage].get()
-        if given is None and not begins_backward:
+        waits = not action.weights and not (action.backward and stage == self.count - 1)
+        given: Any = source[stage].get() if waits else None
+        if waits and given is None:
             raise _Ended
         begin = perf_counter()
         try:
             with _on(device):
-                if action.backward:
+                if action.weights:
+                    self.graphs[stage].weights(index)
+                elif action.backward:
                     self._go_back(stage, index, given)
                 else:
                     self._go_on(stage, index, given)

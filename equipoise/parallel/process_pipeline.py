@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise.errors import StepError
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.micro_steps import MicroStep
-from equipoise.parallel.schedule import Action, Schedule, actions_of
+from equipoise.parallel.schedule import Action, Schedule, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs, go_back
 from equipoise.parallel.stage_messages import Failure
 from equipoise.parallel.stage_orders import (
@@ -82,8 +82,8 @@ class ProcessPipeline:
         """Those of this process."""
         return range(self._count - 1, self._last + 1, self._count)
 
-    def _graphs(self) -> StageGraphs:
-        return StageGraphs(self._device, self._before)
+    def _graphs(self, *, split: bool = False) -> StageGraphs:
+        return StageGraphs(self._device, self._before, split=split)
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
         self._processes.tell_what_learns()
@@ -136,7 +136,8 @@ class ProcessPipeline:
         programs: Sequence[Sequence[StageProgram]],
     ) -> tuple[BaseException | None, list[Span]]:
         """This process's stages; after an error only the messages of the step are still exchanged."""
-        graphs, spans = {stage: self._graphs() for stage in self._stages()}, list[Span]()
+        split = splits(self._schedule)
+        graphs, spans = {stage: self._graphs(split=split) for stage in self._stages()}, list[Span]()
         error: BaseException | None = None
         failure: Failure | None = None
         plan = (self._count - 1, self._count, len(steps), self._each)
@@ -150,6 +151,8 @@ class ProcessPipeline:
             try:
                 if error is not None:
                     graphs[stage].forget(index)
+                elif action.weights:
+                    graphs[stage].weights(index)
                 elif action.backward:
                     made = graphs[stage].backward(index, partial(backward, index) if last else given)
                 else:
@@ -174,11 +177,13 @@ class ProcessPipeline:
         """What an action needs; nothing if it is the backward of the last stage."""
         if not action.backward:
             return self._messenger.receive(self._count - 1, way_to(stage, FORWARD))
-        return None if stage == self._last else self._messenger.receive(1, way_to(stage, BACKWARD))
+        return None if action.weights or stage == self._last else self._messenger.receive(1, way_to(stage, BACKWARD))
 
     def _hand_on(self, stage: int, action: Action, made: Any) -> Failure | None:
         """Sends what an action made, unless it is the last stage's output; returns why it could not be sent."""
         where = (stage, self._device)
+        if action.weights:
+            return None
         if action.backward:
             return self._messenger.hand_on(self._count - 1, way_to(stage - 1, BACKWARD), made, where)
         if stage < self._last:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from equipoise.parallel.schedule import Schedule, actions_of, occupancy
+from equipoise.parallel.schedule import Schedule, actions_of, lets_go, occupancy, splits
 
 __all__ = ["Block", "Costs", "Stage", "StageDevice"]
 
@@ -20,6 +20,7 @@ class Block:
         trained: Bytes of those parameters that are trained.
         saved: Bytes that its forward keeps for its backward, and that no block before keeps.
         saves: The numbers of their storages.
+        left: Bytes that the first part of a backward in two parts leaves for the second, beside what is saved.
         boundary: Bytes that pass to the next block, and to those after it.
         passing: The same by the numbers of their storages.
         transient: Bytes beyond these at its worst moment.
@@ -34,6 +35,7 @@ class Block:
     trained: int = 0
     saved: int = 0
     saves: frozenset[int] = frozenset()
+    left: int = 0
     boundary: int = 0
     passing: Mapping[int, int] = field(default_factory=dict)
     transient: int = 0
@@ -66,6 +68,7 @@ class Stage:
         resting: Bytes of these and of the optimiser's state.
         trained: Bytes of gradients, which are there from the first backward on.
         held: Bytes of one micro-batch between its forward and its backward.
+        left: Bytes beyond these between the parts of a backward in two parts.
         transient: Bytes beyond these at its worst moment.
     """
 
@@ -78,6 +81,7 @@ class Stage:
     resting: int = 0
     trained: int = 0
     held: int = 0
+    left: int = 0
     transient: int = 0
 
 
@@ -112,6 +116,7 @@ class Costs:
         self.parameters = [0, *accumulate(block.parameters for block in blocks)]
         self.trained = [0, *accumulate(block.trained for block in blocks)]
         self.saved = [0, *accumulate(block.saved for block in blocks)]
+        self.left = [0, *accumulate(block.left for block in blocks)]
 
     def stage(self, stage: int, first: int, end: int, transient: int | None = None) -> Stage:
         """What blocks from first to end come to as a stage."""
@@ -121,17 +126,20 @@ class Costs:
         parameters = self.parameters[end] - self.parameters[first]
         trained = self.trained[end] - self.trained[first]
         full, held = self.full[stage], self._held(first, end)
+        # Nobody waits for gradients of the network's inputs, so all of the first stage's backward is left for later.
+        left = self.left[end] - self.left[first] if first else self.blocks[end - 1].boundary
         resting = int(parameters + (self.state_factor - 1) * trained)
         return Stage(
             first=first,
             end=end,
             forward=(self.forward[end] - self.forward[first]) * slowness,
             backward=(self.backward[end] - self.backward[first]) * slowness,
-            memory=resting + max(full.most * held, full.later * held + trained) + transient,
+            memory=resting + max(full.most * held, full.later * held + trained) + full.between * left + transient,
             parameters=parameters,
             resting=resting,
             trained=trained,
             held=held,
+            left=left,
             transient=transient,
         )
 
@@ -163,9 +171,11 @@ class Costs:
         now = peak = 0
         learns: set[int] = set()
         for stage, action in actions_of(self._schedule, device, *self._plan):
-            each, before = stages[stage], now
-            now += -each.held if action.backward else each.held
-            if action.backward and stage not in learns:
+            each, before, gone = stages[stage], now, lets_go(self._schedule, action)
+            now += each.held * ((not action.backward) - gone)
+            if splits(self._schedule):
+                now += each.left * (action.backward - 2 * action.weights)
+            if gone and stage not in learns:
                 learns.add(stage)
                 now += each.trained
             peak = max(peak, max(before, now) + each.transient)

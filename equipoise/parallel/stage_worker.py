@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import WorkerError
-from equipoise.parallel.schedule import Action, actions_of
+from equipoise.parallel.schedule import Action, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs
 from equipoise.parallel.stage_messages import Failure, Messenger
 from equipoise.parallel.stage_orders import (
@@ -183,13 +183,17 @@ class StageWorker:
             graphs = self._prepared(order)
         except BaseException as error:
             self._failure = self._failure or Failure.of(error, self._stage, self._device)
-        each = [graphs, *(StageGraphs(self._device, self._before) for _ in range(order.stages_per_device - 1))]
+        each = [graphs, *(self._graphs(order) for _ in range(order.stages_per_device - 1))]
         for stage, action in actions_of(order.schedule or "gpipe", *plan):
             if action.backward and order.schedule is None:
                 continue
+            own = graphs and each[stage // self._count]
+            if action.weights:
+                self._attempt(own, stage, action, order, None)
+                continue
             source, kind = (after, BACKWARD) if action.backward else (before, FORWARD)
             received = self._messenger.receive(source, way_to(stage, kind))
-            made = self._attempt(graphs and each[stage // self._count], stage, action, order, received)
+            made = self._attempt(own, stage, action, order, received)
             if not action.backward:
                 self._hand_on(after, way_to(stage + 1, FORWARD), made)
             elif stage:
@@ -209,7 +213,10 @@ class StageWorker:
         if order.fresh:
             self._zero()
         torch.manual_seed(order.seed)
-        return StageGraphs(self._device, self._before)
+        return self._graphs(order)
+
+    def _graphs(self, order: StepOrder) -> StageGraphs:
+        return StageGraphs(self._device, self._before, split=order.schedule is not None and splits(order.schedule))
 
     def _zero(self) -> None:
         """Begins a window of accumulation."""
@@ -233,8 +240,11 @@ class StageWorker:
             return self._failure
         begin = perf_counter()
         try:
-            if action.backward:
-                made: Any = graphs.backward(action.micro_batch, given)
+            made: Any = None
+            if action.weights:
+                graphs.weights(action.micro_batch)
+            elif action.backward:
+                made = graphs.backward(action.micro_batch, given)
             else:
                 programs, keep = self._programs[order.programs[action.micro_batch]][0], order.schedule is not None
                 with order.state.entered():

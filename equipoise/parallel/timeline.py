@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from equipoise.parallel.schedule import Action, Schedule, actions_of
+from equipoise.parallel.schedule import Action, Schedule, actions_of, lets_go, needed_for
 
 __all__ = ["Span", "Timeline", "simulate"]
 
@@ -70,7 +70,7 @@ def simulate(
     Args:
         schedule: The schedule.
         forward: For each stage the seconds of the forward of one micro-batch.
-        backward: The same for the backward.
+        backward: The same for the backward, of which each part takes half where there are two.
         micro_batches: The number of micro-batches.
         stages_per_device: How many stages each device has. Default: 1.
 
@@ -80,6 +80,11 @@ def simulate(
         >>> round(simulate("interleaved_1f1b", [1] * 4, [1] * 4, 4, 2).idle, 3)  # (p - 1) / (v m + p - 1)
         0.111
     """
+
+    def seconds(stage: int, action: Action) -> float:
+        whole = not action.backward or (lets_go(schedule, action) and not action.weights)
+        return (backward if action.backward else forward)[stage] * (1.0 if whole else 0.5)
+
     stages = len(forward)
     devices = stages // stages_per_device
     waiting = [actions_of(schedule, device, devices, micro_batches, stages_per_device) for device in range(devices)]
@@ -90,20 +95,13 @@ def simulate(
         for device in range(devices):
             while waiting[device]:
                 stage, action = waiting[device][0]
-                needed = _needs(stage, action, stages)
+                needed = needed_for(stage, action, stages)
                 if needed is not None and needed not in done:
                     break
                 begin = max(free[device], 0.0 if needed is None else done[needed])
-                end = begin + (backward if action.backward else forward)[stage]
+                end = begin + seconds(stage, action)
                 spans.append(Span(stage, action, begin, end))
                 done[stage, action] = free[device] = end
                 waiting[device].pop(0)
         assert len(spans) > before, "every device waits"
     return Timeline(tuple(sorted(spans, key=lambda span: span.begin)), stages, stages_per_device)
-
-
-def _needs(stage: int, action: Action, stages: int) -> tuple[int, Action] | None:
-    """What must have been done before, and where."""
-    if action.backward:
-        return (stage, Action(False, action.micro_batch)) if stage == stages - 1 else (stage + 1, action)
-    return (stage - 1, action) if stage else None

@@ -59,9 +59,10 @@ class PipelineStrategy(StagedStrategy):
     Args:
         micro_batches: Into how many a batch is cut; fewer where it has fewer samples. Default: twice the devices.
         schedule: "1f1b", which holds fewer activations, or "gpipe"; with several stages on each device, which idle
-            less, "interleaved_1f1b" or "looped_bfs". Default: "1f1b".
+            less, "interleaved_1f1b", "looped_bfs" or, which idles least, "interleaved_zero_bubble". Default: "1f1b".
         stages_per_device: How many stages each device has. Of p devices, device d has the stages d, d + p, d + 2p, ...
-            Default: 1 for "gpipe" and "1f1b", which have no more, 2 for the others.
+            Default: 1 for "gpipe" and "1f1b", which have no more, 2 for the others; "interleaved_zero_bubble" may
+            have 1.
         cut_before: The modules with which the stages but the first begin, by their names. Default: chosen; a module
             may say by itself with a method `pipeline_cuts`, which returns such names.
         speeds: How fast the devices are beside one another, such as [3, 1]. Default: all alike.

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, list_devices
 from equipoise.parallel.partition import DoesNotFit, choose_cuts, describe_stages
-from equipoise.parallel.schedule import Schedule
+from equipoise.parallel.schedule import Schedule, splits
 from equipoise.parallel.stage_costs import Stage, StageDevice
 from equipoise.parallel.stages import may_cut, modules_of, names_of, owners, taking_inputs, with_parents
 from equipoise.parallel.timeline import simulate
@@ -120,7 +120,8 @@ def cut_automatically(
     Raises:
         ConfigurationError: If there are more stages than places to cut, or nothing fits.
     """
-    calls = profile_calls(traced, module, tensors, options.measured_on or options.devices[0])
+    device, split = options.measured_on or options.devices[0], splits(options.schedule)
+    calls = profile_calls(traced, module, tensors, device, split=split)
     blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
     devices = options.stage_devices()
     plan: dict[str, Any] = {

@@ -12,6 +12,7 @@ from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.micro_steps import current_step, is_inside_stage
 from equipoise.parallel.pipeline import Pipeline
 from equipoise.parallel.process_pipeline import ProcessPipeline
+from equipoise.parallel.schedule import splits
 from equipoise.parallel.stage_processes import StageProcesses
 from equipoise.parallel.stages import StageProgram, homes_of, make_stages
 from equipoise.parallel.tracing import CallStructure, NotTraceable, Traced, trace
@@ -80,7 +81,17 @@ class StagedNetwork:
     # Calls.
 
     def cover(self) -> None:
-        """Catches calls of the module and of its largest child."""
+        """Catches calls of the module and of its largest child.
+
+        Raises:
+            ConfigurationError: If activations are checkpointed where that cannot be.
+        """
+        if splits(self.options.schedule) and any(map(is_checkpointed, self.module.modules())):
+            raise ConfigurationError(
+                f"schedule={self.options.schedule!r} goes backward through a stage in many parts, for each of which"
+                " activation_checkpointing would compute the forward once more. Take 'interleaved_1f1b', or leave"
+                " activation_checkpointing out."
+            )
         children = {
             name: child for name, child in self.module.named_children() if any(True for _ in child.parameters())
         }

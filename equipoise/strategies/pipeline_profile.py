@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
+from equipoise.parallel.split_backward import SplitBackward
 from equipoise.parallel.stage_costs import Block
 from equipoise.parallel.stages import crossing, map_tensors, may_cut, names_of
 from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
@@ -29,7 +30,13 @@ _FINEST = 200  # a block takes at least such a part of an average stage, where i
 
 
 def profile_calls(
-    traced: Traced, module: nn.Module, tensors: Sequence[Tensor], device: torch.device, *, seconds: float = 3.0
+    traced: Traced,
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    *,
+    seconds: float = 3.0,
+    split: bool = False,
 ) -> list[Block]:
     """Measures every call of a forward, one after the other, on a device; nothing is changed by it.
 
@@ -39,6 +46,7 @@ def profile_calls(
         tensors: What it is called with; one micro-batch.
         device: Where. Parameters that lie elsewhere are there while their call is measured.
         seconds: No pass begins after so many, once there were three. Default: 3.
+        split: Whether backwards will be in two parts. Default: False.
 
     Returns:
         A block for each call.
@@ -49,7 +57,7 @@ def profile_calls(
         with torch.inference_mode(False), torch.enable_grad():
             given = tuple(tensor.detach().clone().to(device) for tensor in tensors)
             begin = time.perf_counter()
-            blocks = _profile(traced, given, device, first=True)
+            blocks = _profile(traced, given, device, first=True, split=split)
             for count in range(1, _MOST):
                 if count >= _LEAST and time.perf_counter() - begin > seconds:
                     break
@@ -64,7 +72,9 @@ def _quicker(one: Block, other: Block) -> Block:
     return replace(one, forward=min(one.forward, other.forward), backward=min(one.backward, other.backward))
 
 
-def _profile(traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, *, first: bool = False) -> list[Block]:
+def _profile(
+    traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, *, first: bool = False, split: bool = False
+) -> list[Block]:
     """One pass; only the first looks at what is needed for a moment, which takes its time."""
     calls, values = traced.calls, {}
     (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
@@ -75,7 +85,7 @@ def _profile(traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, 
     last = {node: index for index, nodes in enumerate(passing) for node in nodes}
     names, blocks = names_of(traced), []
     for index, node in enumerate(calls):
-        measured = _measure(node, traced, values, device, storages, first=first)
+        measured = _measure(node, traced, values, device, storages, first=first, split=split)
         values[node] = measured.pop("output")
         sent = storages.passing(tensor for value in passing[index] for tensor in _tensors(values[value]))
         name, named = names[index]
@@ -94,6 +104,7 @@ def _measure(
     storages: Storages,
     *,
     first: bool,
+    split: bool,
 ) -> dict[str, Any]:
     root = traced.root
     owner = root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -105,6 +116,7 @@ def _measure(
     with _placed(owner, device):
         run.once(storages)
         most = moment(run.again, [*_tensors(list(values.values())), *parameters]) if first else 0
+        left = run.left() if split else 0
     made = _tensors(run.output)
     saved, saves = storages.add(run.seen, made)
     kept = {place: size for place, size in run.seen.items() if place not in run.taken}
@@ -117,6 +129,7 @@ def _measure(
         "trained": sum(parameter.nbytes for parameter in trained),
         "saved": saved,
         "saves": saves,
+        "left": left,
         "transient": max(0, most - sum(kept.values())),
         "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), run.output),
     }
@@ -166,6 +179,14 @@ class _Run:
         kept, self.output = self.output, _call(self.node, self.traced.root, args, kwargs, self.device)
         self._go_back(inputs)
         self.output = kept
+
+    def left(self) -> int:
+        """What the first part of a backward leaves for the second, beside what is saved."""
+        args, kwargs, inputs = self._arguments()
+        outputs = _tensors(_call(self.node, self.traced.root, args, kwargs, self.device))
+        parts = SplitBackward(inputs, outputs)
+        parts.of_inputs([torch.ones_like(output) if output.requires_grad else None for output in outputs])
+        return parts.nbytes
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         inputs: list[Tensor] = []
@@ -284,6 +305,7 @@ def _merged(blocks: Sequence[Block]) -> Block:
         parameters=sum(block.parameters for block in blocks),
         trained=sum(block.trained for block in blocks),
         saved=sum(block.saved for block in blocks),
+        left=sum(block.left for block in blocks),
         saves=frozenset().union(*(block.saves for block in blocks)),
         boundary=blocks[-1].boundary,
         passing=blocks[-1].passing,

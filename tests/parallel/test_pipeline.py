@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equipoise.parallel.micro_steps import MicroStep, current_step
 from equipoise.parallel.pipeline import Pipeline
-from equipoise.parallel.schedule import actions_of
+from equipoise.parallel.schedule import SCHEDULES, actions_of
 from equipoise.parallel.stages import StageProgram, make_stages
 from equipoise.parallel.tracing import CallStructure, trace
 
@@ -36,7 +36,8 @@ def pipeline_of(net: nn.Module, x: Tensor, stages: int, **options: Any) -> Pipel
 
 
 PLANS = [("gpipe", 1, 1), ("1f1b", 1, 1), ("gpipe", 2, 1), ("1f1b", 2, 1), ("gpipe", 3, 1), ("1f1b", 3, 1)]
-PLANS += [(schedule, devices, 2) for schedule in ("looped_bfs", "interleaved_1f1b") for devices in (1, 2)]
+PLANS += [(schedule, devices, 2) for schedule in SCHEDULES[2:] for devices in (1, 2)]
+PLANS += [("interleaved_zero_bubble", 3, 1), ("interleaved_zero_bubble", 1, 1), ("interleaved_zero_bubble", 2, 3)]
 PLANS += [("looped_bfs", 1, 4), ("interleaved_1f1b", 1, 3), ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3)]
 
 
@@ -124,7 +125,9 @@ def test_the_same_tensor_twice_gets_both_gradients():
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
-@pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "each"), [("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2), ("interleaved_zero_bubble", 2)]
+)
 def test_errors_end_all(schedule, each, at, threads):
     def fail(*_: Any) -> Any:
         raise ValueError("mine")

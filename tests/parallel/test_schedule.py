@@ -15,18 +15,24 @@ from equipoise.parallel.schedule import (
     check_stages,
     in_flight,
     occupancy,
+    splits,
 )
 from equipoise.parallel.timeline import Span, Timeline, simulate
 
 PLANS: list[tuple[Schedule, int]] = [
-    ("gpipe", 1), ("1f1b", 1), *((name, count) for name in SCHEDULES[2:] for count in (2, 3, 5))
+    ("gpipe", 1), ("1f1b", 1), *((name, count) for name in SCHEDULES[2:] for count in (2, 3, 5)),
+    ("interleaved_zero_bubble", 1),
 ]  # fmt: skip
+
+
+KINDS = [(False, False), (True, False), (True, True)]
 
 
 def most_held(schedule: Schedule, device: int, devices: int, micro_batches: int, each: int) -> int:
     """The most activations that a device may hold, of all of its stages, as papers have it."""
     every = each * micro_batches
     full = {"1f1b": devices - device, "interleaved_1f1b": 2 * (devices - device - 1) + (each - 1) * devices + 1}
+    full["interleaved_zero_bubble"] = each * devices
     return min(every, full.get(schedule, every))
 
 
@@ -41,14 +47,21 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, each, m
         full, whole = dict.fromkeys(stages, 0), 0
         for stage in stages:
             own = [action for at, action in actions if at == stage]
-            for backward in (False, True):
+            for kind in KINDS[: 2 + splits(schedule)]:
                 # In order, since what passes between two stages has no number.
-                assert [one.micro_batch for one in own if one.backward is backward] == list(range(micro_batches))
+                assert [one.micro_batch for one in own if (one.backward, one.weights) == kind] == list(
+                    range(micro_batches)
+                )
+            assert len(own) == (2 + splits(schedule)) * micro_batches
         most, later, learns = dict(full), dict(full), set[int]()
+        half, between = dict(full), dict(full)
         for stage, action in actions:
-            full[stage] += -1 if action.backward else 1
+            gone = action.weights if splits(schedule) else action.backward
+            full[stage] += (not action.backward) - gone
             assert full[stage] >= 0
-            learns |= {stage} if action.backward else set()
+            learns |= {stage} if gone else set()
+            half[stage] += (action.backward and not gone) - action.weights
+            between[stage] = max(between[stage], half[stage])
             most[stage] = max(most[stage], full[stage])
             later[stage] = max(later[stage], full[stage] if stage in learns else 0)
             whole = max(whole, sum(full.values()))
@@ -56,7 +69,11 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, each, m
         assert whole <= most_held(schedule, device, devices, micro_batches, each)
         for stage in stages:
             assert in_flight(schedule, stage, devices, micro_batches, each) == most[stage]
-            assert occupancy(schedule, stage, devices, micro_batches, each) == (most[stage], later[stage])
+            assert occupancy(schedule, stage, devices, micro_batches, each) == (
+                most[stage],
+                later[stage],
+                between[stage],
+            )
 
 
 def test_one_stage_on_a_device_holds_what_is_on_its_way_behind_it():
@@ -71,12 +88,14 @@ def test_one_stage_on_a_device_holds_what_is_on_its_way_behind_it():
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_equal_stages_idle_as_the_theory_says(devices, turns, schedule, each):
     """With a multiple of as many micro-batches as there are devices."""
-    for backward in (1.0, 2.0):
+    for backward in (2.0,) if splits(schedule) else (1.0, 2.0):
         batches, stages = turns * devices, devices * each
         timeline = simulate(schedule, [1.0] * stages, [backward] * stages, batches, each)
-        assert timeline.idle == pytest.approx((devices - 1) / (each * batches + devices - 1), abs=1e-12)
-        assert timeline.seconds == pytest.approx((1 + backward) * (each * batches + devices - 1))
-        assert len(timeline.spans) == 2 * stages * batches
+        lost = (devices - 1) * (1 if splits(schedule) else 1 + backward)
+        whole = each * batches * (1 + backward) + lost
+        assert timeline.seconds == pytest.approx(whole)
+        assert timeline.idle == pytest.approx(lost / whole, abs=1e-12)
+        assert len(timeline.spans) == (2 + splits(schedule)) * stages * batches
         assert timeline.devices == devices
 
 
@@ -98,11 +117,13 @@ def test_nothing_begins_before_what_it_needs_and_nothing_waits_for_ever():
         times = [[draw.uniform(0.1, 3) for _ in range(stages)] for _ in range(2)]
         timeline = simulate(schedule, *times, micro_batches, each)
         at = {(span.stage, span.action): span for span in timeline.spans}
-        assert len(at) == len(timeline.spans) == 2 * stages * micro_batches
+        assert len(at) == len(timeline.spans) == (2 + splits(schedule)) * stages * micro_batches
         for (stage, action), span in at.items():
             before = stage + 1 if action.backward else stage - 1
-            if action.backward and before == stages:
-                needed: Span | None = at[stage, Action(False, action.micro_batch)]
+            if action.weights:
+                needed: Span | None = at[stage, action._replace(weights=False)]
+            elif action.backward and before == stages:
+                needed = at[stage, Action(False, action.micro_batch)]
             else:
                 needed = at.get((before, action))
             assert needed is None or needed.end <= span.begin + 1e-12
@@ -124,14 +145,20 @@ def test_a_timeline_of_nothing():
 
 def test_schedules_by_name():
     assert check_schedule("1f1b") == "1f1b"
-    names = "'gpipe', '1f1b', 'looped_bfs', 'interleaved_1f1b'"
+    names = "'gpipe', '1f1b', 'looped_bfs', 'interleaved_1f1b', 'interleaved_zero_bubble'"
     with pytest.raises(ConfigurationError, match=f"schedule must be one of {names}, not 'zero'"):
         check_schedule("zero")
 
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("Interleaved1F1B", "interleaved_1f1b"), ("LoopedBFS", "looped_bfs"), ("1F1B", "1f1b"), ("GPipe", "gpipe")],
+    [
+        ("Interleaved1F1B", "interleaved_1f1b"),
+        ("LoopedBFS", "looped_bfs"),
+        ("1F1B", "1f1b"),
+        ("GPipe", "gpipe"),
+        ("InterleavedZeroBubble", "interleaved_zero_bubble"),
+    ],
 )
 def test_names_of_torch_s_are_understood(given, meant):
     with pytest.raises(ConfigurationError, match=f"not '{given}'. Did you mean '{meant}'?"):
@@ -139,8 +166,9 @@ def test_names_of_torch_s_are_understood(given, meant):
 
 
 def test_how_many_stages_a_device_has():
-    assert [check_stages(schedule, None) for schedule in SCHEDULES] == [1, 1, 2, 2]
+    assert [check_stages(schedule, None) for schedule in SCHEDULES] == [1, 1, 2, 2, 2]
     assert check_stages("looped_bfs", 4) == 4
+    assert check_stages("interleaved_zero_bubble", 1) == 1
     for schedule, instead in (("gpipe", "looped_bfs"), ("1f1b", "interleaved_1f1b")):
         assert check_stages(schedule, 1) == 1
         with pytest.raises(ConfigurationError, match=f"one stage on each device, .*=3. Take schedule='{instead}'"):

@@ -20,6 +20,7 @@ from tests.strategies.test_pipeline import (
     Frozen,
     InPlace,
     SharedLayer,
+    Transformer,
     assert_same_logs,
     reference,
 )
@@ -35,7 +36,7 @@ pytestmark = ignoring(
 )
 
 SIZES = [13, 13, 5, 13, 2]
-SCHEDULES = ["interleaved_1f1b", "looped_bfs"]
+SCHEDULES = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_gradients_are_those_of_one_device(devices, each, micro_batches, schedul
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("strategy", [PipelineStrategy, Copying])
-@pytest.mark.parametrize("make", [Recurrent, Tied, Frozen, Before, SharedLayer, InPlace])
+@pytest.mark.parametrize("make", [Recurrent, Tied, Frozen, Before, SharedLayer, InPlace, Transformer])
 def test_networks_of_all_kinds(make, strategy, schedule):
     run = fit(make, SIZES, **looped(1 if make is Recurrent else 2, 2, strategy, micro_batches=4, schedule=schedule))
     assert_same(reference(make), run)

@@ -29,7 +29,7 @@ from tests.strategies.test_pipeline_processes import (
 
 pytestmark = ignoring("Checkpoint directory")
 
-SCHEDULES = ["interleaved_1f1b", "looped_bfs"]
+SCHEDULES = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]
 
 
 def looped(each: int = 2, **options: Any) -> PipelineStrategy:
