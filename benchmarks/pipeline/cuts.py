@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.parallel.partition import Block, StageDevice, choose_cuts
+from equipoise.parallel.partition import choose_cuts
+from equipoise.parallel.stage_costs import Block, StageDevice
 from equipoise.parallel.stages import StageProgram, make_stages, map_tensors
 from equipoise.parallel.tracing import CallStructure, trace
 from equipoise.strategies.pipeline_profile import merge_blocks, profile_calls

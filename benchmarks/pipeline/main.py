@@ -17,33 +17,37 @@ from rich.table import Table
 from sleeping import Sleeper, step_seconds
 
 from equipoise import PipelineStrategy
+from equipoise.parallel.schedule import SCHEDULES, check_schedule, check_stages
+from equipoise.parallel.timeline import simulate
 
 MOST_BEYOND_THEORY, MOST_TO_MEAN, MOST_TO_BEST, LEAST_GAIN = 0.08, 1.10, 1.02, 1.4
 """The bounds: time lost beyond theory, the slowest stage by the mean and by the best cut's, gain on unequal devices."""
 
-FORWARD, BACKWARD = 0.03, 0.045  # seconds of a stage for one micro-batch
+FORWARD, BACKWARD = 0.03, 0.045  # seconds of a device for one micro-batch, over all of its stages
 
 
-def schedules(steps: int, engines: list[str], stages: list[int], micro_batches: list[int]) -> tuple[Table, list[str]]:
+def schedules(
+    names: list[str], engines: list[str], steps: int, devices: list[int], micro_batches: list[int]
+) -> tuple[Table, list[str]]:
     """Lost time of stages of known duration."""
     table = Table(
-        *("engine", "schedule", "stages", "micro-batches", "step, ms", "lost", "in theory", "beyond"),
+        *("engine", "schedule", "devices", "stages", "micro-batches", "step, ms", "lost", "in theory", "beyond"),
         title="Lost time, share",
     )
     broken = []
-    for engine, schedule, p, m in product(engines, ("gpipe", "1f1b"), stages, micro_batches):
-        names = [f"net.{stage}" for stage in range(1, p)]
-        threads = True if engine == "threads" else None  # a thread for each stage though all are on the CPU
-        strategy = PipelineStrategy(
-            engine=engine, micro_batches=m, schedule=schedule, cut_before=names, threads=threads
-        )
-        seconds, lost = step_seconds(Sleeper(p, FORWARD, BACKWARD, [1.0] * p), strategy, p, m, steps)
-        theory = (p - 1) / (m + p - 1)
+    for engine, schedule, p, m in product(engines, map(check_schedule, names), devices, micro_batches):
+        v = check_stages(schedule, None)
+        cut, forward, backward = [f"net.{stage}" for stage in range(1, p * v)], FORWARD / v, BACKWARD / v
+        threads = True if engine == "threads" else None  # one for each device though all are the CPU
+        strategy = PipelineStrategy(engine=engine, micro_batches=m, schedule=schedule, cut_before=cut, threads=threads)
+        module = Sleeper(p * v, forward, backward, [1.0] * p)
+        seconds, lost = step_seconds(module, strategy, p, m, steps)
+        theory = simulate(schedule, [forward] * p * v, [backward] * p * v, m, v).idle
         cells = (f"{seconds * 1e3:.0f}", f"{lost:.1%}", f"{theory:.1%}", f"{lost - theory:+.1%}")
-        table.add_row(engine, schedule, str(p), str(m), *cells)
+        table.add_row(engine, schedule, str(p), str(p * v), str(m), *cells)
         if lost - theory > MOST_BEYOND_THEORY:
-            what = f"{engine}, {schedule}, {p} stages, {m} micro-batches"
-            broken.append(f"{what}: {lost:.1%} lost, in theory {theory:.1%}")
+            where = f"{engine}, {schedule}, {p} devices, {m} micro-batches"
+            broken.append(f"{where}: {lost:.1%} lost, in theory {theory:.1%}")
     return table, broken
 
 
@@ -98,11 +102,13 @@ def arguments(command: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5, help="steps of sleeping stages (default: 5)")
     parser.add_argument("--rounds", type=int, default=7, help="how often cut stages run (default: 7)")
+    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), help="of sleeping stages (default: all)")
     parser.add_argument(
         "--engines", nargs="+", default=["threads", "processes"], help="of sleeping stages (default: threads processes)"
     )
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="of sleeping stages (default: 2 4)")
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4], help="of sleeping stages (default: 2 4)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
+    parser.add_argument("--only-schedules", action="store_true", help="lost time alone")
     parser.add_argument("--small", action="store_true", help="cut small networks")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is broken")
     parser.add_argument("--markdown", type=Path, help="write the tables for the README into this file")
@@ -111,8 +117,11 @@ def arguments(command: list[str] | None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[list[Table], list[str]]]:
     """Everything, one after another."""
-    lost, broken = schedules(options.steps, options.engines, options.stages, options.micro_batches)
+    names, engines = options.schedules, options.engines
+    lost, broken = schedules(names, engines, options.steps, options.devices, options.micro_batches)
     yield [lost], broken
+    if options.only_schedules:
+        return
     yield cuts(options.small, options.rounds)
     gain, broken = unequal(options.steps)
     yield [gain], broken

@@ -1,6 +1,7 @@
 """Networks whose layers take a known time and nothing else, on devices of known speed.
 
-On a busy machine who sleeps wakes up late. So one stage alone is timed before every step, and steps are told beside it.
+On a busy machine who sleeps wakes up late. So one device alone is timed before every step, and steps are told beside
+it.
 """
 
 import threading
@@ -24,7 +25,7 @@ class Times(NamedTuple):
 
     Attributes:
         seconds: Of a whole step.
-        lost: The share of it in which one stage alone would not have been at work.
+        lost: The share of it in which one device alone would not have been at work.
     """
 
     seconds: float
@@ -35,23 +36,23 @@ class _Sleep(torch.autograd.Function):
     """Sleeps forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: "Layer") -> Tensor:
-        ctx.layer = layer
-        layer.sleep(layer.forward_seconds)
+    def forward(ctx: Any, x: Tensor, layer: "Layer", forward: float, backward: float) -> Tensor:
+        ctx.layer, ctx.seconds = layer, backward
+        layer.sleep(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.layer.sleep(ctx.layer.backward_seconds)
-        return gradients[0], None
+        ctx.layer.sleep(ctx.seconds)
+        return gradients[0], None, None, None
 
 
 class Layer(nn.Module):
-    """A layer that sleeps so long for a micro-batch, and longer on a slow device.
+    """A layer that sleeps so long for a micro-batch, and longer on a slow device; half of a backward for its weight.
 
     Args:
         forward, backward: Seconds on a device of slowness 1.
-        slowness: For each stage how many times longer everything takes there.
+        slowness: For each device how many times longer everything takes there.
     """
 
     def __init__(self, forward: float, backward: float, slowness: Sequence[float]) -> None:
@@ -60,13 +61,15 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
 
     def sleep(self, seconds: float) -> None:
-        """A stage is known by its thread; the last, where measuring is done as well, has no thread of its own."""
+        """A device is known by its thread; the last, where measuring is done as well, has no thread of its own."""
         name = threading.current_thread().name
-        stage = int(name.rsplit("-", 1)[1]) if name.startswith("equipoise-stage-") else -1
-        time.sleep(seconds * self.slowness[stage])
+        device = int(name.rsplit("-", 1)[1]) if name.startswith("equipoise-stage-") else -1
+        time.sleep(seconds * self.slowness[device])
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x * self.weight, self)
+        half = self.backward_seconds / 2
+        weight = _Sleep.apply(self.weight, self, 0.0, half)
+        return _Sleep.apply(x * weight, self, self.forward_seconds, half)
 
 
 class Sleeper(L.LightningModule):
@@ -75,7 +78,7 @@ class Sleeper(L.LightningModule):
     Args:
         layers: Their number.
         forward, backward: Seconds of each for a micro-batch.
-        slowness: For each stage how many times longer everything takes there.
+        slowness: For each device how many times longer everything takes there.
     """
 
     def __init__(self, layers: int, forward: float, backward: float, slowness: Sequence[float]) -> None:
@@ -83,17 +86,17 @@ class Sleeper(L.LightningModule):
         self.net = nn.Sequential(*(Layer(forward, backward, slowness) for _ in range(layers)))
         self.seconds: list[float] = []
         self.alone: list[float] = []
-        self.stages = len(slowness)
+        self.devices = len(slowness)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """What the layers of the last stage take for all micro-batches if nothing else is to be done."""
+        """What the layers of one device take for all micro-batches if nothing else is to be done."""
         begin = time.perf_counter()
         for _ in range(len(batch)):
             x = batch[:1].requires_grad_()
-            self.net[len(self.net) - len(self.net) // self.stages :](x).sum().backward()
+            self.net[len(self.net) - len(self.net) // self.devices :](x).sum().backward()
         self.zero_grad()
         self.alone.append(time.perf_counter() - begin)
         self.began = time.perf_counter()
@@ -105,12 +108,12 @@ class Sleeper(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def step_seconds(module: Sleeper, strategy: PipelineStrategy, stages: int, micro_batches: int, steps: int) -> Times:
+def step_seconds(module: Sleeper, strategy: PipelineStrategy, devices: int, micro_batches: int, steps: int) -> Times:
     """Times whole steps of the trainer; the first one, in which the network is cut, is left out."""
     data = DataLoader([torch.ones(micro_batches, 2) for _ in range(steps + 1)], batch_size=None)
     trainer = Trainer(
         strategy=strategy,
-        devices=["cpu"] * stages,
+        devices=["cpu"] * devices,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

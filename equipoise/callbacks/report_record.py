@@ -16,7 +16,7 @@ from equipoise.memory.devices import format_bytes, read_memory
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.memory.report_scales import format_count, format_span
 from equipoise.memory.run_record import PipelineStep, RunEvent, RunRecord, StageSpan
-from equipoise.parallel.schedule import Timeline
+from equipoise.parallel.timeline import Timeline
 
 __all__ = ["collect_record"]
 
@@ -76,16 +76,25 @@ def _pipeline(strategy: Any) -> PipelineStep | None:
     if not isinstance(timeline, Timeline) or not timeline.spans:
         return None
     devices = [str(device) for device in getattr(strategy, "devices", ())]
-    names = [f"stage {stage}" for stage in range(timeline.stages)]
-    if len(devices) == timeline.stages:
-        names = [f"{name}, {device}" for name, device in zip(names, devices, strict=True)]
+    names, rows = [f"stage {stage}" for stage in range(timeline.stages)], range(timeline.devices)
+    if len(devices) == timeline.devices:
+        names = [f"{name}, {devices[stage % len(devices)]}" for stage, name in enumerate(names)]
+    several = [f"device {row}" + (f", {devices[row]}" if len(devices) == len(rows) else "") for row in rows]
     own = all(device == "cpu" for device in devices)
     return PipelineStep(
         spans=[
-            StageSpan(stage=stage, micro_batch=did.micro_batch, backward=did.backward, begin=begin, end=end)
+            StageSpan(
+                stage=stage,
+                micro_batch=did.micro_batch,
+                backward=did.backward,
+                weights=did.weights,
+                begin=begin,
+                end=end,
+            )
             for stage, did, begin, end in timeline.spans
         ],
         stages=names,
+        devices=several if timeline.stages_per_device > 1 else (),
         schedule=str(getattr(strategy, "schedule", "")),
         note="" if own else "Times are those at which the process gave devices their work, which they may do later.",
     )

@@ -1,4 +1,7 @@
-"""A step of a pipeline as it ran: a row for each stage, a box for each forward and backward, gaps where it waited."""
+"""A step of a pipeline as it ran: a row for each device, a box for each forward and backward, gaps where it waited.
+
+Of several stages on a device later ones are paler.
+"""
 
 from collections.abc import Sequence
 
@@ -9,6 +12,8 @@ from equipoise.memory.run_record import PipelineStep, StageSpan
 __all__ = ["pipeline_chart"]
 
 _ROW, _GAP, _BOTTOM = 30, 6, 24  # pixels: a row, what lies between two, and below the last
+_PALE, _PALEST = 0.5, 0.3  # of the colour: a device's second stage, and its last
+_PHASES = {"forward": "forward", "backward": "backward", "weights": "gradients of weights"}
 _ROOM = 0.8  # per cent of the width that a digit needs
 _MOST = 1500  # boxes
 
@@ -23,15 +28,17 @@ def pipeline_chart(step: PipelineStep) -> Markup:
     length = max(span.end for span in step.spans) - begin
     across = make_scale([0.0, length], "seconds", tight=True, most=8)
     shown = sorted(step.spans, key=lambda span: span.begin)[:_MOST]
-    rows = len(step.stages)
+    rows = len(step.rows)
     height = rows * (_ROW + _GAP)
     batches = len({span.micro_batch for span in step.spans})
-    title = f"{step.schedule}, {_count(rows, 'stage')}, {_count(batches, 'micro-batch')}".removeprefix(", ")
+    what = "device" if step.devices else "stage"
+    stages = _count(len(step.stages), "stage") + (f" on {_count(rows, what)}" if step.devices else "")
+    title = f"{step.schedule}, {stages}, {_count(batches, 'micro-batch')}".removeprefix(", ")
     picture = tag(
         "svg",
-        tag("title", f"{title}: when each stage computed which micro-batch, in {format_span(length)}"),
-        *(tag("rect", x="0", y=_top(stage), width="100%", height=_ROW, class_="waiting") for stage in range(rows)),
-        *(_box(span, begin, across, step.stages) for span in shown),
+        tag("title", f"{title}: when each {what} computed which micro-batch, in {format_span(length)}"),
+        *(tag("rect", x="0", y=_top(row), width="100%", height=_ROW, class_="waiting") for row in range(rows)),
+        *(_box(span, begin, across, step) for span in shown),
         _words(across, height),
         class_="gantt",
         role="img",
@@ -41,35 +48,45 @@ def pipeline_chart(step: PipelineStep) -> Markup:
     if len(shown) < len(step.spans):
         note += f"; the first {len(shown):,} of {len(step.spans):,} boxes"
     head = tag("figcaption", tag("h3", title, tag("span", note, class_="note")), _legend(step))
-    return tag("figure", head, tag("div", _labels(step.stages, height), picture, class_="axes"), class_="chart")
+    return tag("figure", head, tag("div", _labels(step.rows, height), picture, class_="axes"), class_="chart")
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
-def _top(stage: int) -> int:
-    return stage * (_ROW + _GAP)
+def _top(row: int) -> int:
+    return row * (_ROW + _GAP)
 
 
 def _legend(step: PipelineStep) -> Markup:
-    ran = {span.backward for span in step.spans}
-    styles = [("forward", "p-forward")] * (False in ran) + [("backward", "p-backward")] * (True in ran)
+    ran = {_phase(span) for span in step.spans}
+    styles = [(name, f"p-{phase}") for phase, name in _PHASES.items() if phase in ran]
     entries = [tag("li", tag("i", class_=f"key {style}"), name) for name, style in [*styles, ("idle", "waits")]]
+    if step.devices:
+        entries.append(tag("li", "paler: later stages"))
     return tag("ul", *entries, class_="legend")
 
 
-def _box(span: StageSpan, begin: float, across: Scale, stages: Sequence[str]) -> Markup:
+def _phase(span: StageSpan) -> str:
+    return "weights" if span.weights else "backward" if span.backward else "forward"
+
+
+def _box(span: StageSpan, begin: float, across: Scale, step: PipelineStep) -> Markup:
+    before, row = divmod(span.stage, len(step.rows))  # so many of the device's stages come before
+    fading = (_PALE - _PALEST) / max(1, len(step.stages) // len(step.rows) - 2)
+    shade = {"fill_opacity": f"{_PALE - fading * (before - 1):.2f}"} if before else {}
     left, right = (100 * across.place(at - begin) for at in (span.begin, span.end))
-    phase, number = "backward" if span.backward else "forward", str(span.micro_batch)
-    told = f"{stages[span.stage]}: {phase} of micro-batch {number}, {format_span(span.end - span.begin)}"
-    middle = {"x": f"{(left + right) / 2:.2f}%", "y": _top(span.stage) + _ROW // 2 + 4, "text_anchor": "middle"}
+    phase, number = _phase(span), str(span.micro_batch)
+    told = f"{step.stages[span.stage]}: {_PHASES[phase]} of micro-batch {number}, {format_span(span.end - span.begin)}"
+    middle = {"x": f"{(left + right) / 2:.2f}%", "y": _top(row) + _ROW // 2 + 4, "text_anchor": "middle"}
+    place = {"x": f"{left:.3f}%", "y": _top(row), "width": f"{right - left:.3f}%", "height": _ROW}
     return tag(
         "g",
         tag("title", told),
-        tag("rect", x=f"{left:.3f}%", y=_top(span.stage), width=f"{right - left:.3f}%", height=_ROW),
+        tag("rect", **place, **shade),
         tag("text", number, **middle) if right - left >= _ROOM * (len(number) + 0.5) else None,
-        class_=f"cell bar p-{phase}",
+        class_=f"cell bar{' later' * bool(before)} p-{phase}",
     )
 
 
@@ -85,12 +102,11 @@ def _words(across: Scale, height: int) -> Markup:
     return join(*words)
 
 
-def _labels(stages: Sequence[str], height: int) -> Markup:
-    """The names of the stages: a column of its own, as wide as its words."""
-    words = [name if len(name) <= 24 else f"{name[:23]}…" for name in stages]
+def _labels(rows: Sequence[str], height: int) -> Markup:
+    """The names of the rows: a column of its own, as wide as its words."""
+    words = [name if len(name) <= 24 else f"{name[:23]}…" for name in rows]
     width = 10 + round(6.3 * max(map(len, words)))
     texts = [
-        tag("text", word, x=width - 8, y=_top(stage) + _ROW // 2 + 4, text_anchor="end")
-        for stage, word in enumerate(words)
+        tag("text", word, x=width - 8, y=_top(row) + _ROW // 2 + 4, text_anchor="end") for row, word in enumerate(words)
     ]
     return tag("svg", *texts, class_="labels", width=width, height=height + _BOTTOM, aria_hidden="true")

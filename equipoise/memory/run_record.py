@@ -39,6 +39,7 @@ class StageSpan:
         micro_batch: With which micro-batch, from 0.
         backward: Whether it was its backward.
         begin, end: When, in seconds.
+        weights: Whether it was the second part of its backward, the gradients of weights. Default: False.
     """
 
     stage: int
@@ -46,6 +47,7 @@ class StageSpan:
     backward: bool
     begin: float
     end: float
+    weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +57,31 @@ class PipelineStep:
     Attributes:
         spans: What the stages did.
         stages: Their names, such as those of their devices.
+        devices: The names of the devices, where each has several stages: of p devices, stage s lies on that of number s
+            modulo p. Default: each stage has its own.
         schedule: The name of the schedule.
         note: What is to be known about the times. Default: nothing.
     """
 
     spans: Sequence[StageSpan]
     stages: Sequence[str]
+    devices: Sequence[str] = ()
     schedule: str = ""
     note: str = ""
 
     @property
+    def rows(self) -> Sequence[str]:
+        """The names of what does one thing at a time."""
+        return self.devices or self.stages
+
+    @property
     def idle(self) -> float:
-        """The share of the stages' time in which they did nothing."""
+        """The share of the devices' time in which they did nothing."""
         if not self.spans:
             return 0.0
         length = max(span.end for span in self.spans) - min(span.begin for span in self.spans)
         busy = sum(span.end - span.begin for span in self.spans)
-        return 1 - busy / (length * len(self.stages)) if length else 0.0
+        return 1 - busy / (length * len(self.rows)) if length else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

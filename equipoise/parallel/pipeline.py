@@ -1,9 +1,9 @@
 """Computes the micro-batches of a step in a pipeline of stages within one process.
 
 Between stages values are detached, so every stage has a graph of its own for each micro-batch, and hands its inputs'
-gradients back to the stage before. Where all stages lie on different devices each has a thread, and devices compute at
-the same time. Where some share a device one thread does everything in a fixed order: that would not be quicker
-otherwise, and random numbers are drawn in the same order every time.
+gradients back to the stage before. Where all devices are different ones each has a thread, which works through the
+device's list of actions, and devices compute at the same time. Where some are the same one thread does everything in a
+fixed order: that would not be quicker otherwise, and random numbers are drawn in the same order every time.
 """
 
 import queue
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.micro_steps import MicroStep, inside_stage
-from equipoise.parallel.schedule import Action, Schedule, Span, Timeline, actions_of
+from equipoise.parallel.schedule import Action, Schedule, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs, brought, go_back
 from equipoise.parallel.stages import StageProgram
+from equipoise.parallel.timeline import Span, Timeline
 
 __all__ = ["Pipeline"]
 
@@ -31,9 +32,10 @@ class Pipeline:
 
     Args:
         stages: The stages, for calls of one structure.
-        devices: The device of each.
+        devices: The device of each. With p devices, stage s has the one of stage s modulo p.
         schedule: See `parallel.schedule`.
-        threads: Whether each stage has a thread. Default: if no two lie on the same device.
+        stages_per_device: How many stages each device has. Default: 1.
+        threads: Whether each device has a thread. Default: if no two of them are the same.
 
     Attributes:
         failed: The device of the stage in which the last call failed; None if it has not.
@@ -46,11 +48,14 @@ class Pipeline:
         devices: Sequence[torch.device],
         schedule: Schedule,
         *,
+        stages_per_device: int = 1,
         threads: bool | None = None,
     ) -> None:
         self.stages, self.devices, self.schedule = list(stages), list(devices), schedule
-        self.threads = len(set(devices)) == len(devices) > 1 if threads is None else threads
-        self.timeline = Timeline((), len(stages))
+        self.stages_per_device, self.count = stages_per_device, len(devices) // stages_per_device
+        several = len(set(devices)) == self.count > 1
+        self.threads = several if threads is None else threads
+        self.timeline = Timeline((), len(stages), stages_per_device)
         self.failed: torch.device | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
@@ -95,7 +100,8 @@ class Pipeline:
             for step in steps:
                 step.abandon()
             raise
-        self.timeline = Timeline(tuple(sorted(run.spans, key=lambda span: span.begin)), len(self.stages))
+        spans = tuple(sorted(run.spans, key=lambda span: span.begin))
+        self.timeline = Timeline(spans, len(self.stages), self.stages_per_device)
 
 
 class _Run:
@@ -116,42 +122,46 @@ class _Run:
         self.forwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
         self.backwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
         befores = [pipeline.devices[0], *pipeline.devices]
-        self.graphs = [StageGraphs(device, before) for device, before in zip(pipeline.devices, befores, strict=False)]
+        split = splits(pipeline.schedule)
+        self.graphs = [
+            StageGraphs(device, before, split=split) for device, before in zip(pipeline.devices, befores, strict=False)
+        ]
         self.spans: list[Span] = []
         self.errors: list[BaseException] = []
         for tensors in inputs:
             self.forwards[0].put([tuple(tensors)])
 
-    def actions(self, stage: int) -> list[Action]:
-        actions = actions_of(self.pipeline.schedule, stage, self.count, len(self.steps))
-        return actions if self.backward is not None else [action for action in actions if not action.backward]
+    def actions(self, device: int) -> list[tuple[int, Action]]:
+        pipeline = self.pipeline
+        actions = actions_of(pipeline.schedule, device, pipeline.count, len(self.steps), pipeline.stages_per_device)
+        return actions if self.backward is not None else [each for each in actions if not each[1].backward]
 
     # Who computes.
 
     def in_turn(self) -> None:
-        """Everything in this thread: whichever stage can go on."""
-        waiting = [self.actions(stage)[::-1] for stage in range(self.count)]
+        """Everything in this thread: whichever device can go on."""
+        waiting = [self.actions(device)[::-1] for device in range(self.pipeline.count)]
         while any(waiting):
-            for stage in range(self.count):
-                while waiting[stage] and self._ready(stage, waiting[stage][-1]):
-                    self.compute(stage, waiting[stage].pop())
+            for actions in waiting:
+                while actions and self._ready(*actions[-1]):
+                    self.compute(*actions.pop())
 
     def _ready(self, stage: int, action: Action) -> bool:
         if action.backward:
-            return stage == self.count - 1 or not self.backwards[stage].empty()
+            return action.weights or stage == self.count - 1 or not self.backwards[stage].empty()
         return not self.forwards[stage].empty()
 
     def in_threads(self) -> None:
-        """A thread for each stage, the last one's being this."""
-        state = ThreadState.capture(("cpu", "cuda"))
+        """A thread for each device, the last one's being this."""
+        state, last = ThreadState.capture(("cpu", "cuda")), self.pipeline.count - 1
         others = [
-            threading.Thread(target=self._work, args=(stage, state), name=f"equipoise-stage-{stage}", daemon=True)
-            for stage in range(self.count - 1)
+            threading.Thread(target=self._work, args=(device, state), name=f"equipoise-stage-{device}", daemon=True)
+            for device in range(last)
         ]
         try:
             for thread in others:
                 thread.start()
-            self._work(self.count - 1, state)
+            self._work(last, state)
             for thread in others:
                 thread.join()
         except BaseException:  # an interrupt while it waits, or no more threads to be had
@@ -166,10 +176,10 @@ class _Run:
             finally:
                 self.errors.clear()  # whose tracebacks hold this frame
 
-    def _work(self, stage: int, state: ThreadState) -> None:
+    def _work(self, device: int, state: ThreadState) -> None:
         try:
             with state.entered():
-                for action in self.actions(stage):
+                for stage, action in self.actions(device):
                     self.compute(stage, action)
         except _Ended:
             pass
@@ -188,14 +198,16 @@ class _Run:
         """One action."""
         device, index = self.pipeline.devices[stage], action.micro_batch
         source = self.backwards if action.backward else self.forwards
-        begins_backward = action.backward and stage == self.count - 1
-        given: Any = None if begins_backward else source[stage].get()
-        if given is None and not begins_backward:
+        waits = not action.weights and not (action.backward and stage == self.count - 1)
+        given: Any = source[stage].get() if waits else None
+        if waits and given is None:
             raise _Ended
         begin = perf_counter()
         try:
             with _on(device):
-                if action.backward:
+                if action.weights:
+                    self.graphs[stage].weights(index)
+                elif action.backward:
                     self._go_back(stage, index, given)
                 else:
                     self._go_on(stage, index, given)

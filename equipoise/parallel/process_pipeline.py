@@ -11,17 +11,19 @@ from torch import Tensor
 from equipoise.errors import StepError
 from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.micro_steps import MicroStep
-from equipoise.parallel.schedule import Schedule, Span, Timeline, actions_of
+from equipoise.parallel.schedule import Action, Schedule, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs, go_back
 from equipoise.parallel.stage_messages import Failure
-from equipoise.parallel.stage_processes import StageProcesses
-from equipoise.parallel.stage_worker import (
+from equipoise.parallel.stage_orders import (
     BACKWARD,
     FORWARD,
     HOME,
     StepOrder,
+    way_to,
 )
+from equipoise.parallel.stage_processes import StageProcesses
 from equipoise.parallel.stages import StageProgram, map_tensors
+from equipoise.parallel.timeline import Span, Timeline
 
 __all__ = ["ProcessPipeline"]
 
@@ -32,7 +34,7 @@ class ProcessPipeline:
     Args:
         processes: The others.
         program: The number of the stages' calls.
-        own: The last stage.
+        own: The stages of this process, the last stage being the last of them.
         schedule: See `parallel.schedule`.
 
     Attributes:
@@ -40,11 +42,14 @@ class ProcessPipeline:
         timeline: The last training step as it ran.
     """
 
-    def __init__(self, processes: StageProcesses, program: int, own: StageProgram, schedule: Schedule) -> None:
+    def __init__(
+        self, processes: StageProcesses, program: int, own: Sequence[StageProgram], schedule: Schedule
+    ) -> None:
         self._processes, self._program, self._own, self._schedule = processes, program, own, schedule
         self._messenger, self._count = processes.messenger, len(processes.devices)
+        self._each, self._last = len(own), self._count * len(own) - 1
         self._device, self._before = processes.devices[-1], processes.devices[-2]
-        self.timeline = Timeline((), self._count)
+        self.timeline = Timeline((), self._last + 1, self._each)
         self.fresh = True  # whether the next step begins a window
 
     @property
@@ -58,28 +63,41 @@ class ProcessPipeline:
         seed = self._processes.seed_of(training=False)
         order = StepOrder((self._program,), None, state._replace(grad=False), seed)
         self._begin(order, [tensors])
-        given = self._messenger.receive(self._count - 1, FORWARD)
+        made: Any = None
+        for stage, program in zip(self._stages(), self._own, strict=True):
+            made = self._messenger.receive(self._count - 1, way_to(stage, FORWARD))
+            last = stage == self._last
+            if not isinstance(made, Failure):
+                try:
+                    with torch.no_grad():
+                        made = self._graphs().forward(0, program, made, keep=False, last=last)
+                except BaseException as error:
+                    if last:
+                        self._processes.failed = self._device
+                        raise
+                    made = Failure.of(error, stage, self._device)
+            if not last:
+                self._messenger.hand_on(1, way_to(stage + 1, FORWARD), made, (stage, self._device))
         self._messenger.flush()
-        if isinstance(given, Failure):
-            raise self._processes.as_error(given)
-        try:
-            with torch.no_grad():
-                made = self._graphs().forward(0, self._own, given, keep=False, last=True)
-        except BaseException:
-            self._processes.failed = self._device
-            raise
+        if isinstance(made, Failure):
+            raise self._processes.as_error(made)
         return map_tensors(_NoWayBack.give, made) if state.grad else made
 
-    def _graphs(self) -> StageGraphs:
-        return StageGraphs(self._device, self._before)
+    def _stages(self) -> range:
+        """Those of this process."""
+        return range(self._count - 1, self._last + 1, self._count)
+
+    def _graphs(self, *, split: bool = False) -> StageGraphs:
+        return StageGraphs(self._device, self._before, split=split)
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
         self._processes.failed = None
         self._processes.tell_what_learns()
         for stage in range(self._count - 1):
-            self._processes.tell(stage, "step", *order._replace(seed=(order.seed + stage) % (1 << 48)))
+            seed = (order.seed + stage) % (1 << 48)
+            self._processes.tell(stage, "step", *order._replace(seed=seed, stages_per_device=self._each))
         for tensors in inputs:
-            self._messenger.send(1, FORWARD, [tuple(tensors)])
+            self._messenger.send(1, way_to(0, FORWARD), [tuple(tensors)])
 
     def run(
         self,
@@ -115,42 +133,69 @@ class ProcessPipeline:
             finally:
                 del error  # whose traceback holds this frame
         spans += [span for each in told for span in each]
-        self.timeline = Timeline(tuple(sorted(spans, key=lambda span: span.begin)), self._count)
+        self.timeline = Timeline(tuple(sorted(spans, key=lambda span: span.begin)), self._last + 1, self._each)
 
     def _compute(
-        self, steps: Sequence[MicroStep], backward: Callable[[int], None], programs: Sequence[StageProgram]
+        self,
+        steps: Sequence[MicroStep],
+        backward: Callable[[int], None],
+        programs: Sequence[Sequence[StageProgram]],
     ) -> tuple[BaseException | None, list[Span]]:
-        """The last stage; after an error only the messages of the step are still exchanged."""
-        stage, before = self._count - 1, self._count - 1
-        graphs, spans = self._graphs(), list[Span]()
+        """This process's stages; after an error only the messages of the step are still exchanged."""
+        split = splits(self._schedule)
+        graphs, spans = {stage: self._graphs(split=split) for stage in self._stages()}, list[Span]()
         error: BaseException | None = None
-        for action in actions_of(self._schedule, stage, self._count, len(steps)):
-            index = action.micro_batch
-            given: Any = None if action.backward else self._messenger.receive(before, FORWARD)
-            if isinstance(given, Failure):
-                error = error or self._processes.as_error(given)
+        failure: Failure | None = None
+        plan = (self._count - 1, self._count, len(steps), self._each)
+        for stage, action in actions_of(self._schedule, *plan):
+            index, last = action.micro_batch, stage == self._last
+            given = self._receive(stage, action)
+            if isinstance(given, Failure) and error is None:
+                failure, error = given, self._processes.as_error(given)
             made: Any = None
             begin = perf_counter()
             try:
                 if error is not None:
-                    graphs.forget(index)
+                    graphs[stage].forget(index)
+                elif action.weights:
+                    graphs[stage].weights(index)
                 elif action.backward:
-                    made = graphs.backward(index, partial(backward, index))
+                    made = graphs[stage].backward(index, partial(backward, index) if last else given)
                 else:
-                    step = steps[index]
+                    step, program = steps[index], programs[index][stage // self._count]
                     assert step.state is not None
                     with step.state.entered():
-                        output = graphs.forward(index, programs[index], given, keep=True, last=True)
-                    step.resume(output)
-                    del output
+                        made = graphs[stage].forward(index, program, given, keep=True, last=last)
+                    if last:
+                        output, made = made, None
+                        step.resume(output)
+                        del output
             except BaseException as own:
-                error, self._processes.failed = own, self._device
+                failure, error = Failure.of(own, stage, self._device), own
+                self._processes.failed = self._device
             spans.append(Span(stage, action, begin, perf_counter()))
-            if action.backward:
-                told = made if error is None else Failure.of(error, stage, self._device)
-                self._messenger.send(before, BACKWARD, told)
+            unsent = self._hand_on(stage, action, made if failure is None else failure)
+            if unsent is not None and error is None:
+                failure, error = unsent, self._processes.as_error(unsent)
             del given, made
         return error, spans
+
+    def _receive(self, stage: int, action: Action) -> Any:
+        """What an action needs; nothing if it is the backward of the last stage."""
+        if not action.backward:
+            return self._messenger.receive(self._count - 1, way_to(stage, FORWARD))
+        return None if action.weights or stage == self._last else self._messenger.receive(1, way_to(stage, BACKWARD))
+
+    def _hand_on(self, stage: int, action: Action, made: Any) -> Failure | None:
+        """Sends what an action made, unless it is the last stage's output; returns why it could not be sent."""
+        where = (stage, self._device)
+        if action.weights:
+            return None
+        if action.backward:
+            return self._messenger.hand_on(self._count - 1, way_to(stage - 1, BACKWARD), made, where)
+        if stage < self._last:
+            return self._messenger.hand_on(1, way_to(stage + 1, FORWARD), made, where)
+        return None
 
     def _go_home(self, inputs: Sequence[Sequence[Tensor]], error: BaseException | None) -> BaseException | None:
         """The backward of what the user computed before the network."""

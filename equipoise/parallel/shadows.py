@@ -1,8 +1,8 @@
 """Copies of layers for stages on another device than the one where a layer's parameters lie.
 
-Tied weights, and layers that are called in several stages, are kept once, with the first stage that uses them. A later
-stage on another device computes with a copy, which receives the values before each step; its gradients are added to the
-layer's own after the backward.
+Tied weights, and layers that are called in several stages, are kept once, with the first stage that uses them. Later
+stages on another device compute with one copy there, which receives the values before each step; its gradients are
+added to the layer's own after the backward.
 """
 
 from collections.abc import Iterator
@@ -114,16 +114,16 @@ class Shadows:
     def __init__(self) -> None:
         self._made: dict[tuple[int, int], tuple[object, Shadow]] = {}
 
-    def of(self, part: nn.Module | Tensor, stage: int, device: torch.device, name: str) -> nn.Module:
-        """The copy of a layer, parameter or buffer in a stage.
+    def of(self, part: nn.Module | Tensor, index: int, device: torch.device, name: str) -> nn.Module:
+        """The copy of a layer, parameter or buffer for the stages of a device.
 
         Args:
             part: Which.
-            stage: The stage.
-            device: The stage's device.
+            index: The device's number among all, which may be one and the same.
+            device: The device.
             name: The part's name.
         """
-        key = (id(part), stage)
+        key = (id(part), index)
         if key not in self._made:
             layer = part if isinstance(part, nn.Module) else Single(part)
             self._made[key] = (part, Shadow(layer, device, name))

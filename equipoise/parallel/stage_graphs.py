@@ -5,15 +5,30 @@ stage before needs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from equipoise.parallel.micro_steps import inside_stage
+from equipoise.parallel.split_backward import SplitBackward
 from equipoise.parallel.stages import StageProgram, check_exchanged, map_tensors, map_values
 
 __all__ = ["StageGraphs", "bring", "brought", "go_back", "tensors_in"]
+
+
+class _Held(NamedTuple):
+    """What a micro-batch leaves between its forward and its backward.
+
+    Attributes:
+        taken: The leaves among the inputs and what else there is of tensors.
+        made: What is handed on.
+        given: Of the last stage, where its backward is in two parts, what the step was given instead.
+    """
+
+    taken: list[Tensor]
+    made: list[Tensor]
+    given: list[Tensor | None]
 
 
 class StageGraphs:
@@ -22,11 +37,13 @@ class StageGraphs:
     Args:
         device: Where.
         before: The device of the stage before. Default: the same.
+        split: Whether backwards are in two parts, of which `weights` is the second. Default: False.
     """
 
-    def __init__(self, device: torch.device, before: torch.device | None = None) -> None:
-        self._device, self._before = device, before or device
-        self._held: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    def __init__(self, device: torch.device, before: torch.device | None = None, *, split: bool = False) -> None:
+        self._device, self._before, self._split = device, before or device, split
+        self._held: dict[int, _Held] = {}
+        self._left: dict[int, SplitBackward] = {}
 
     def forward(self, index: int, program: StageProgram, given: list[Any], *, keep: bool, last: bool) -> Any:
         """The forward of a micro-batch.
@@ -47,12 +64,16 @@ class StageGraphs:
             made = program.run(*taken)
         if not last:
             check_exchanged(made, program.outputs)
-        if keep:
-            self._held[index] = (tensors_in(taken), [] if last else tensors_in(made))
-        return made
+        if not keep:
+            return made
+        cut = _Cut() if last and differentiable and self._split else None
+        handed = made if cut is None else map_tensors(cut, made)
+        ends = tensors_in(made) if not last or cut is not None else []
+        self._held[index] = _Held(tensors_in(taken), ends, [] if cut is None else [cut.leaf(end) for end in ends])
+        return handed
 
     def backward(self, index: int, gradients: Sequence[Tensor | None] | Callable[[], None]) -> list[Tensor | None]:
-        """The backward of a micro-batch.
+        """The backward of a micro-batch, or the first part of it.
 
         Args:
             index: Its number.
@@ -61,19 +82,64 @@ class StageGraphs:
         Returns:
             The gradients of the tensors among the inputs.
         """
-        taken, made = self._held.pop(index)
+        taken, made, given = self._held.pop(index)
         if callable(gradients):
             gradients()
-        else:
-            go_back(made, gradients)
+            gradients = [None if leaf is None else leaf.grad for leaf in given]
+        if self._split:
+            ones = [None if one is None else bring(one, end.device) for end, one in zip(made, gradients, strict=True)]
+            self._left[index] = SplitBackward(taken, made)
+            return self._left[index].of_inputs(ones)
+        go_back(made, gradients)
         found = [tensor.grad for tensor in taken]
         for tensor in taken:
             tensor.grad = None  # whoever keeps a graph keeps its leaves
         return found
 
+    def weights(self, index: int) -> None:
+        """The second part of a micro-batch's backward: the gradients of weights."""
+        self._left.pop(index).of_weights()
+
     def forget(self, index: int) -> None:
         """Lets go of a micro-batch that will not go backward."""
         self._held.pop(index, None)
+        self._left.pop(index, None)
+
+
+class _Cut:
+    """Ends graphs at an output: a step goes on with the same values, whose gradients come to a leaf."""
+
+    def __init__(self) -> None:
+        self._cut: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """What the step is given."""
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) not in self._cut:
+            leaf = tensor.detach().requires_grad_()
+            given: Tensor = _Given.apply(leaf)  # type: ignore[no-untyped-call]
+            self._cut[id(tensor)] = leaf, given
+        return self._cut[id(tensor)][1]
+
+    def leaf(self, tensor: Tensor) -> Tensor | None:
+        """Where its gradient comes to, at the first of the places where an output has it."""
+        leaf, _ = self._cut.pop(id(tensor), (None, None))
+        return leaf
+
+
+class _Given(torch.autograd.Function):
+    """The same values, which may be changed in place as those of a leaf may not."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """The same values."""
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The same gradients."""
+        return gradients[0]
 
 
 def go_back(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

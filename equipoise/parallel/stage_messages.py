@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from equipoise.errors import WorkerError
+from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.stages import map_tensors
 from equipoise.parallel.transport import dumps, loads, pickle_error
 
@@ -138,6 +138,29 @@ class Messenger:
                 self._leaving.append((dist.isend(content, to, tag=tag), content))
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
+
+    def hand_on(self, to: int, tag: int, value: Any, where: tuple[int, torch.device]) -> Failure | None:
+        """Sends what a stage made; or why that cannot be sent, which is returned.
+
+        Args:
+            to: The rank.
+            tag: Which of the ways to it.
+            value: What it made.
+            where: The stage and its device.
+        """
+        try:
+            self.send(to, tag, value)
+        except BaseException as error:
+            if self.broken:
+                raise
+            told = StepError(
+                f"A stage hands on what cannot be sent to another process: {error}. Let the network's blocks exchange"
+                " tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
+            )
+            failure = Failure.of(told, *where)
+            self.send(to, tag, failure)
+            return failure
+        return None
 
     def receive(self, source: int, tag: int, *, idle: bool = False) -> Any:
         """Waits for a value.

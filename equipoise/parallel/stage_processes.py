@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import has_hooks
 from equipoise.parallel.stage_messages import Failure, Messenger
-from equipoise.parallel.stage_recipes import describe, tensors_of, used_parts
-from equipoise.parallel.stage_worker import (
+from equipoise.parallel.stage_orders import (
     COMMAND,
     REPLY,
     Kind,
     nothing_like,
     rank_of,
 )
+from equipoise.parallel.stage_recipes import describe, tensors_of, used_parts
 from equipoise.parallel.stages import StageProgram
 from equipoise.parallel.transport import dumps
 
@@ -35,7 +35,8 @@ class StageProcesses:
 
     Args:
         messenger: To them.
-        devices: The device of each stage; the last is this process's own.
+        devices: The device of each process, in the order of their first stages; the last is this process's own. A stage
+            below stands for all of its process, of which it is the first.
 
     Attributes:
         steps: How many training steps there were, from which the stages' random numbers follow.
@@ -188,20 +189,22 @@ class StageProcesses:
     # Stages.
 
     def give_out(self, root: nn.Module, stages: Sequence[StageProgram]) -> int:
-        """Gives every process its stage; returns the number by which they know it.
+        """Gives every process its stages; returns the number by which they know them.
 
         Args:
             root: What names in the stages' calls refer to.
             stages: The stages.
         """
         assert self._module is not None
-        parts = [used_parts(stage, root) for stage in stages]
+        count = len(self.devices)
+        theirs = [stages[index::count] for index in range(count)]
+        parts = [{k: part for stage in own for k, part in used_parts(stage, root).items()} for own in theirs]
         needs = [
             {self._keys[id(t)] for p in each.values() for t in tensors_of(p) if id(t) in self._keys} for each in parts
         ]
         self._place(needs)
         self._programs += 1
-        for index, (stage, own) in enumerate(zip(stages[:-1], parts[:-1], strict=True)):
+        for index, own in enumerate(parts[:-1]):
             names = {target: self._names.get(id(part), f"{self._programs}:{target}") for target, part in own.items()}
             new = {names[target]: part for target, part in own.items() if names[target] not in self._sent[index]}
             modes = {
@@ -210,7 +213,7 @@ class StageProcesses:
                 if isinstance(part, nn.Module)
             }
             content = dumps(new, known=self.tensors)
-            self.tell(index, "program", self._programs, describe(stage), content, names, modes)
+            self.tell(index, "program", self._programs, list(map(describe, theirs[index])), content, names, modes)
             self._sent[index] |= new.keys()
         self.messenger.flush()
         return self._programs

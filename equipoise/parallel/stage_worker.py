@@ -1,4 +1,4 @@
-"""A process that computes one stage of a pipeline and does what the first process tells it.
+"""A process that computes one stage of a pipeline, or several, and does what the first process tells it.
 
 The first process has the last stage, and with it the user's module, the data, the losses, callbacks and checkpoints. A
 worker knows nothing of these: it is sent its stage's calls and layers, computes the forwards and backwards of micro-
@@ -13,98 +13,60 @@ batches in its schedule's order, and steps its own part of the optimisers.
                         gradient <──
     reply          <──  each
 
+With several stages in each of p processes the one of stage s has s + p, s + 2p, ..., too, and values go round.
+
 What goes wrong in a stage is sent on in the place of its values, forward and backward, until the step's messages have
 all been exchanged. So nobody waits for what will not come, and the next command finds everybody ready for it.
 """
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.errors import StepError, WorkerError
-from equipoise.parallel.device_threads import ThreadState
-from equipoise.parallel.schedule import Action, Schedule, Span, actions_of
+from equipoise.errors import WorkerError
+from equipoise.parallel.schedule import Action, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs
 from equipoise.parallel.stage_messages import Failure, Messenger, as_late
+from equipoise.parallel.stage_orders import (
+    BACKWARD,
+    COMMAND,
+    FORWARD,
+    HOME,
+    REPLY,
+    Kind,
+    StepOrder,
+    nothing_like,
+    rank_of,
+    way_to,
+)
 from equipoise.parallel.stage_recipes import Recipe, rebuild
 from equipoise.parallel.stage_scaling import unscale
 from equipoise.parallel.stages import StageProgram
+from equipoise.parallel.timeline import Span
 from equipoise.parallel.transport import loads
 
-__all__ = [
-    "BACKWARD",
-    "COMMAND",
-    "FORWARD",
-    "HOME",
-    "REPLY",
-    "Kind",
-    "StageWorker",
-    "StepOrder",
-    "nothing_like",
-    "rank_of",
-]
-
-COMMAND, REPLY, FORWARD, BACKWARD, HOME = range(5)  # the ways between two processes
-
-
-def rank_of(stage: int, stages: int) -> int:
-    """Which process computes a stage: the first one the last, the others those before, in order."""
-    return (stage + 1) % stages
-
-
-class Kind(NamedTuple):
-    """What a tensor is before it has come."""
-
-    is_parameter: bool
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class StepOrder(NamedTuple):
-    """A step that all stages compute.
-
-    Attributes:
-        programs: For each micro-batch the number of its calls.
-        schedule: In which order; None: there is no backward.
-        state: What torch keeps for a thread: modes of gradients, autocast.
-        seed: For the stage's random numbers.
-        fresh: Whether gradients of earlier steps are done with.
-        home: Whether the first process wants the gradients of the inputs.
-    """
-
-    programs: tuple[int, ...]
-    schedule: Schedule | None
-    state: ThreadState
-    seed: int
-    fresh: bool = False
-    home: bool = False
-
-
-def nothing_like(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor without values or memory: whoever computes with it sees NaN, and writing to it is an error."""
-    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), nothing, dtype=dtype).expand(tuple(shape))
+__all__ = ["StageWorker"]
 
 
 class StageWorker:
-    """Computes a stage.
+    """Computes a stage, or several.
 
     Args:
         messenger: To the other processes.
-        stage: Which.
-        stages: How many there are.
+        stage: The first of them.
+        count: How many processes there are.
         device: Where.
-        before: The device of the stage before; of the first stage, the last one's, where its inputs come from.
+        before: The device of the stages before; of the first stage, the last one's, where its inputs come from.
     """
 
     def __init__(
-        self, messenger: Messenger, stage: int, stages: int, device: torch.device, before: torch.device
+        self, messenger: Messenger, stage: int, count: int, device: torch.device, before: torch.device
     ) -> None:
-        self._messenger, self._stage, self._stages = messenger, stage, stages
+        self._messenger, self._stage, self._count = messenger, stage, count
         self._device, self._before = device, before
         self._failure: Failure | None = None
         self._spans: list[Span] = []
@@ -158,7 +120,7 @@ class StageWorker:
         self._tensors: dict[int, Tensor] = {}
         self._held: set[int] = set()  # of those, the ones that have come
         self._parts: dict[str, Any] = {}
-        self._programs: dict[int, tuple[StageProgram, dict[str, list[bool]]]] = {}
+        self._programs: dict[int, tuple[list[StageProgram], dict[str, list[bool]]]] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._notes = False
         self._noted: dict[int, Tensor] = {}  # buffers before a window, where it may be done again
@@ -185,20 +147,25 @@ class StageWorker:
             self._tensors[key].requires_grad_(learned[key])
 
     def _program(
-        self, number: int, recipe: Recipe, parts: bytes, names: dict[str, str], modes: dict[str, list[bool]]
+        self,
+        number: int,
+        recipes: Sequence[Recipe],
+        parts: bytes,
+        names: dict[str, str],
+        modes: dict[str, list[bool]],
     ) -> None:
-        """Takes a stage's calls.
+        """Takes its stages' calls.
 
         Args:
             number: Their number.
-            recipe: The calls.
+            recipes: The calls of each stage.
             parts: The layers that have not come before, by their names in the user's module.
             names: The names of layers by those in the calls.
             modes: For each layer which of its parts train.
         """
         self._parts.update(loads(parts, known=self))  # type: ignore[arg-type]  # which asks for items alone
         used = {target: self._parts[name] for target, name in names.items()}
-        self._programs[number] = (rebuild(recipe, used), modes)
+        self._programs[number] = ([rebuild(recipe, used) for recipe in recipes], modes)
 
     def _give(self, keys: Sequence[int]) -> dict[int, Tensor]:
         return {key: self._tensors[key].detach() for key in keys}
@@ -209,28 +176,34 @@ class StageWorker:
     # A step.
 
     def _step(self, *given: Any) -> None:
-        """Computes its stage for all micro-batches of a step."""
+        """Computes its stages for all micro-batches of a step."""
         order = StepOrder(*given)
-        rank, self._spans = rank_of(self._stage, self._stages), []
-        before, after = rank - 1, rank_of(self._stage + 1, self._stages)
-        actions = actions_of(order.schedule or "gpipe", self._stage, self._stages, len(order.programs))
+        rank, self._spans = rank_of(self._stage, self._count), []
+        before, after = rank - 1, rank_of(self._stage + 1, self._count)
+        plan = (self._stage, self._count, len(order.programs), order.stages_per_device)
         graphs: StageGraphs | None = None
         try:
             graphs = self._prepared(order)
         except BaseException as error:
             self._failure = self._failure or Failure.of(error, self._stage, self._device)
-        for action in actions:
+        each = [graphs, *(self._graphs(order) for _ in range(order.stages_per_device - 1))]
+        for stage, action in actions_of(order.schedule or "gpipe", *plan):
             if action.backward and order.schedule is None:
                 continue
-            if action.backward:
-                made = self._attempt(graphs, action, order, self._messenger.receive(after, BACKWARD))
-                if self._stage:
-                    self._hand_on(before, BACKWARD, made)
-                elif order.home:
-                    self._hand_on(0, HOME, made)
-            else:
-                made = self._attempt(graphs, action, order, self._messenger.receive(before, FORWARD))
-                self._hand_on(after, FORWARD, made)
+            own = graphs and each[stage // self._count]
+            if action.weights:
+                self._attempt(own, stage, action, order, None)
+                continue
+            source, kind = (after, BACKWARD) if action.backward else (before, FORWARD)
+            received = self._messenger.receive(source, way_to(stage, kind))
+            made = self._attempt(own, stage, action, order, received)
+            if not action.backward:
+                self._hand_on(after, way_to(stage + 1, FORWARD), made)
+            elif stage:
+                self._hand_on(before, way_to(stage - 1, BACKWARD), made)
+            elif order.home:
+                self._hand_on(0, HOME, made)
+            del received, made
         self._messenger.flush()
         if order.schedule is None:
             self._failure = None  # it has come to the first process in the place of the output
@@ -243,7 +216,10 @@ class StageWorker:
         if order.fresh:
             self._zero()
         torch.manual_seed(order.seed)
-        return StageGraphs(self._device, self._before)
+        return self._graphs(order)
+
+    def _graphs(self, order: StepOrder) -> StageGraphs:
+        return StageGraphs(self._device, self._before, split=order.schedule is not None and splits(order.schedule))
 
     def _zero(self) -> None:
         """Begins a window of accumulation."""
@@ -254,20 +230,10 @@ class StageWorker:
             self._noted = {key: self._tensors[key].detach().clone() for key in buffers}
 
     def _hand_on(self, rank: int, tag: int, made: Any) -> None:
-        """Sends what an action made, or why that cannot be sent."""
-        try:
-            self._messenger.send(rank, tag, made)
-        except BaseException as error:
-            if self._messenger.broken:
-                raise
-            told = StepError(
-                f"A stage hands on what cannot be sent to another process: {error}. Let the network's blocks exchange"
-                " tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
-            )
-            self._failure = self._failure or Failure.of(told, self._stage, self._device)
-            self._messenger.send(rank, tag, self._failure)
+        failure = self._messenger.hand_on(rank, tag, made, (self._stage, self._device))
+        self._failure = self._failure or failure
 
-    def _attempt(self, graphs: StageGraphs | None, action: Action, order: StepOrder, given: Any) -> Any:
+    def _attempt(self, graphs: StageGraphs | None, stage: int, action: Action, order: StepOrder, given: Any) -> Any:
         """Computes an action; once anything has failed, that is all that is handed on."""
         if isinstance(given, Failure):
             self._failure = self._failure or given
@@ -277,15 +243,19 @@ class StageWorker:
             return self._failure
         begin = perf_counter()
         try:
-            if action.backward:
-                made: Any = graphs.backward(action.micro_batch, given)
+            made: Any = None
+            if action.weights:
+                graphs.weights(action.micro_batch)
+            elif action.backward:
+                made = graphs.backward(action.micro_batch, given)
             else:
-                program, keep = self._programs[order.programs[action.micro_batch]][0], order.schedule is not None
+                programs, keep = self._programs[order.programs[action.micro_batch]][0], order.schedule is not None
                 with order.state.entered():
+                    program = programs[stage // self._count]
                     made = graphs.forward(action.micro_batch, program, given, keep=keep, last=False)
         except BaseException as error:
-            made = self._failure = Failure.of(error, self._stage, self._device)
-        self._spans.append(Span(self._stage, action, begin, perf_counter()))
+            made = self._failure = Failure.of(error, stage, self._device)
+        self._spans.append(Span(stage, action, begin, perf_counter()))
         return made
 
     # Gradients and optimisers.

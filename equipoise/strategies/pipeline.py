@@ -14,9 +14,10 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.internals import is_compiled, set_device_of
 from equipoise.parallel.micro_steps import MicroStep
 from equipoise.parallel.process_pipeline import ProcessPipeline
-from equipoise.parallel.schedule import Timeline, check_schedule
+from equipoise.parallel.schedule import check_schedule, check_stages
 from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter
+from equipoise.parallel.timeline import Timeline
 from equipoise.parallel.tracing import CallStructure
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
@@ -45,7 +46,7 @@ class _Finer(tuple[Any, ...]):
 
 
 class PipelineStrategy(StagedStrategy):
-    """Cuts the network into stages, one for each device, and computes the micro-batches of a batch in a pipeline.
+    """Cuts the network into stages, one or more for each device, and computes micro-batches of a batch in a pipeline.
 
     `training_step` runs for every micro-batch, and calls the network once: the module itself, as in `self(x)`, or its
     largest child, as in `self.network(x)`. What it computes before runs on the last device, and so does the loss. The
@@ -56,18 +57,22 @@ class PipelineStrategy(StagedStrategy):
     checkpoints.
 
     Args:
-        micro_batches: Into how many a batch is cut; fewer where it has fewer samples. Default: twice the stages.
-        schedule: "1f1b", which holds fewer activations, or "gpipe". Default: "1f1b".
+        micro_batches: Into how many a batch is cut; fewer where it has fewer samples. Default: twice the devices.
+        schedule: "1f1b", which holds fewer activations, or "gpipe"; with several stages on each device, which idle
+            less, "interleaved_1f1b", "looped_bfs" or, which idles least, "interleaved_zero_bubble". Default: "1f1b".
+        stages_per_device: How many stages each device has. Of p devices, device d has the stages d, d + p, d + 2p, ...
+            Default: 1 for "gpipe" and "1f1b", which have no more, 2 for the others; "interleaved_zero_bubble" may
+            have 1.
         cut_before: The modules with which the stages but the first begin, by their names. Default: chosen; a module
             may say by itself with a method `pipeline_cuts`, which returns such names.
         speeds: How fast the devices are beside one another, such as [3, 1]. Default: all alike.
-        engine: "threads": all stages are computed in this process. "processes": each in a process of its own; the one
-            with the last stage has the module, the data, the losses, callbacks and checkpoints, and the others are
-            sent their layers. Started by the trainer, or, on several machines too, by torchrun or Slurm.
+        engine: "threads": all stages are computed in this process. "processes": each device's in one of its own; the
+            one with the last stage has the module, the data, the losses, callbacks and checkpoints, and the others
+            are sent their layers. Started by the trainer, or, on several machines too, by torchrun or Slurm.
             Default: "threads".
-        threads: For that engine, whether every stage has a thread. Default: where all devices are different ones. Never
-            for stages on a CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with
-            less memory.
+        threads: For that engine, whether every device has a thread. Default: where all are different ones. Never for
+            stages on a CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with less
+            memory.
         timeout: Seconds for which processes wait for what is due before a missing one counts as hung. Default: 1800.
 
     Raises:
@@ -88,6 +93,7 @@ class PipelineStrategy(StagedStrategy):
         *,
         micro_batches: int | None = None,
         schedule: str = "1f1b",
+        stages_per_device: int | None = None,
         cut_before: Sequence[str] | None = None,
         speeds: Sequence[float] | None = None,
         engine: Literal["threads", "processes"] = "threads",
@@ -110,6 +116,7 @@ class PipelineStrategy(StagedStrategy):
             raise ConfigurationError("threads are for engine='threads': leave them out, or take that engine.")
         self.engine, self.timeout = engine, timeout
         self.micro_batches, self.schedule = micro_batches, check_schedule(schedule)
+        self.stages_per_device = check_stages(self.schedule, stages_per_device)
         self.cut_before = None if cut_before is None else list(cut_before)
         self.speeds, self.threads = speeds, threads
         self._pinned: PinnedCut | None = None
@@ -127,18 +134,19 @@ class PipelineStrategy(StagedStrategy):
         return self.devices[-1]
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Takes the devices, one for each stage; see `Strategy.connect`."""
+        """Takes the devices, one for each stage or for several; see `Strategy.connect`."""
         self.others = StageLaunch(devices, num_nodes, self.timeout) if self.engine == "processes" else None
         super().connect(devices, num_nodes if self.others is None else 1)
-        stages = len(devices) if self.others is None else self.others.stages
+        number, each = len(devices) if self.others is None else self.others.count, self.stages_per_device
         if self.others is not None:
-            self.launches, self.devices = stages > 1, (self.others.device,)
+            self.launches, self.devices = number > 1, (self.others.device,)
             self.global_rank, self.local_rank, self.node_rank = self.others.ranks
-        for name, given, count in (("cut_before", self.cut_before, stages - 1), ("speeds", self.speeds, stages)):
+        entries = (("cut_before", self.cut_before, number * each - 1), ("speeds", self.speeds, number))
+        for name, given, count in entries:
             if given is not None and len(given) != count:
                 raise ConfigurationError(
-                    f"{name} must have {count} entries for {stages} devices, a stage on each, but has"
-                    f" {len(given)}: {list(given)}."
+                    f"{name} must have {count} entries for {number} devices, {'a stage' if each == 1 else each} on"
+                    f" each, but has {len(given)}: {list(given)}."
                 )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
@@ -173,10 +181,11 @@ class PipelineStrategy(StagedStrategy):
             self._split, processes.steps = SplitTraining(processes, module), self._steps
         devices = self.devices if processes is None else processes.devices
         options = CutOptions(
-            devices=devices,
+            devices=tuple(devices) * self.stages_per_device,
             measured_on=None if processes is None else self.root_device,
             schedule=self.schedule,
             micro_batches=self._usual_count(len(devices)),
+            stages_per_device=self.stages_per_device,
             speeds=self.speeds,
             dim=self.dim,
         )
@@ -192,8 +201,8 @@ class PipelineStrategy(StagedStrategy):
         self._network.pinned = self._pinned
         self._network.cover()
 
-    def _usual_count(self, stages: int) -> int:
-        return self.micro_batches or 2 * stages
+    def _usual_count(self, devices: int) -> int:
+        return self.micro_batches or 2 * devices
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Lets the module be as it was; see `Strategy.teardown`."""
@@ -224,7 +233,7 @@ class PipelineStrategy(StagedStrategy):
         batch, module = parts[0], self._placed
         whole = self._splitter.size(batch)
         factor = parts.factor if isinstance(parts, _Finer) else 1
-        count = 1 if whole is None else min(whole, factor * self._usual_count(len(self._network.options.devices)))
+        count = 1 if whole is None else min(whole, factor * self._usual_count(len(self._network.options.own_devices)))
         sizes = [1] if whole is None else [size for size in even_sizes(whole, count) if size]
         if isinstance(parts, _Finer):
             parts.indices = range(len(sizes))

@@ -3,15 +3,18 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, list_devices
-from equipoise.parallel.partition import Block, DoesNotFit, Stage, StageDevice, choose_cuts, describe_stages
-from equipoise.parallel.schedule import Schedule, simulate
+from equipoise.parallel.partition import DoesNotFit, choose_cuts, describe_stages
+from equipoise.parallel.schedule import Schedule, splits
+from equipoise.parallel.stage_costs import Block, Stage, StageDevice
 from equipoise.parallel.stages import may_cut, modules_of, names_of, owners, taking_inputs, with_parents
+from equipoise.parallel.timeline import simulate
 from equipoise.parallel.tracing import Traced
 from equipoise.strategies.pipeline_profile import add_rest, merge_blocks, profile_calls
 from equipoise.strategies.pipeline_rest import RestOfStep
@@ -26,9 +29,10 @@ class CutOptions:
     """What the user wishes.
 
     Attributes:
-        devices: One for each stage.
+        devices: One for each stage: with several on each of p devices, stage s has that of stage s modulo p.
         schedule: See `parallel.schedule`.
         micro_batches: How many there will be.
+        stages_per_device: How many stages each device has. Default: 1.
         speeds: For each device how fast it is beside the others; None: all alike.
         dim: The dimension of a batch's tensors that holds its samples.
         measured_on: Where calls are measured. Default: the first device.
@@ -37,21 +41,28 @@ class CutOptions:
     devices: Sequence[torch.device]
     schedule: Schedule
     micro_batches: int
+    stages_per_device: int = 1
     speeds: Sequence[float] | None = None
     dim: int = 0
     measured_on: torch.device | None = None
 
+    @property
+    def own_devices(self) -> Sequence[torch.device]:
+        """The devices, each with all of its stages."""
+        return self.devices[: len(self.devices) // self.stages_per_device]
+
     def stage_devices(self) -> list[StageDevice]:
-        """What each stage has to do with. Stages on one device share its memory, and so do all on a CPU."""
-        infos = {info.device: info for info in list_devices(only={str(device) for device in self.devices})}
-        speeds = self.speeds or [1.0] * len(self.devices)
+        """What each stage has to do with. Devices that are the same one share its memory, as all on a CPU do."""
+        devices = self.own_devices
+        infos = {info.device: info for info in list_devices(only={str(device) for device in devices})}
+        speeds = self.speeds or [1.0] * len(devices)
         made = []
-        for device, speed in zip(self.devices, speeds, strict=True):
-            info, shared = infos.get(str(device)), self.devices.count(device)
+        for device, speed in zip(devices, speeds, strict=True):
+            info, shared = infos.get(str(device)), devices.count(device)
             free = None if info is None else info.memory_free
             limit = None if free is None else int(_RESERVE * free / shared)
             made.append(StageDevice(slowness=max(speeds) / speed, memory=limit))
-        return made
+        return made * self.stages_per_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,7 @@ class Cut:
         first_blocks: For each stage the name of what it begins with.
         first_calls: The same as the traced forward has it.
         stages: What is predicted of each; empty for a cut that was not measured.
+        peaks: For each device the predicted bytes at the peak, all of its stages together; empty likewise.
         idle: The predicted share of time in which stages wait; None if nothing was measured.
         samples: The samples of the micro-batch that was measured; None if nothing was, or nobody can tell.
         beside: The seconds of the last stage in which a step computes what follows the network's call, the loss for
@@ -88,6 +100,7 @@ class Cut:
     stages: list[Stage]
     idle: float | None
     samples: int | None = None
+    peaks: Sequence[int] = ()
     beside: float | None = None
 
     @property
@@ -117,36 +130,34 @@ def cut_automatically(
     Raises:
         ConfigurationError: If there are more stages than places to cut, or nothing fits.
     """
+    device, split = options.measured_on or options.devices[0], splits(options.schedule)
     measure = None if rest is None else rest.measure
-    calls = profile_calls(traced, module, tensors, options.measured_on or options.devices[0], rest=measure)
+    calls = profile_calls(traced, module, tensors, device, split=split, rest=measure)
     blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
     if (beside := None if rest is None else rest.block) is not None:
         blocks = add_rest(blocks, _as_measured(beside, options))
     devices = options.stage_devices()
+    plan: dict[str, Any] = {
+        "schedule": options.schedule,
+        "micro_batches": options.micro_batches,
+        "stages_per_device": options.stages_per_device,
+    }
     try:
-        chosen = choose_cuts(blocks, devices, schedule=options.schedule, micro_batches=options.micro_batches)
+        chosen = choose_cuts(blocks, devices, **plan)
     except ValueError:
         raise ConfigurationError(
             f"The network has {len(blocks)} blocks between which it can be cut, which is not enough for"
-            f" {len(devices)} stages. Give fewer devices."
+            f" {len(devices)} stages. Give fewer devices{' or stages_per_device' * (options.stages_per_device > 1)}."
         ) from None
     except DoesNotFit as error:
-        stages = describe_stages(
-            blocks, devices, error.best, schedule=options.schedule, micro_batches=options.micro_batches
-        )
-        wanted = "; ".join(
-            f"stage {index} on {device} {format_bytes(stage.memory)} of {format_bytes(limit.memory or 0)}"
-            for index, (stage, device, limit) in enumerate(zip(stages, options.devices, devices, strict=True))
-        )
-        raise ConfigurationError(
-            f"No cut of the network fits into memory; the best would need: {wanted}. More micro_batches, a smaller"
-            " batch, activation checkpointing, a lower precision or more devices would help."
-        ) from None
-    stages = describe_stages(blocks, devices, chosen, schedule=options.schedule, micro_batches=options.micro_batches)
+        stages, peaks = describe_stages(blocks, devices, error.best, **plan)
+        raise ConfigurationError(_does_not_fit(options, devices, peaks)) from None
+    stages, peaks = describe_stages(blocks, devices, chosen, **plan)
     ends = [ends_of_blocks[end - 1] for end in chosen]
     sizes = {tensor.size(options.dim) for tensor in tensors if tensor.ndim > options.dim}
     samples = sizes.pop() if len(sizes) == 1 else None
-    return replace(_cut(traced, ends, prefix, stages, _idle(stages, options)), samples=samples, beside=_seconds(beside))
+    made = _cut(traced, ends, prefix, stages, _idle(stages, options))
+    return replace(made, samples=samples, peaks=peaks, beside=_seconds(beside))
 
 
 def _as_measured(rest: Block, options: CutOptions) -> Block:
@@ -158,6 +169,18 @@ def _as_measured(rest: Block, options: CutOptions) -> Block:
 
 def _seconds(rest: Block | None) -> float | None:
     return None if rest is None else rest.forward + rest.backward
+
+
+def _does_not_fit(options: CutOptions, devices: Sequence[StageDevice], peaks: Sequence[int]) -> str:
+    one = options.stages_per_device == 1
+    wanted = "; ".join(
+        f"{'stage' if one else 'device'} {index} on {name} {format_bytes(peak)} of {format_bytes(device.memory or 0)}"
+        for index, (peak, name, device) in enumerate(zip(peaks, options.devices, devices, strict=False))
+    )
+    return (
+        f"No cut of the network {'fits' if one else 'was found that fits'} into memory; the best would need: {wanted}."
+        " More micro_batches, a smaller batch, activation checkpointing, a lower precision or more devices would help."
+    )
 
 
 def _cut(traced: Traced, ends: Sequence[int], prefix: str, stages: list[Stage], idle: float | None) -> Cut:
@@ -214,8 +237,7 @@ def cut_by_names(traced: Traced, names: Sequence[str], prefix: str, stages: int)
     """
     if len(names) != stages - 1:
         raise ConfigurationError(
-            f"{stages} devices, a stage on each, need {stages - 1} names to cut before, but there are {len(names)}:"
-            f" {list(names)}."
+            f"{stages} stages need {stages - 1} names to cut before, but there are {len(names)}: {list(names)}."
         )
     allowed, ends, last = may_cut(traced), [], 0
     called = owners(traced)
@@ -247,7 +269,7 @@ def _is_within(node: fx.Node, name: str) -> bool:
 
 def _idle(stages: Sequence[Stage], options: CutOptions) -> float:
     forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
-    return simulate(options.schedule, forward, backward, options.micro_batches).idle
+    return simulate(options.schedule, forward, backward, options.micro_batches, options.stages_per_device).idle
 
 
 def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
@@ -268,14 +290,22 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
             stage = cut.stages[index]
             line += f"  {(stage.forward + stage.backward) * 1000:>6.2f} ms  {format_bytes(stage.memory):>10}"
         lines.append(line)
+    if options.stages_per_device > 1 and cut.peaks:
+        lines.append(f"Memory of all stages of a device at its peak: {_peaks(cut, options)}.")
     if cut.idle is not None:
         of = "" if cut.samples is None else f" of {cut.samples} sample{'s' * (cut.samples != 1)}"
         lines.append(
-            f"Predicted for a micro-batch{of}; with {options.micro_batches} of them under {options.schedule!r} stages"
-            f" idle {cut.idle:.0%} of the time."
+            f"Predicted for a micro-batch{of}; with {options.micro_batches} of them under {options.schedule!r}"
+            f" {'stages' if options.stages_per_device == 1 else 'devices'} idle {cut.idle:.0%} of the time."
         )
     if cut.beside is not None:
         lines.append(
             f"In the time of the last stage are {cut.beside * 1000:.2f} ms for what the step computes after the call."
         )
     return "\n".join(lines)
+
+
+def _peaks(cut: Cut, options: CutOptions) -> str:
+    return ", ".join(
+        f"{device} {format_bytes(peak)}" for device, peak in zip(options.own_devices, cut.peaks, strict=True)
+    )

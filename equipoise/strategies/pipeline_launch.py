@@ -31,22 +31,22 @@ class FirstProcessFailed(dist.DistError):
 
 
 class StageLaunch:
-    """A process for each stage, the first with the last of them.
+    """A process for each device with its stages, the first with the last of them.
 
     Args:
-        devices: The devices of this machine, in the order of stages.
+        devices: The devices of this machine, in the order of their stages.
         num_nodes: The number of machines.
         timeout: Seconds for which processes wait for what is due.
 
     Attributes:
-        stages: How many there are, on all machines.
+        count: How many there are, on all machines.
         device: That of this process; before any has started, that of the first one.
         processes: The others, seen from the first process; None elsewhere.
     """
 
     def __init__(self, devices: Sequence[torch.device], num_nodes: int, timeout: float) -> None:
         self._devices, self._timeout = tuple(devices), timeout
-        self.stages = len(devices) * num_nodes
+        self.count = len(devices) * num_nodes
         self._place = find_place()
         if self._place is None:
             refuse_machines(num_nodes)
@@ -70,12 +70,12 @@ class StageLaunch:
             return self.run(self._place, None, strategy, function, known)
         store = StoreServer()
         start = partial(_run_in_process, self, strategy, function, store.port)
-        answer: T = launch(start, self.stages, known=known, is_consequence=follows_from_another)
+        answer: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
         return answer
 
     def place_in_worker(self, rank: int) -> Place:
         """Where a process stands that the trainer has started."""
-        return place_of_worker(rank, self.stages, self._devices[0])
+        return place_of_worker(rank, self.count, self._devices[0])
 
     def run(
         self,
@@ -97,13 +97,13 @@ class StageLaunch:
         self.device, rank = self._device_of(place.local_rank), place.global_rank
         strategy.global_rank, strategy.local_rank, strategy.node_rank = rank, place.local_rank, place.node_rank
         with in_group(place, self.device, timeout=self._timeout, port=port, backend="gloo"):
-            devices: list[Any] = [None] * self.stages
+            devices: list[Any] = [None] * self.count
             dist.all_gather_object(devices, str(self.device))
             messenger = Messenger(self._timeout)
             if rank:
                 with _unsignalled():
                     content = StageWorker(
-                        messenger, rank - 1, self.stages, self.device, torch.device(devices[rank - 1])
+                        messenger, rank - 1, self.count, self.device, torch.device(devices[rank - 1])
                     ).serve()
                 if content is None:
                     raise FirstProcessFailed("connection closed by peer: the first process has failed.")

@@ -13,6 +13,7 @@ from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.micro_steps import current_step, is_inside_stage
 from equipoise.parallel.pipeline import Pipeline
 from equipoise.parallel.process_pipeline import ProcessPipeline
+from equipoise.parallel.schedule import splits
 from equipoise.parallel.stage_processes import StageProcesses
 from equipoise.parallel.stages import StageProgram, homes_of, make_stages
 from equipoise.parallel.tracing import CallStructure, NotTraceable, Traced, trace
@@ -72,7 +73,13 @@ class StagedNetwork:
         self.running: Pipeline | ProcessPipeline | None = None
         self.rest: RestOfStep | None = None
         self.pinned: PinnedCut | None = None
-        self.placement = Placement(module, options.devices, copy_always=copy_always, in_processes=processes is not None)
+        self.placement = Placement(
+            module,
+            options.devices,
+            stages_per_device=options.stages_per_device,
+            copy_always=copy_always,
+            in_processes=processes is not None,
+        )
         self._signature: tuple[str, ...] = ()  # of the forward that was cut
         self._originals: dict[str, Callable[..., Any]] = {}
         self._own: dict[str, Any] = {}  # forwards that the user has set in an instance
@@ -82,7 +89,17 @@ class StagedNetwork:
     # Calls.
 
     def cover(self) -> None:
-        """Catches calls of the module and of its largest child."""
+        """Catches calls of the module and of its largest child.
+
+        Raises:
+            ConfigurationError: If activations are checkpointed where that cannot be.
+        """
+        if splits(self.options.schedule) and any(map(is_checkpointed, self.module.modules())):
+            raise ConfigurationError(
+                f"schedule={self.options.schedule!r} goes backward through a stage in many parts, for each of which"
+                " activation_checkpointing would compute the forward once more. Take 'interleaved_1f1b', or leave"
+                " activation_checkpointing out."
+            )
         children = {
             name: child for name, child in self.module.named_children() if any(True for _ in child.parameters())
         }
@@ -200,10 +217,18 @@ class StagedNetwork:
 
     def _make(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
         if self.processes is None:
-            return Pipeline(stages, self.options.devices, self.options.schedule, threads=self._may_have_threads())
+            options = self.options
+            return Pipeline(
+                stages,
+                options.devices,
+                options.schedule,
+                stages_per_device=options.stages_per_device,
+                threads=self._may_have_threads(),
+            )
         with self._uncovered():  # the layers travel as they are
             number = self.processes.give_out(traced.root, stages)
-        return ProcessPipeline(self.processes, number, stages[-1], self.options.schedule)
+        count = len(self.processes.devices)
+        return ProcessPipeline(self.processes, number, stages[count - 1 :: count], self.options.schedule)
 
     def _may_have_threads(self) -> bool | None:
         """Threads that share a random generator would draw from it beside one another while forwards are repeated."""

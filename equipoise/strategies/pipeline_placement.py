@@ -26,7 +26,8 @@ class Placement:
     Args:
         module: The user's module.
         devices: One for each stage.
-        copy_always: Give every stage a copy of what an earlier one has, on the same device too.
+        stages_per_device: How many stages each device has. Default: 1.
+        copy_always: Give every device a copy of what an earlier one has, even if both are the same.
         in_processes: Whether other processes have the stages but the last, and take what is theirs by themselves.
     """
 
@@ -35,10 +36,12 @@ class Placement:
         module: nn.Module,
         devices: Sequence[torch.device],
         *,
+        stages_per_device: int = 1,
         copy_always: bool = False,
         in_processes: bool = False,
     ) -> None:
         self.module, self.devices, self.copy_always = module, devices, copy_always
+        self._count = len(devices) // stages_per_device
         self.in_processes = in_processes
         self.shadows = Shadows()
         self._homes: dict[int, int] = {}  # of a module's or tensor's id its stage
@@ -92,7 +95,7 @@ class Placement:
                 if id(tensor) not in placed:
                     placed.add(id(tensor))
                     self._homes[id(tensor)] = stage
-                    if stage == len(ends) - 1 or not self.in_processes:
+                    if stage % self._count == self._count - 1 or not self.in_processes:
                         move(tensor, self.devices[stage])
                     sizes[stage] += tensor.nbytes
 
@@ -130,10 +133,11 @@ class Placement:
                 return None
             part = find(traced.root, str(node.target))
             tensors, device = _tensors_of(part), self.devices[stage]
-            homes = {self._homes.get(id(tensor), stage) for tensor in tensors} - {stage}
+            own = stage % self._count
+            homes = {self._homes.get(id(tensor), stage) % self._count for tensor in tensors} - {own}
             if not homes or not (self.copy_always or any(self.devices[home] != device for home in homes)):
                 return None
-            return self.shadows.of(part, stage, device, str(node.target).removeprefix("network."))
+            return self.shadows.of(part, own, device, str(node.target).removeprefix("network."))
 
         return shadow
 

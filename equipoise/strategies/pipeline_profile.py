@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.parallel.internals import versions
-from equipoise.parallel.partition import Block
 from equipoise.parallel.rewind import Rewind
+from equipoise.parallel.split_backward import SplitBackward
+from equipoise.parallel.stage_costs import Block
 from equipoise.parallel.stages import crossing, map_tensors, may_cut, names_of, plain
 from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
 from equipoise.strategies.pipeline_memory import Storages, moment
@@ -35,6 +36,7 @@ def profile_calls(
     device: torch.device,
     *,
     seconds: float = 3.0,
+    split: bool = False,
     rest: Callable[[Traced, Any], None] | None = None,
 ) -> list[Block]:
     """Measures every call of a forward, one after the other, on a device; nothing is changed by it.
@@ -45,6 +47,7 @@ def profile_calls(
         tensors: What it is called with; one micro-batch.
         device: Where. Parameters that lie elsewhere are there while their call is measured.
         seconds: No pass begins after so many, once there were three. Default: 3.
+        split: Whether backwards will be in two parts. Default: False.
         rest: Is called with the forward and what it returned, at the end. Default: nothing is.
 
     Returns:
@@ -56,7 +59,7 @@ def profile_calls(
         with torch.inference_mode(False), torch.enable_grad():
             given = tuple(tensor.detach().clone().to(device) for tensor in tensors)
             begin = time.perf_counter()
-            blocks, output = _profile(traced, given, device, first=True)
+            blocks, output = _profile(traced, given, device, first=True, split=split)
             for count in range(1, _MOST):
                 if count >= _LEAST and time.perf_counter() - begin > seconds:
                     break
@@ -74,7 +77,7 @@ def _quicker(one: Block, other: Block) -> Block:
 
 
 def _profile(
-    traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, *, first: bool = False
+    traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, *, first: bool = False, split: bool = False
 ) -> tuple[list[Block], Any]:
     """One pass, and its output; only the first looks at what is needed for a moment, which takes its time."""
     calls, values = traced.calls, {}
@@ -86,7 +89,7 @@ def _profile(
     last = {node: index for index, nodes in enumerate(passing) for node in nodes}
     names, blocks = names_of(traced), []
     for index, node in enumerate(calls):
-        measured = _measure(node, traced, values, device, storages, first=first)
+        measured = _measure(node, traced, values, device, storages, first=first, split=split)
         values[node] = measured.pop("output")
         sent = storages.passing(tensor for value in passing[index] for tensor in _tensors(values[value]))
         name, named = names[index]
@@ -107,6 +110,7 @@ def _measure(
     storages: Storages,
     *,
     first: bool,
+    split: bool,
 ) -> dict[str, Any]:
     root = traced.root
     owner = root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -118,6 +122,7 @@ def _measure(
     with _placed(owner, device):
         run.once(storages)
         most = moment(run.again, [*_tensors(list(values.values())), *parameters]) if first else 0
+        left = run.left() if split else 0
     made = _tensors(run.output)
     saved, saves = storages.add(run.seen, made)
     kept = {place: size for place, size in run.seen.items() if place not in run.taken}
@@ -130,6 +135,7 @@ def _measure(
         "trained": sum(parameter.nbytes for parameter in trained),
         "saved": saved,
         "saves": saves,
+        "left": left,
         "transient": max(0, most - sum(kept.values())),
         "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), run.output),
     }
@@ -179,6 +185,14 @@ class _Run:
         kept, self.output = self.output, _call(self.node, self.traced.root, args, kwargs, self.device)
         self._go_back(inputs)
         self.output = kept
+
+    def left(self) -> int:
+        """What the first part of a backward leaves for the second, beside what is saved."""
+        args, kwargs, inputs = self._arguments()
+        outputs = _tensors(_call(self.node, self.traced.root, args, kwargs, self.device))
+        parts = SplitBackward(inputs, outputs)
+        parts.of_inputs([torch.ones_like(output) if output.requires_grad else None for output in outputs])
+        return parts.nbytes
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         inputs: list[Tensor] = []
@@ -334,6 +348,7 @@ def _merged(blocks: Sequence[Block]) -> Block:
         parameters=sum(block.parameters for block in blocks),
         trained=sum(block.trained for block in blocks),
         saved=sum(block.saved for block in blocks),
+        left=sum(block.left for block in blocks),
         saves=frozenset().union(*(block.saves for block in blocks)),
         boundary=blocks[-1].boundary,
         passing=blocks[-1].passing,

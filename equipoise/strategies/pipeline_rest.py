@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.errors import StepError
 from equipoise.memory.dispatch import tensors_in
-from equipoise.parallel.partition import Block
+from equipoise.parallel.stage_costs import Block
 from equipoise.parallel.stages import map_tensors
 from equipoise.parallel.tracing import Traced
 from equipoise.parallel.undisturbed import undisturbed

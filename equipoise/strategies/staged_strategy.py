@@ -29,7 +29,7 @@ class StagedStrategy(Strategy):
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Runs a function in the first process, which tells the others what to do; see `Strategy.launch`."""
-        if self.others is None or self.others.stages == 1:
+        if self.others is None or self.others.count == 1:
             return function()
         return self.others.launch(self, function, known)
 

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from equipoise.parallel.partition import Block
+from equipoise.parallel.stage_costs import Block
+from equipoise.parallel.timeline import simulate
 from tests.benchmarks.conftest import Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -24,13 +25,13 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
 
 def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, main = tmp_path / "tables.md", benchmark["main"]
-    command = "--steps 1 --rounds 1 --stages 2 --micro-batches 1 2 --small"
+    command = "--steps 1 --rounds 1 --devices 2 --micro-batches 1 2 --small"
     with mock.patch.object(main, "FORWARD", 1e-4), mock.patch.object(main, "BACKWARD", 1e-4):
         assert main.main([*command.split(), "--markdown", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "What measuring and choosing take" in printed
     tables = page.read_text().split("\n\n")[1::2]
-    assert [len(table.splitlines()) - 2 for table in tables] == [8, 6, 2, 2]
+    assert [len(table.splitlines()) - 2 for table in tables] == [20, 6, 2, 2]
 
 
 def test_the_search_tries_everything(benchmark: dict[str, ModuleType]) -> None:
@@ -87,13 +88,15 @@ def test_verdicts(
         stages=2, begins=["x"], to_mean=to_mean, to_best=to_best, best_to_mean=best_to_mean, ran=1.0, choosing=0.0
     )
 
-    def steps(module: Any, strategy: Any, stages: int, micro_batches: int, steps: int) -> Any:
+    def steps(module: Any, strategy: Any, devices: int, micro_batches: int, steps: int) -> Any:
         if strategy.cut_before is None:
             strategy.load_state_dict({"cut_before": ["net.9"], "calls": ["net_9"]})
             return sleeping.Times(1 / gain, 0.0)
         if strategy.cut_before == ["net.6"]:
             strategy.load_state_dict({"cut_before": ["net.6"], "calls": ["net_6"]})
-        return sleeping.Times(1.0, (stages - 1) / (micro_batches + stages - 1) + beyond)
+        each = strategy.stages_per_device
+        times = [[whole / each] * devices * each for whole in (main.FORWARD, main.BACKWARD)]
+        return sleeping.Times(1.0, simulate(strategy.schedule, *times, micro_batches, each).idle + beyond)
 
     measured = cuts.Measured(calls=9, seconds=1.0, step=1.0, found=[found])
     with mock.patch.multiple(main, step_seconds=steps, cut_network=mock.Mock(return_value=measured)):

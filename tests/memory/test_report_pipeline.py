@@ -103,3 +103,31 @@ def test_without_a_pipeline_there_is_no_section() -> None:
     for drawn in (None, step()):
         page = render_report(RunRecord(title="Net", started=now, finished=now, pipeline=drawn))
         assert "The pipeline" not in page
+
+
+def test_devices_with_several_stages_have_one_row_each() -> None:
+    """Later stages are paler, and what is idle is told of devices."""
+    drawn = PipelineStep(
+        spans=[span(stage, 0, stage, stage + 1.0) for stage in range(6)],
+        stages=[f"stage {number}" for number in range(6)],
+        devices=["device 0, cuda:0", "device 1, <b>"],
+        schedule="looped_bfs",
+    )
+    assert drawn.idle == pytest.approx(0.5)
+    assert "looped_bfs, 6 stages on 2 devices, 1 micro-batch" in caption(drawn)
+    assert "paler" in caption(drawn)
+    boxes = figure(drawn).all("g", "bar")
+    assert [box.one("rect").attributes["y"] for box in boxes] == ["0", "36"] * 3
+    assert [box.one("rect").attributes.get("fill-opacity") for box in boxes] == [None] * 2 + ["0.50"] * 2 + ["0.30"] * 2
+    assert [box.one("title").text.split(":")[0] for box in boxes] == [f"stage {number}" for number in range(6)]
+    assert len(figure(drawn).all("rect", "waiting")) == 2
+
+
+def test_backwards_in_two_parts() -> None:
+    later = StageSpan(stage=0, micro_batch=0, backward=True, weights=True, begin=3.0, end=4.0)
+    drawn = step(span(0, 0, 0.0, 1.0), span(0, 0, 2.0, 3.0, backward=True), later, stages=1)
+    assert "gradients of weights" in caption(drawn)
+    boxes = figure(drawn).all("g", "bar")
+    assert [box.attributes["class"].split()[-1] for box in boxes] == ["p-forward", "p-backward", "p-weights"]
+    assert boxes[2].one("title").text == "stage 0: gradients of weights of micro-batch 0, 1 s"
+    assert "gradients" not in caption(BOTH)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equipoise.parallel.micro_steps import MicroStep, current_step
 from equipoise.parallel.pipeline import Pipeline
-from equipoise.parallel.schedule import actions_of
+from equipoise.parallel.schedule import SCHEDULES, actions_of
 from equipoise.parallel.stages import StageProgram, make_stages
 from equipoise.parallel.tracing import CallStructure, trace
 
@@ -35,6 +35,12 @@ def pipeline_of(net: nn.Module, x: Tensor, stages: int, **options: Any) -> Pipel
     return Pipeline(make_stages(made, ends), [CPU] * stages, options.pop("schedule", "1f1b"), **options)
 
 
+PLANS = [("gpipe", 1, 1), ("1f1b", 1, 1), ("gpipe", 2, 1), ("1f1b", 2, 1), ("gpipe", 3, 1), ("1f1b", 3, 1)]
+PLANS += [(schedule, devices, 2) for schedule in SCHEDULES[2:] for devices in (1, 2)]
+PLANS += [("interleaved_zero_bubble", 3, 1), ("interleaved_zero_bubble", 1, 1), ("interleaved_zero_bubble", 2, 3)]
+PLANS += [("looped_bfs", 1, 4), ("interleaved_1f1b", 1, 3), ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3)]
+
+
 class Steps:
     """A loss for each micro-batch."""
 
@@ -55,24 +61,23 @@ class Steps:
 
 
 @pytest.mark.parametrize("threads", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_gradients_also_of_what_was_computed_before(stages, schedule, threads):
+@pytest.mark.parametrize(("schedule", "devices", "each"), PLANS)
+def test_gradients_also_of_what_was_computed_before(schedule, devices, each, threads):
     net, x = network(), torch.rand(7, 4).double()
     before = torch.rand(4, 4).double().requires_grad_()
     net(x @ before).square().sum().backward()
     expected = [before.grad, *(parameter.grad for parameter in net.parameters())]
     before.grad = None
     net.zero_grad()
-    pipeline = pipeline_of(net, x, stages, schedule=schedule, threads=threads)
+    pipeline = pipeline_of(net, x, devices * each, schedule=schedule, threads=threads, stages_per_device=each)
     steps = Steps([part @ before for part in x.split(2)])
     pipeline.run(steps.steps, steps.inputs, steps.backward)
     for gradient, tensor in zip(expected, [before, *net.parameters()], strict=True):
         torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-12)
-    for stage in range(stages):
-        own = [span.action for span in pipeline.timeline.spans if span.stage == stage]
-        assert own == actions_of(schedule, stage, stages, 4)
-    assert pipeline.timeline.stages == stages
+    for device in range(devices):
+        own = [(span.stage, span.action) for span in pipeline.timeline.spans if span.stage % devices == device]
+        assert own == actions_of(schedule, device, devices, 4, each)
+    assert (pipeline.timeline.stages, pipeline.timeline.devices) == (devices * each, devices)
     assert all(span.end >= span.begin for span in pipeline.timeline.spans)
 
 
@@ -86,12 +91,12 @@ def test_one_forward_through_all_stages():
 
 def test_without_a_backward():
     net, x = network(), torch.rand(3, 4).double()
-    pipeline = pipeline_of(net, x, 2)
+    pipeline = pipeline_of(net, x, 4, schedule="interleaved_1f1b", stages_per_device=2)
     steps = Steps([x, x + 1])
     pipeline.run(steps.steps, steps.inputs, None)
     for step, one in zip(steps.steps, (x, x + 1), strict=True):
         assert torch.equal(step.result, net(one).square().sum())
-    assert [span.action.backward for span in pipeline.timeline.spans] == [False] * 4
+    assert [span.action.backward for span in pipeline.timeline.spans] == [False] * 8
 
 
 def test_the_same_tensor_twice_gets_both_gradients():
@@ -119,15 +124,19 @@ def test_the_same_tensor_twice_gets_both_gradients():
 
 
 @pytest.mark.parametrize("threads", [False, True])
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_errors_end_all(at, threads):
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "each"), [("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2), ("interleaved_zero_bubble", 2)]
+)
+def test_errors_end_all(schedule, each, at, threads):
     def fail(*_: Any) -> Any:
         raise ValueError("mine")
 
     programs = [StageProgram(lambda given: [given[0] * 1], ["x"], ["y"])]
-    programs += [StageProgram(lambda y: [y * 1], ["y"], ["z"]), StageProgram(lambda z: z * 1, ["z"], [])]
+    programs += [StageProgram(lambda y: [y * 1], ["y"], ["y"]) for _ in range(2)]
+    programs += [StageProgram(lambda z: z * 1, ["z"], [])]
     programs[at].run = fail
-    pipeline = Pipeline(programs, [CPU] * 3, "1f1b", threads=threads)
+    pipeline = Pipeline(programs, [CPU] * 4, schedule, stages_per_device=each, threads=threads)
     steps = Steps(torch.rand(5, 2, requires_grad=True).unbind())
     with pytest.raises(ValueError, match="mine") as raised:
         pipeline.run(steps.steps, steps.inputs, steps.backward)
@@ -141,3 +150,6 @@ def test_threads_by_default_only_where_all_devices_differ():
     assert not Pipeline(programs, [CPU, CPU], "1f1b").threads
     assert Pipeline(programs, [CPU, torch.device("cuda:0")], "1f1b").threads
     assert not Pipeline(programs[:1], [CPU], "1f1b").threads
+    for devices, threads in (([CPU, torch.device("cuda:0")], True), ([CPU], False), ([CPU, CPU], False)):
+        made = Pipeline(programs * len(devices), devices * 2, "looped_bfs", stages_per_device=2)
+        assert made.threads is threads

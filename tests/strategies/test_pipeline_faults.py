@@ -197,8 +197,8 @@ def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phas
         ({"micro_batches": "x"}, "micro_batches is a whole number from 1, not 'x'"),
         ({"micro_batches": 2.5}, "micro_batches is a whole number from 1, not 2.5"),
         ({"micro_batches": True}, "micro_batches is a whole number from 1, not True"),
-        ({"schedule": "2f2b"}, "schedule must be one of 'gpipe', '1f1b', not '2f2b'"),
-        ({"schedule": 3}, "schedule must be one of 'gpipe', '1f1b', not 3"),
+        ({"schedule": "2f2b"}, "schedule must be one of 'gpipe', '1f1b', .*, not '2f2b'"),
+        ({"schedule": 3}, "schedule must be one of 'gpipe', '1f1b', .*, not 3"),
         ({"cut_before": "net.2"}, "cut_before takes a list of names"),
         ({"cut_before": [2]}, "cut_before takes a list of names"),
         ({"speeds": [1, 0]}, "speeds are numbers above 0"),
@@ -296,7 +296,7 @@ def test_the_modules_own_cuts():
     trainer = quiet(**pipelined(2))
     trainer.fit(Own().double(), DataLoader(Batches([4]), batch_size=None))
     assert trainer.connected_strategy.state_dict()["cut_before"] == ["net.3"]
-    refused(Own(), "3 devices, a stage on each, need 2 names to cut before, but there are 1", stages=3)
+    refused(Own(), "3 stages need 2 names to cut before, but there are 1", stages=3)
 
 
 class Box:

@@ -1,4 +1,4 @@
-"""What the table predicts of each stage's memory, beside what the ledger then measures of it."""
+"""What the table predicts of each device's memory, beside what the ledger then measures of it."""
 
 from typing import Any
 
@@ -65,14 +65,14 @@ class Module(L.LightningModule):
 
 
 class StageByStage:
-    """Lets the ledger tell stages apart, which all lie on the CPU here, and stages copy what devices would copy."""
+    """Lets the ledger tell devices apart, which all are the CPU here, and stages copy what devices would copy."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.homes = "outside", dict[int, str]()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.now, self.homes, self.count = "outside", dict[int, str](), count
         compute, stages = pipeline._Run.compute, self
 
         def noted(run: Any, stage: int, action: Any) -> None:
-            outer, stages.now = stages.now, f"stage {stage}"
+            outer, stages.now = stages.now, stages.name(stage)
             try:
                 compute(run, stage, action)
             finally:
@@ -89,10 +89,13 @@ class StageByStage:
         monkeypatch.setattr(stage_graphs, "bring", lambda tensor, device: tensor.clone())
         monkeypatch.setattr(ledger, "_Entry", Entry)
 
+    def name(self, stage: int) -> str:
+        return f"device {stage % self.count}"
+
     def settle(self, module: nn.Module, optimizer: Any, stage_of: dict[int, int]) -> None:
         """Parameters, gradients and the optimiser's state belong to the stage of the parameter."""
         for tensor in (*module.parameters(), *module.buffers()):
-            home = f"stage {stage_of[id(tensor)]}"
+            home = self.name(stage_of[id(tensor)])
             of_it = [tensor, tensor.grad, *optimizer.state.get(tensor, {}).values()]
             self.homes.update({id(one): home for one in of_it if one is not None})
 
@@ -111,18 +114,25 @@ class Watch(L.Callback):
             assert network is not None
             assert network.cut is not None
             self.stages.settle(module, trainer.optimizers[0], network.placement._homes)
-            self.predicted = [stage.memory for stage in network.cut.stages]
+            self.predicted = list(network.cut.peaks)
+            alone = [stage.memory for stage in network.cut.stages]
+            whole = "zero" not in self.strategy.schedule
+            for own, peak in zip(alone, self.predicted, strict=False):
+                assert len(alone) > self.count or (own == peak if whole else own >= peak)
             self.ledger = ledger.Ledger(module, trainer.optimizers)
             self.ledger.start()
         elif batch_idx == 2:
             self.ledger.stop()
-            self.measured = [self.ledger.peak(f"stage {stage}").nbytes for stage in range(self.count)]
+            self.measured = [self.ledger.peak(f"device {device}").nbytes for device in range(self.count)]
 
 
 def evenly(blocks: Any, devices: Any, **options: Any) -> list[int]:
     """Cuts by number, so that the test measures the same stages every time."""
-    ends = [len(blocks) * (index + 1) // len(devices) for index in range(len(devices))]
-    return [next(at for at in range(end, len(blocks) + 1) if blocks[at - 1].may_end) for end in ends]
+    ends: list[int] = []
+    for index in range(len(devices)):
+        first = max([len(blocks) * (index + 1) // len(devices), *(end + 1 for end in ends[-1:])])
+        ends.append(next(at for at in range(first, len(blocks) + 1) if blocks[at - 1].may_end))
+    return ends
 
 
 def unmerged(blocks: Any, *_: Any) -> Any:
@@ -130,20 +140,24 @@ def unmerged(blocks: Any, *_: Any) -> Any:
     return list(blocks), list(range(1, len(blocks) + 1))
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+PLANS = [("gpipe", 2, 1), ("gpipe", 4, 1), ("1f1b", 2, 1), ("1f1b", 4, 1)]
+PLANS += [("interleaved_1f1b", 2, 2), ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 2)]
+PLANS += [("interleaved_zero_bubble", 2, 2), ("interleaved_zero_bubble", 3, 1)]
+
+
+@pytest.mark.parametrize(("schedule", "devices", "each"), PLANS)
 @pytest.mark.parametrize("make", [Mlp, Transformer, Convolution])
-def test_predicted_peaks(make, schedule, stages, monkeypatch):
+def test_predicted_peaks(make, schedule, devices, each, monkeypatch):
     monkeypatch.setattr("equipoise.strategies.pipeline_cut.choose_cuts", evenly)
     monkeypatch.setattr("equipoise.strategies.pipeline_cut.merge_blocks", unmerged)
     torch.manual_seed(0)
-    strategy = PipelineStrategy(micro_batches=MICRO_BATCHES, schedule=schedule)
-    watch = Watch(StageByStage(monkeypatch), strategy, stages)
-    trainer = quiet(strategy=strategy, devices=["cpu"] * stages, callbacks=[watch], precision="32-true", max_steps=3)
+    strategy = PipelineStrategy(micro_batches=MICRO_BATCHES, schedule=schedule, stages_per_device=each)
+    watch = Watch(StageByStage(monkeypatch, devices), strategy, devices)
+    trainer = quiet(strategy=strategy, devices=["cpu"] * devices, callbacks=[watch], precision="32-true", max_steps=3)
     size, *rest = make.shape
     data = TensorDataset(torch.randn(3 * MICRO_BATCHES * size, *rest))
     trainer.fit(Module(make()), DataLoader(data, batch_size=MICRO_BATCHES * size))
-    for stage, (predicted, measured) in enumerate(zip(watch.predicted, watch.measured, strict=True)):
+    for device, (predicted, measured) in enumerate(zip(watch.predicted, watch.measured, strict=True)):
         share = predicted / measured
-        print(f"{make.__name__} {schedule} stage {stage}: predicted {predicted}, measured {measured}, {share:.2f}")
+        print(f"{make.__name__} {schedule} device {device}: predicted {predicted}, measured {measured}, {share:.2f}")
         assert 0.85 < share < 1.15

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import PipelineStrategy, StepError, Trainer
-from equipoise.parallel.partition import Block
+from equipoise.parallel.stage_costs import Block
 from equipoise.parallel.tracing import CallStructure, trace
 from equipoise.strategies.pipeline_cut import CutOptions, _as_measured
 from equipoise.strategies.pipeline_rest import RestOfStep
