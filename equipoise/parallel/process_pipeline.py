@@ -13,7 +13,7 @@ from equipoise.parallel.device_threads import ThreadState
 from equipoise.parallel.micro_steps import MicroStep
 from equipoise.parallel.schedule import Action, Schedule, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs, go_back
-from equipoise.parallel.stage_messages import Failure
+from equipoise.parallel.stage_messages import Arrivals, Failure
 from equipoise.parallel.stage_orders import (
     BACKWARD,
     FORWARD,
@@ -147,9 +147,13 @@ class ProcessPipeline:
         error: BaseException | None = None
         failure: Failure | None = None
         plan = (self._count - 1, self._count, len(steps), self._each)
-        for stage, action in actions_of(self._schedule, *plan):
+        actions = actions_of(self._schedule, *plan)
+        ways = {each: way for each in actions if (way := self._way(*each)) is not None}
+        arrivals = Arrivals(self._messenger, ways.values())
+        for stage, action in actions:
             index, last = action.micro_batch, stage == self._last
-            given = self._receive(stage, action)
+            way = ways.get((stage, action))
+            given: Any = None if way is None else arrivals.receive(*way)
             if isinstance(given, Failure) and error is None:
                 failure, error = given, self._processes.as_error(given)
             made: Any = None
@@ -180,11 +184,11 @@ class ProcessPipeline:
             del given, made
         return error, spans
 
-    def _receive(self, stage: int, action: Action) -> Any:
-        """What an action needs; nothing if it is the backward of the last stage."""
+    def _way(self, stage: int, action: Action) -> tuple[int, int] | None:
+        """Where what an action needs comes from; nothing does for the backward of the last stage."""
         if not action.backward:
-            return self._messenger.receive(self._count - 1, way_to(stage, FORWARD))
-        return None if action.weights or stage == self._last else self._messenger.receive(1, way_to(stage, BACKWARD))
+            return self._count - 1, way_to(stage, FORWARD)
+        return None if action.weights or stage == self._last else (1, way_to(stage, BACKWARD))
 
     def _hand_on(self, stage: int, action: Action, made: Any) -> Failure | None:
         """Sends what an action made, unless it is the last stage's output; returns why it could not be sent."""

@@ -4,14 +4,15 @@
     a header      the value without its tensors, and their dtypes and shapes
     the tensors   as bytes: small ones in one message, otherwise each in its own
 
-In a pipeline's steady state headers repeat, so a small value is one message. Sending never waits: what is sent must
-stay as it is until `flush`. Tensors of other devices pass through the memory of the host.
+In a pipeline's steady state headers repeat, so a small value is one message. Gloo sends nothing before the other side
+has a place for it; so that a message need not wait until it is wanted, its place is made before (`expect`). Sending
+never waits: what is sent must stay as it is until `flush`. Tensors of other devices pass through the host's memory.
 """
 
 import math
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,10 +27,10 @@ from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.stages import map_tensors
 from equipoise.parallel.transport import dumps, loads, pickle_error
 
-__all__ = ["Failure", "Messenger", "as_late"]
+__all__ = ["Arrivals", "Failure", "Messenger", "as_late"]
 
 _REMEMBERED = 1 << 16  # bytes; larger headers do not repeat
-_SMALL = 1 << 18  # bytes; values of more are not copied into one message
+_SMALL = 1 << 22  # bytes; values of more are not copied into one message, which comes while something is computed
 _FOREVER = timedelta(days=3650)
 
 
@@ -104,6 +105,7 @@ class Messenger:
         self._sent: dict[tuple[int, int], tuple[bytes, int]] = {}  # headers, and the bytes that come with a length
         self._received: dict[tuple[int, int], tuple[bytes, int]] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._coming: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         self.broken = False
 
     def send(self, to: int, tag: int, value: Any) -> None:
@@ -162,6 +164,18 @@ class Messenger:
             return failure
         return None
 
+    def expect(self, source: int, tag: int) -> None:
+        """Lets the next value come while something else is computed; it must be received then.
+
+        Args:
+            source: The rank.
+            tag: Which of the ways from it.
+        """
+        way = (source, tag)
+        buffer = torch.empty(8 + self._received.get(way, (b"", 0))[1], dtype=torch.uint8)
+        with self._whole():
+            self._coming[way] = (dist.irecv(buffer, source, tag=tag), buffer)
+
     def receive(self, source: int, tag: int, *, idle: bool = False) -> Any:
         """Waits for a value.
 
@@ -171,9 +185,12 @@ class Messenger:
             idle: Whether nothing is due, and one waits as long as it takes. Default: False.
         """
         way = (source, tag)
-        known, along = self._received.get(way, (b"", 0))
+        if way not in self._coming:
+            self.expect(source, tag)
+        known, _ = self._received.get(way, (b"", 0))
         with self._whole():
-            first = self._await(torch.empty(8 + along, dtype=torch.uint8), way, _FOREVER if idle else self._timeout)
+            work, first = self._coming.pop(way)
+            work.wait(_FOREVER if idle else self._timeout)
             length = int(first[:8].view(torch.int64))
             header = self._await(torch.empty(length, dtype=torch.uint8), way).numpy().tobytes() if length else known
             tree, kinds = loads(header)
@@ -193,11 +210,11 @@ class Messenger:
             self._await(tensor.view(-1).view(torch.uint8), way)
         return tensor.requires_grad_(requires_grad)
 
-    def _await(self, buffer: Tensor, way: tuple[int, int], timeout: timedelta | None = None) -> Tensor:
+    def _await(self, buffer: Tensor, way: tuple[int, int]) -> Tensor:
         source, tag = way
         work = dist.irecv(buffer, source, tag=tag)
         assert work is not None
-        work.wait(timeout or self._timeout)
+        work.wait(self._timeout)
         return buffer
 
     def flush(self) -> None:
@@ -215,6 +232,28 @@ class Messenger:
         except BaseException:
             self.broken = True
             raise
+
+
+class Arrivals:
+    """Values that are going to be received, by each way in order: the next of each comes while others are computed.
+
+    Args:
+        messenger: Receives them.
+        ways: The source and tag of every one.
+    """
+
+    def __init__(self, messenger: Messenger, ways: Iterable[tuple[int, int]]) -> None:
+        self._messenger, self._left = messenger, Counter(ways)
+        for way in self._left:
+            messenger.expect(*way)
+
+    def receive(self, source: int, tag: int) -> Any:
+        """Waits for a value; see `Messenger.receive`."""
+        value = self._messenger.receive(source, tag)
+        self._left[source, tag] -= 1
+        if self._left[source, tag]:
+            self._messenger.expect(source, tag)
+        return value
 
 
 _ZERO = torch.zeros(8, dtype=torch.uint8)

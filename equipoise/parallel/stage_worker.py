@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from equipoise.errors import WorkerError
 from equipoise.parallel.schedule import Action, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs
-from equipoise.parallel.stage_messages import Failure, Messenger, as_late
+from equipoise.parallel.stage_messages import Arrivals, Failure, Messenger, as_late
 from equipoise.parallel.stage_orders import (
     BACKWARD,
     COMMAND,
@@ -187,15 +187,20 @@ class StageWorker:
         except BaseException as error:
             self._failure = self._failure or Failure.of(error, self._stage, self._device)
         each = [graphs, *(self._graphs(order) for _ in range(order.stages_per_device - 1))]
-        for stage, action in actions_of(order.schedule or "gpipe", *plan):
-            if action.backward and order.schedule is None:
-                continue
+        actions = actions_of(order.schedule or "gpipe", *plan)
+        if order.schedule is None:
+            actions = [(stage, action) for stage, action in actions if not action.backward]
+
+        def way(stage: int, action: Action) -> tuple[int, int]:
+            return (after, way_to(stage, BACKWARD)) if action.backward else (before, way_to(stage, FORWARD))
+
+        arrivals = Arrivals(self._messenger, (way(*each) for each in actions if not each[1].weights))
+        for stage, action in actions:
             own = graphs and each[stage // self._count]
             if action.weights:
                 self._attempt(own, stage, action, order, None)
                 continue
-            source, kind = (after, BACKWARD) if action.backward else (before, FORWARD)
-            received = self._messenger.receive(source, way_to(stage, kind))
+            received = arrivals.receive(*way(stage, action))
             made = self._attempt(own, stage, action, order, received)
             if not action.backward:
                 self._hand_on(after, way_to(stage + 1, FORWARD), made)

@@ -1,6 +1,7 @@
 """Values between real processes: what arrives is what was sent, in order, whatever it is."""
 
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from equipoise import StepError, WorkerError
 from equipoise.parallel.process_group import Place, joined
-from equipoise.parallel.stage_messages import Failure, Messenger
+from equipoise.parallel.stage_messages import Arrivals, Failure, Messenger
 from tests.parallel.test_process_group import in_group, started
 
 
@@ -28,18 +29,19 @@ def values() -> list[Any]:
         [torch.empty(0, 3), torch.tensor(2.5), torch.ones(2, requires_grad=True)],
         Pair(torch.ones(2, 3).t(), {"b": (torch.arange(4)[::2],)}),
         torch.randn(2, dtype=torch.complex64, generator=draw).conj(),
-        torch.randn(300, 300, generator=draw),
+        torch.randn(1100, 1000, generator=draw),  # more than goes in one message
         {"text": "x" * 100_000},
     ]
 
 
-def exchange(rank: int) -> tuple[list[Any], list[Any], bool]:
+def exchange(rank: int, *, ahead: bool) -> tuple[list[Any], list[Any], bool]:
     """The first sends all twice on two ways, the second sends back what it got."""
     messenger = Messenger(60.0)
     if rank:
-        for _ in range(2):
-            for _ in values():
-                messenger.send(0, 7, (messenger.receive(0, 3), messenger.receive(0, 5)))
+        count = 2 * len(values())
+        receive = Arrivals(messenger, [(0, 3), (0, 5)] * count).receive if ahead else messenger.receive
+        for _ in range(count):
+            messenger.send(0, 7, (receive(0, 3), receive(0, 5)))
         messenger.flush()
         return [], [], False
     found: list[Any] = []
@@ -52,8 +54,10 @@ def exchange(rank: int) -> tuple[list[Any], list[Any], bool]:
     return found[: len(values())], found[len(values()) :], messenger.broken
 
 
-def test_what_arrives_is_what_was_sent() -> None:
-    first, second, broken = in_group(exchange)[0]
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_arrives_is_what_was_sent(ahead: bool) -> None:
+    """Whether places for messages are made when they are wanted or before, and nothing more is waited for."""
+    first, second, broken = in_group(partial(exchange, ahead=ahead))[0]
     assert not broken
     for found in (first, second):
         for (one, other), value in zip(found, values(), strict=True):
