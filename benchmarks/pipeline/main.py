@@ -22,7 +22,7 @@ from equipoise.parallel.timeline import simulate
 MOST_BEYOND_THEORY, MOST_TO_MEAN, MOST_TO_BEST, LEAST_GAIN = 0.08, 1.10, 1.02, 1.4
 """The bounds: time lost beyond theory, the slowest stage by the mean and by the best cut's, gain on unequal devices."""
 
-FORWARD, BACKWARD = 0.03, 0.045  # seconds of a device for one micro-batch, over all of its stages
+FORWARD, BACKWARD = 0.03, 0.045  # seconds of a stage for one micro-batch
 
 
 def schedules(names: list[str], steps: int, devices: list[int], micro_batches: list[int]) -> tuple[Table, list[str]]:
@@ -36,11 +36,11 @@ def schedules(names: list[str], steps: int, devices: list[int], micro_batches: l
         for p in devices:
             for m in micro_batches:
                 v = check_stages(schedule, None)
-                cut, forward, backward = [f"net.{stage}" for stage in range(1, p * v)], FORWARD / v, BACKWARD / v
+                cut = [f"net.{stage}" for stage in range(1, p * v)]
                 strategy = PipelineStrategy(micro_batches=m, schedule=schedule, cut_before=cut, threads=True)
-                module = Sleeper(p * v, forward, backward, [1.0] * p)
+                module = Sleeper(p * v, FORWARD, BACKWARD, [1.0] * p)
                 seconds, lost = step_seconds(module, strategy, p, m, steps)
-                theory = simulate(schedule, [forward] * p * v, [backward] * p * v, m, v).idle
+                theory = simulate(schedule, [FORWARD] * p * v, [BACKWARD] * p * v, m, v).idle
                 cells = (f"{seconds * 1e3:.0f}", f"{lost:.1%}", f"{theory:.1%}", f"{lost - theory:+.1%}")
                 table.add_row(schedule, str(p), str(p * v), str(m), *cells)
                 if lost - theory > MOST_BEYOND_THEORY:
