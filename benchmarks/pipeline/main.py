@@ -6,6 +6,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,27 +26,28 @@ MOST_BEYOND_THEORY, MOST_TO_MEAN, MOST_TO_BEST, LEAST_GAIN = 0.08, 1.10, 1.02, 1
 FORWARD, BACKWARD = 0.03, 0.045  # seconds of a stage for one micro-batch
 
 
-def schedules(names: list[str], steps: int, devices: list[int], micro_batches: list[int]) -> tuple[Table, list[str]]:
+def schedules(
+    names: list[str], engines: list[str], steps: int, devices: list[int], micro_batches: list[int]
+) -> tuple[Table, list[str]]:
     """Lost time of stages of known duration."""
     table = Table(
-        *("schedule", "devices", "stages", "micro-batches", "step, ms", "lost", "in theory", "beyond"),
+        *("engine", "schedule", "devices", "stages", "micro-batches", "step, ms", "lost", "in theory", "beyond"),
         title="Lost time, share",
     )
     broken = []
-    for schedule in map(check_schedule, names):
-        for p in devices:
-            for m in micro_batches:
-                v = check_stages(schedule, None)
-                cut = [f"net.{stage}" for stage in range(1, p * v)]
-                strategy = PipelineStrategy(micro_batches=m, schedule=schedule, cut_before=cut, threads=True)
-                module = Sleeper(p * v, FORWARD, BACKWARD, [1.0] * p)
-                seconds, lost = step_seconds(module, strategy, p, m, steps)
-                theory = simulate(schedule, [FORWARD] * p * v, [BACKWARD] * p * v, m, v).idle
-                cells = (f"{seconds * 1e3:.0f}", f"{lost:.1%}", f"{theory:.1%}", f"{lost - theory:+.1%}")
-                table.add_row(schedule, str(p), str(p * v), str(m), *cells)
-                if lost - theory > MOST_BEYOND_THEORY:
-                    where = f"{schedule}, {p} devices, {m} micro-batches"
-                    broken.append(f"{where}: {lost:.1%} lost, in theory {theory:.1%}")
+    for engine, schedule, p, m in product(engines, map(check_schedule, names), devices, micro_batches):
+        v = check_stages(schedule, None)
+        cut = [f"net.{stage}" for stage in range(1, p * v)]
+        threads = True if engine == "threads" else None  # one for each device though all are the CPU
+        strategy = PipelineStrategy(engine=engine, micro_batches=m, schedule=schedule, cut_before=cut, threads=threads)
+        module = Sleeper(p * v, FORWARD, BACKWARD, [1.0] * p)
+        seconds, lost = step_seconds(module, strategy, p, m, steps)
+        theory = simulate(schedule, [FORWARD] * p * v, [BACKWARD] * p * v, m, v).idle
+        cells = (f"{seconds * 1e3:.0f}", f"{lost:.1%}", f"{theory:.1%}", f"{lost - theory:+.1%}")
+        table.add_row(engine, schedule, str(p), str(p * v), str(m), *cells)
+        if lost - theory > MOST_BEYOND_THEORY:
+            where = f"{engine}, {schedule}, {p} devices, {m} micro-batches"
+            broken.append(f"{where}: {lost:.1%} lost, in theory {theory:.1%}")
     return table, broken
 
 
@@ -101,6 +103,9 @@ def arguments(command: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps of sleeping stages (default: 5)")
     parser.add_argument("--rounds", type=int, default=7, help="how often cut stages run (default: 7)")
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), help="of sleeping stages (default: all)")
+    parser.add_argument(
+        "--engines", nargs="+", default=["threads", "processes"], help="of sleeping stages (default: threads processes)"
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4], help="of sleeping stages (default: 2 4)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
     parser.add_argument("--only-schedules", action="store_true", help="lost time alone")
@@ -112,7 +117,8 @@ def arguments(command: list[str] | None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[list[Table], list[str]]]:
     """Everything, one after another."""
-    lost, broken = schedules(options.schedules, options.steps, options.devices, options.micro_batches)
+    names, engines = options.schedules, options.engines
+    lost, broken = schedules(names, engines, options.steps, options.devices, options.micro_batches)
     yield [lost], broken
     if options.only_schedules:
         return

@@ -247,8 +247,9 @@ class MemoryLogger(Callback):
             if fit.leaks is not None and fit.leaks.watches_steps:
                 self._look(fit, partial(fit.leaks.after_step, step))
             elif fit.leaks is not None and step >= fit.look_again:  # for what has begun since
-                fit.look_again *= 10
-                self._look(fit, fit.leaks.start)
+                fit.look_again = 2 * step
+                if fit.leaks.is_worth_it():
+                    self._look(fit, fit.leaks.start)
         fit.busy = fit.is_busy()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:

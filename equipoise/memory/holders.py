@@ -6,6 +6,7 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,8 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_LIBRARIES = tuple(
-    str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
-_OWN = str(Path(__file__).resolve().parents[1])
+_FOLDERS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NO_USERS = tuple({str(path) for each in (*_FOLDERS, Path(__file__).parents[1]) for path in (each, each.resolve())})
 
 
 def find_holders(
@@ -89,12 +88,12 @@ def _walk(
             queue.append((child_path, child))
 
 
+@lru_cache(maxsize=65536)
 def is_of_user(file: str | None) -> bool:
     """Whether a source file is neither of Python, nor of an installed library, nor ours."""
-    if not file or file.startswith("<"):
+    if not file or file.startswith(("<", *_NO_USERS)):  # thousands of modules, and resolving one asks the disk
         return False
-    resolved = str(Path(file).resolve())
-    return not resolved.startswith(_LIBRARIES) and not resolved.startswith(_OWN)
+    return not str(Path(file).resolve()).startswith(_NO_USERS)
 
 
 def globals_of_user() -> dict[str, object]:

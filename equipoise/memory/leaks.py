@@ -7,16 +7,17 @@ for, from what people know by name, and the line that wrote the tensor is the on
 since the first suspicion.
 
 Looking through all objects of a process takes as long as some steps. In the first steps it is spared: what was there
-before is set aside with `gc.freeze`, which costs nothing, so only what has come since is looked at. After an epoch all
-are looked at, if that takes less than a hundredth of the epoch.
+before is set aside with `gc.freeze`, which costs nothing, so only what has come since is looked at. Later steps are
+looked at in the same way, and after an epoch all objects are, if that takes less than a hundredth of the time.
 """
 
 import gc
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from time import monotonic
 from typing import Any
 
@@ -32,12 +33,12 @@ _WARM_UP = 2  # steps in which caches and states are made
 _SUSPICIOUS, _GROWTHS = 3, 8  # growths after which one begins to look for the cause, and after which it is told
 _CALM, _MOST_STEPS = 8, 24  # steps that are looked at where nothing grows, and at most
 _EPOCHS = 3  # growths from epoch to epoch
-_SHARE = 0.01  # of an epoch's time that looking through everything may take
+_SHARE = 0.01  # of an epoch's time that looking through everything may take, and of a run's that looks at steps may
 _GUESS = 0.2  # seconds that it takes, before it was ever done
 _MOST_NODES, _MOST_TENSORS = 50_000, 1000
 _MOST_KNOWN = 20_000  # objects among which tensors are looked for that were there before
 _OLD = 2  # steps that a node must have outlived
-_STAMP = "equipoise.step"
+_WATCHES = count()  # so far; each has a stamp of its own for nodes, of which some may outlive the run
 _MANY_BYTES = 64 * 2**20  # tensors without a graph are kept on purpose, as a rule, until they are many
 
 
@@ -132,15 +133,30 @@ class LeakWatch:
         self._began = monotonic() if began is None else began
         self._nodes, self._plain, self._epochs = _Series(), _Series(), _Series()
         self._before: dict[bool, dict[str, int]] = {}
-        self._origins = Origins()
+        self._origins, self._stamp = Origins(), f"equipoise.look.{next(_WATCHES)}"
         self._steps, self._looks, self._took = 0, 0, _GUESS
         self._known: list[weakref.ref[Tensor]] = []
         self._told: set[str] = set()
         self._frozen = False
+        self._made, self._spent = monotonic(), 0.0
         self.watches_steps = False
+
+    def is_worth_it(self) -> bool:
+        """Whether looking once more would leave the time for all looks a small share of that since the beginning."""
+        return self._spent <= _SHARE * (monotonic() - self._made)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = monotonic()
+        yield
+        self._spent += monotonic() - began
 
     def start(self) -> None:
         """Training begins, or steps are looked at once more."""
+        with self._timed():
+            self._start()
+
+    def _start(self) -> None:
         self.watches_steps, self._steps = True, 0
         self._nodes, self._plain, self._before = _Series(), _Series(), {}
         # To a tensor that was there before, `total += loss` gives a graph.
@@ -166,6 +182,10 @@ class LeakWatch:
         Returns:
             What was found, each once.
         """
+        with self._timed():
+            return self._after_step(step)
+
+    def _after_step(self, step: int) -> list[Leak]:
         self._steps += 1
         if self._steps <= _WARM_UP:
             return []
@@ -215,7 +235,7 @@ class LeakWatch:
         """The nodes that tensors hold of earlier steps; what this step has left is stamped, and may yet go."""
         old = 0
         for node in _nodes_of(tensors):
-            seen = node.metadata.setdefault(_STAMP, self._looks)
+            seen = node.metadata.setdefault(self._stamp, self._looks)
             old += self._looks - seen >= _OLD
         return old
 

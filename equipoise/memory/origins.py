@@ -2,7 +2,6 @@
 
 import inspect
 import weakref
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +66,9 @@ def _line_of_user() -> str:
     frame = frame.f_back.f_back.f_back if frame and frame.f_back and frame.f_back.f_back else None  # past this module
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_of_user(file):
+        if is_of_user(file):
             return f"{Path(file).name}:{frame.f_lineno}"
         if frame.f_globals.get("__name__", "").partition(".")[0] in _LOOPS:
             return ""
         frame = frame.f_back
     return ""
-
-
-_is_of_user = cache(is_of_user)

@@ -19,7 +19,7 @@ def add_(tensors: list[Tensor], others: list[Tensor]) -> None:
         torch._foreach_add_(tensors, others)
 
 
-def copy_(tensors: list[Tensor], others: list[Tensor]) -> None:
+def copy_(tensors: list[Tensor] | tuple[Tensor, ...], others: list[Tensor] | tuple[Tensor, ...]) -> None:
     """Copies into every tensor the other one at its position, from any device."""
     if tensors:
         torch._foreach_copy_(tensors, others)

@@ -38,7 +38,7 @@ class Pipeline:
         threads: Whether each device has a thread. Default: if no two of them are the same.
 
     Attributes:
-        failed: The device of the stage in which the last `run` failed; None if none has.
+        failed: The device of the stage in which the last call failed; None if it has not.
         timeline: The last step as it ran, in the time of this process; what devices do later is not in it.
     """
 
@@ -61,10 +61,14 @@ class Pipeline:
     def forward(self, tensors: Sequence[Tensor]) -> Any:
         """One call of the network, stage after stage; gradients pass through it as through any forward."""
         values: Any = [tuple(tensors)]
-        before = self.devices[0]
+        self.failed, before = None, self.devices[0]
         for stage, device in zip(self.stages, self.devices, strict=True):
-            with _on(device), inside_stage():
-                values = stage.run(*brought(values, before, device))
+            try:
+                with _on(device), inside_stage():
+                    values = stage.run(*brought(values, before, device))
+            except BaseException:
+                self.failed = device
+                raise
             before = device
         return values
 

@@ -20,6 +20,7 @@ __all__ = ["Place", "StoreServer", "find_place", "follows_from_another", "joined
 
 LOOPBACK = "127.0.0.1"
 _GROUPS = count()  # joined so far, as many in every process
+_MEETING = timedelta(seconds=60)  # at least; processes on a busy machine do not start at the same moment
 _SIGNS = ("connection closed by peer", "connection reset", "pair closure", "broken pipe", "timed out waiting", "nccl")
 
 
@@ -152,13 +153,16 @@ def joined(
     store: Store
     with _loopback(only=port is not None):
         if port is not None:
-            store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, use_libuv=False)
+            store = TCPStore(LOOPBACK, port, is_master=False, timeout=max(timeout, _MEETING), use_libuv=False)
         else:
             _meet_under_slurm()
             store = _meet(place, timeout)
         # What an earlier group, or attempt of torchrun's, has left there would mislead this one.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"equipoise/{attempt}/{next(_GROUPS)}", store)
+        if port is not None:
+            store.set(f"here/{place.global_rank}", "")
+            store.wait([f"here/{rank}" for rank in range(place.world_size)], max(timeout, _MEETING))
         dist.init_process_group(
             backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
         )

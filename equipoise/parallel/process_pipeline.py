@@ -38,7 +38,7 @@ class ProcessPipeline:
         schedule: See `parallel.schedule`.
 
     Attributes:
-        failed: None; an error's note says where it was.
+        failed: The device of the stage in which the last call failed; None if it has not.
         timeline: The last training step as it ran.
     """
 
@@ -49,9 +49,13 @@ class ProcessPipeline:
         self._messenger, self._count = processes.messenger, len(processes.devices)
         self._each, self._last = len(own), self._count * len(own) - 1
         self._device, self._before = processes.devices[-1], processes.devices[-2]
-        self.failed: torch.device | None = None
         self.timeline = Timeline((), self._last + 1, self._each)
         self.fresh = True  # whether the next step begins a window
+
+    @property
+    def failed(self) -> torch.device | None:
+        """The device of the stage in which the last call failed; None if it has not."""
+        return self._processes.failed
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
         """One call of the network; no gradient can come back from it."""
@@ -69,13 +73,14 @@ class ProcessPipeline:
                         made = self._graphs().forward(0, program, made, keep=False, last=last)
                 except BaseException as error:
                     if last:
+                        self._processes.failed = self._device
                         raise
                     made = Failure.of(error, stage, self._device)
             if not last:
                 self._messenger.hand_on(1, way_to(stage + 1, FORWARD), made, (stage, self._device))
         self._messenger.flush()
         if isinstance(made, Failure):
-            raise made.as_error()
+            raise self._processes.as_error(made)
         return map_tensors(_NoWayBack.give, made) if state.grad else made
 
     def _stages(self) -> range:
@@ -86,6 +91,7 @@ class ProcessPipeline:
         return StageGraphs(self._device, self._before, split=split)
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
+        self._processes.failed = None
         self._processes.tell_what_learns()
         for stage in range(self._count - 1):
             seed = (order.seed + stage) % (1 << 48)
@@ -145,7 +151,7 @@ class ProcessPipeline:
             index, last = action.micro_batch, stage == self._last
             given = self._receive(stage, action)
             if isinstance(given, Failure) and error is None:
-                failure, error = given, given.as_error()
+                failure, error = given, self._processes.as_error(given)
             made: Any = None
             begin = perf_counter()
             try:
@@ -166,10 +172,11 @@ class ProcessPipeline:
                         del output
             except BaseException as own:
                 failure, error = Failure.of(own, stage, self._device), own
+                self._processes.failed = self._device
             spans.append(Span(stage, action, begin, perf_counter()))
             unsent = self._hand_on(stage, action, made if failure is None else failure)
             if unsent is not None and error is None:
-                failure, error = unsent, unsent.as_error()
+                failure, error = unsent, self._processes.as_error(unsent)
             del given, made
         return error, spans
 
@@ -195,12 +202,12 @@ class ProcessPipeline:
         for tensors in inputs:
             gradients = self._messenger.receive(1, HOME)
             if isinstance(gradients, Failure):
-                error = error or gradients.as_error()
+                error = error or self._processes.as_error(gradients)
             elif error is None:
                 try:
                     go_back(tensors, gradients)
-                except BaseException as own:
-                    error = own
+                except BaseException as own:  # where the user's step has computed
+                    error, self._processes.failed = own, self._device
         return error
 
 

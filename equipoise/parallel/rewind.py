@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter, getitem, is_not
+from operator import getitem, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from equipoise.parallel.internals import MetricState, buffers_of, restore_metric
 
 __all__ = ["Rewind"]
 
-_DEVICE = attrgetter("device")
 _WORDS = 625  # of a Mersenne twister: its state of 624, and a position
 
 
@@ -53,7 +52,6 @@ class Rewind:
         self._python = _of_python()
         self._generator, self._numpy = _of_numpy()
         self._buffers: list[Tensor] = []
-        self._devices: list[torch.device] = []
         self._groups: list[_Group] = []
         self._states: list[MetricState] = []
 
@@ -74,13 +72,18 @@ class Rewind:
 
     def _copy_buffers(self) -> None:
         buffers: list[Tensor] = list(map(getitem, self._owners, self._names))
-        devices = list(map(_DEVICE, buffers))  # a buffer may have moved
-        if devices != self._devices or any(map(is_not, buffers, self._buffers)):
-            self._groups, self._devices = _grouped(buffers), devices
-        self._buffers = buffers
+        if len(buffers) != len(self._buffers) or any(map(is_not, buffers, self._buffers)):
+            self._groups, self._buffers = _grouped(buffers), buffers
         with torch.no_grad():
-            for group in self._groups:
-                group.mark(buffers)
+            try:
+                self._mark_groups()
+            except RuntimeError:  # one was given another value by `.data`, of another kind
+                self._groups = _grouped(buffers)
+                self._mark_groups()
+
+    def _mark_groups(self) -> None:
+        for group in self._groups:
+            group.mark(self._buffers)
 
     def restore(self) -> None:
         """Brings everything back to how it was."""
@@ -111,7 +114,10 @@ class _Group:
     """
 
     def __init__(self, buffers: list[Tensor], indices: list[int]) -> None:
-        self._indices, members = indices, [buffers[index] for index in indices]
+        self._members: Callable[[list[Tensor]], list[Tensor] | tuple[Tensor, ...]] = (
+            itemgetter(*indices) if len(indices) > 1 else itemgetter(slice(indices[0], indices[0] + 1))
+        )
+        members = self._members(buffers)
         self._joins = {0: torch.stack, 1: torch.cat}.get(members[0].ndim)
         if self._joins is None:
             self._copies = [torch.empty_like(member) for member in members]
@@ -122,7 +128,7 @@ class _Group:
 
     def mark(self, buffers: list[Tensor]) -> None:
         """Copies the group's buffers."""
-        members = [buffers[index] for index in self._indices]
+        members = self._members(buffers)
         if self._joins is None:
             foreach.copy_(self._copies, members)
         else:
@@ -130,7 +136,7 @@ class _Group:
 
     def restore(self, buffers: list[Tensor]) -> None:
         """Copies them back."""
-        foreach.copy_([buffers[index] for index in self._indices], self._copies)
+        foreach.copy_(self._members(buffers), self._copies)
 
 
 def _grouped(buffers: list[Tensor]) -> list[_Group]:

@@ -26,7 +26,7 @@ from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.stages import map_tensors
 from equipoise.parallel.transport import dumps, loads, pickle_error
 
-__all__ = ["Failure", "Messenger"]
+__all__ = ["Failure", "Messenger", "as_late"]
 
 _REMEMBERED = 1 << 16  # bytes; larger headers do not repeat
 _SMALL = 1 << 18  # bytes; values of more are not copied into one message
@@ -63,6 +63,23 @@ class Failure:
         error: BaseException = cloudpickle.loads(self.error)
         error.add_note(told)
         return error
+
+
+def as_late(error: BaseException, command: str) -> BaseException:
+    """An error in a command for which nobody waited, as it is raised when another one is.
+
+    Memory that ran out as an optimiser stepped must not look as if it had in the forward that came next, which could be
+    done again while that step would be missing.
+
+    Args:
+        error: The error.
+        command: What it happened in.
+    """
+    if not isinstance(error, (RuntimeError, MemoryError)):
+        return error
+    told = WorkerError(f"{command!r} failed after the first process had gone on, so it cannot be done again: {error}")
+    told.__cause__ = error
+    return told
 
 
 @dataclass(frozen=True)

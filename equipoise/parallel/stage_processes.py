@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import has_hooks
-from equipoise.parallel.stage_messages import Messenger
+from equipoise.parallel.stage_messages import Failure, Messenger
 from equipoise.parallel.stage_orders import (
     COMMAND,
     REPLY,
@@ -40,12 +40,14 @@ class StageProcesses:
 
     Attributes:
         steps: How many training steps there were, from which the stages' random numbers follow.
+        failed: The device of the stage that has failed since this was last set to None.
     """
 
     def __init__(self, messenger: Messenger, devices: Sequence[torch.device]) -> None:
         self.messenger, self.devices = messenger, list(devices)
         self.last = len(devices) - 1
         self.steps = self._evaluations = 0
+        self.failed: torch.device | None = None
         self.moved: Callable[[], None] = lambda: None  # called before tensors go to a process that had them not
         self._module: nn.Module | None = None
         self._programs = 0
@@ -76,8 +78,13 @@ class StageProcesses:
         replies = {stage: self.messenger.receive(rank_of(stage, count), REPLY) for stage in orders}
         for _, failure in replies.values():
             if failure is not None:
-                raise failure.as_error()
+                raise self.as_error(failure)
         return {stage: answer for stage, (answer, _) in replies.items()}
+
+    def as_error(self, failure: Failure) -> BaseException:
+        """The error that came in the place of a value; notes the device of the first one."""
+        self.failed = self.failed or torch.device(failure.device)
+        return failure.as_error()
 
     def ask_all(self, *order: Any) -> list[Any]:
         """The answers of all other processes, in the order of stages."""

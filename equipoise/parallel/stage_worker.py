@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from equipoise.errors import WorkerError
 from equipoise.parallel.schedule import Action, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs
-from equipoise.parallel.stage_messages import Failure, Messenger
+from equipoise.parallel.stage_messages import Failure, Messenger, as_late
 from equipoise.parallel.stage_orders import (
     BACKWARD,
     COMMAND,
@@ -44,6 +44,7 @@ from equipoise.parallel.stage_orders import (
     way_to,
 )
 from equipoise.parallel.stage_recipes import Recipe, rebuild
+from equipoise.parallel.stage_scaling import unscale
 from equipoise.parallel.stages import StageProgram
 from equipoise.parallel.timeline import Span
 from equipoise.parallel.transport import loads
@@ -81,6 +82,7 @@ class StageWorker:
             "gradients": self._gradients,
             "set_gradients": self._set_gradients,
             "scale": self._scale,
+            "unscale": self._unscale,
             "optimizer": self._optimizer,
             "optimizer_state": self._optimizer_state,
             "norms": self._norms,
@@ -103,7 +105,8 @@ class StageWorker:
             except BaseException as error:
                 if self._messenger.broken:
                     raise
-                self._failure = self._failure or Failure.of(error, self._stage, self._device)
+                told = error if asked else as_late(error, name)
+                self._failure = self._failure or Failure.of(told, self._stage, self._device)
             if asked:
                 failure, self._failure = self._failure, None
                 self._messenger.send(0, REPLY, (answer if failure is None else None, failure))
@@ -275,6 +278,10 @@ class StageWorker:
         for parameter in self._parameters(index).values():
             assert parameter.grad is not None
             parameter.grad.mul_(factor.to(self._device) if isinstance(factor, Tensor) else factor)
+
+    def _unscale(self, index: int, scale: float) -> bool:
+        """Takes the scale of the loss out of gradients; says whether they are finite."""
+        return unscale(list(self._parameters(index).values()), scale, self._device)
 
     def _norms(self, index: int) -> dict[int, Tensor]:
         """The norm of each gradient."""

@@ -30,6 +30,7 @@ __all__ = [
     "modules_of",
     "names_of",
     "owners",
+    "plain",
     "taking_inputs",
     "with_parents",
 ]
@@ -235,6 +236,17 @@ def homes_of(traced: Traced, stage_of: Callable[[str], int | None], stages: int)
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Applies a function to the tensors in tuples, lists and dictionaries."""
     return map_values(lambda one: function(one) if isinstance(one, Tensor) else one, value)
+
+
+def plain(value: Any) -> Any:
+    """The same nested value with torch.fx's own lists and dictionaries exchanged for Python's."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if type(value) is not dict and isinstance(value, dict) and type(value).__module__.startswith("torch.fx"):
+        value = dict(value)
+    if type(value) is dict:
+        return {key: plain(item) for key, item in value.items()}
+    return tuple(map(plain, value)) if type(value) is tuple else value
 
 
 def map_values(function: Callable[[Any], Any], value: Any) -> Any:

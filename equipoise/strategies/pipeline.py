@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.internals import is_compiled, set_device_of
 from equipoise.parallel.micro_steps import MicroStep
-from equipoise.parallel.pipeline import Pipeline
 from equipoise.parallel.process_pipeline import ProcessPipeline
 from equipoise.parallel.schedule import check_schedule, check_stages
 from equipoise.parallel.shares import even_sizes
@@ -26,6 +25,7 @@ from equipoise.strategies.pipeline_cut import CutOptions, PinnedCut
 from equipoise.strategies.pipeline_launch import StageLaunch
 from equipoise.strategies.pipeline_network import StagedNetwork
 from equipoise.strategies.pipeline_processes import SplitTraining
+from equipoise.strategies.pipeline_rest import RestOfStep
 from equipoise.strategies.staged_strategy import StagedStrategy
 from equipoise.strategies.steps import StepResult, TrainingStep
 from equipoise.strategies.strategy import Transfer
@@ -124,7 +124,6 @@ class PipelineStrategy(StagedStrategy):
         self._retains = False
         self._network: StagedNetwork | None = None
         self._steps = 0  # from which the random numbers of other processes follow
-        self._failed: Pipeline | ProcessPipeline | None = None
         self.timeline: Timeline | None = None
 
     # Where it runs.
@@ -174,11 +173,6 @@ class PipelineStrategy(StagedStrategy):
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Converts the module; its parts are placed when the network is first called."""
         processes = None if self.others is None else self.others.processes
-        if processes is not None and precision.scaler is not None:
-            raise ConfigurationError(
-                f"precision={precision.name!r} needs one scale for the gradients of all stages, which"
-                " engine='processes' does not find. Take precision='bf16-mixed', or engine='threads'."
-            )
         precision.convert_module(module)
         set_device_of(module, self.root_device)
         self._placed = module
@@ -219,6 +213,7 @@ class PipelineStrategy(StagedStrategy):
             if network.cut is not None:
                 self._pinned = network.cut.pinned
         if split is not None:
+            split.release()
             self._steps = split.processes.steps
             if not split.processes.messenger.broken:
                 split.bring_home()
@@ -234,6 +229,7 @@ class PipelineStrategy(StagedStrategy):
         """Computes a batch in micro-batches; see `Strategy.forward_backward`."""
         assert self._network is not None
         assert self._placed is not None
+        self._network.running = None
         batch, module = parts[0], self._placed
         whole = self._splitter.size(batch)
         factor = parts.factor if isinstance(parts, _Finer) else 1
@@ -246,11 +242,16 @@ class PipelineStrategy(StagedStrategy):
         try:
             with step.inside():
                 self._begin(micro)
+                if self._network.cut is None:
+                    first = partial(step.on, module, cut[0], sizes[0])
+                    self._network.rest = RestOfStep(module, first, cut[0], self.root_device, self._network.caught)
                 self._compute(step, micro, sizes)
         except BaseException:
             for one in micro:
                 one.abandon()
             raise
+        finally:
+            self._network.rest = None
         results = [_detached(one.result) for one in micro]
         return step.combine(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
 
@@ -283,7 +284,7 @@ class PipelineStrategy(StagedStrategy):
             with state.entered():
                 pipelines = [self._network.pipeline(micro[index].inside or "", calls[index]) for index in waiting]
             first: Any = pipelines[0]
-            self._failed = first
+            self._network.running = first
             if isinstance(first, ProcessPipeline):
                 first.fresh = step.first
             shadows = self._network.placement.shadows
@@ -320,7 +321,8 @@ class PipelineStrategy(StagedStrategy):
 
     def failed_device(self, named: str | None) -> torch.device:
         """The stage's that failed, if the message names none; see `Strategy.failed_device`."""
-        stage = None if self._failed is None else self._failed.failed
+        running = None if self._network is None else self._network.running
+        stage = None if running is None else running.failed
         return super().failed_device(named) if named is not None or stage is None else stage
 
     def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:

@@ -12,11 +12,12 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, list_devices
 from equipoise.parallel.partition import DoesNotFit, choose_cuts, describe_stages
 from equipoise.parallel.schedule import Schedule, splits
-from equipoise.parallel.stage_costs import Stage, StageDevice
+from equipoise.parallel.stage_costs import Block, Stage, StageDevice
 from equipoise.parallel.stages import may_cut, modules_of, names_of, owners, taking_inputs, with_parents
 from equipoise.parallel.timeline import simulate
 from equipoise.parallel.tracing import Traced
-from equipoise.strategies.pipeline_profile import merge_blocks, profile_calls
+from equipoise.strategies.pipeline_profile import add_rest, merge_blocks, profile_calls
+from equipoise.strategies.pipeline_rest import RestOfStep
 
 __all__ = ["Cut", "CutOptions", "PinnedCut", "cut_as_pinned", "cut_automatically", "cut_by_names", "table_of"]
 
@@ -89,6 +90,8 @@ class Cut:
         peaks: For each device the predicted bytes at the peak, all of its stages together; empty likewise.
         idle: The predicted share of time in which stages wait; None if nothing was measured.
         samples: The samples of the micro-batch that was measured; None if nothing was, or nobody can tell.
+        beside: The seconds of the last stage in which a step computes what follows the network's call, the loss for
+            instance; None where that was not measured.
     """
 
     ends: list[int]
@@ -98,6 +101,7 @@ class Cut:
     idle: float | None
     samples: int | None = None
     peaks: Sequence[int] = ()
+    beside: float | None = None
 
     @property
     def pinned(self) -> PinnedCut:
@@ -106,7 +110,12 @@ class Cut:
 
 
 def cut_automatically(
-    traced: Traced, module: nn.Module, tensors: Sequence[Tensor], options: CutOptions, prefix: str
+    traced: Traced,
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    options: CutOptions,
+    prefix: str,
+    rest: RestOfStep | None = None,
 ) -> Cut:
     """Measures the calls of a forward, and chooses.
 
@@ -116,13 +125,17 @@ def cut_automatically(
         tensors: The tensors of a call with one micro-batch.
         options: What the user wishes.
         prefix: The network's name in the user's module; empty if it is that itself.
+        rest: Measures what a step computes after the network's call. Default: that is not counted.
 
     Raises:
         ConfigurationError: If there are more stages than places to cut, or nothing fits.
     """
     device, split = options.measured_on or options.devices[0], splits(options.schedule)
-    calls = profile_calls(traced, module, tensors, device, split=split)
+    measure = None if rest is None else rest.measure
+    calls = profile_calls(traced, module, tensors, device, split=split, rest=measure)
     blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
+    if (beside := None if rest is None else rest.block) is not None:
+        blocks = add_rest(blocks, _as_measured(beside, options))
     devices = options.stage_devices()
     plan: dict[str, Any] = {
         "schedule": options.schedule,
@@ -143,7 +156,19 @@ def cut_automatically(
     ends = [ends_of_blocks[end - 1] for end in chosen]
     sizes = {tensor.size(options.dim) for tensor in tensors if tensor.ndim > options.dim}
     samples = sizes.pop() if len(sizes) == 1 else None
-    return replace(_cut(traced, ends, prefix, stages, _idle(stages, options)), samples=samples, peaks=peaks)
+    made = _cut(traced, ends, prefix, stages, _idle(stages, options))
+    return replace(made, samples=samples, peaks=peaks, beside=_seconds(beside))
+
+
+def _as_measured(rest: Block, options: CutOptions) -> Block:
+    """What was measured on the last device as if it had been where the calls were."""
+    elsewhere = options.measured_on is None and options.devices[0] != options.devices[-1]
+    factor = options.speeds[-1] / options.speeds[0] if options.speeds is not None and elsewhere else 1.0
+    return replace(rest, forward=factor * rest.forward, backward=factor * rest.backward)
+
+
+def _seconds(rest: Block | None) -> float | None:
+    return None if rest is None else rest.forward + rest.backward
 
 
 def _does_not_fit(options: CutOptions, devices: Sequence[StageDevice], peaks: Sequence[int]) -> str:
@@ -272,6 +297,10 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
         lines.append(
             f"Predicted for a micro-batch{of}; with {options.micro_batches} of them under {options.schedule!r}"
             f" {'stages' if options.stages_per_device == 1 else 'devices'} idle {cut.idle:.0%} of the time."
+        )
+    if cut.beside is not None:
+        lines.append(
+            f"In the time of the last stage are {cut.beside * 1000:.2f} ms for what the step computes after the call."
         )
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -26,6 +27,8 @@ from equipoise.strategies.pipeline_cut import (
     table_of,
 )
 from equipoise.strategies.pipeline_placement import Placement
+from equipoise.strategies.pipeline_profile import compute_uncut
+from equipoise.strategies.pipeline_rest import RestOfStep
 
 __all__ = ["StagedNetwork"]
 
@@ -34,7 +37,8 @@ class StagedNetwork:
     """Stands before the forward of the network while a run lasts.
 
     Which module is the network shows when it is called: the user's module itself, or the largest of its children.
-    Nothing is cut before the first call, since blocks are measured with real inputs.
+    Nothing is cut before the first call, since blocks are measured with real inputs; nor, where it is to be trained,
+    before the first that trains it, since what follows the call in a training step counts, too.
 
     Args:
         module: The user's module.
@@ -47,6 +51,8 @@ class StagedNetwork:
 
     Attributes:
         cut: Where it is cut; None before the first call.
+        running: The stages of the last call; None before it.
+        rest: Measures what a training step computes after the call; None where there is no such step.
         pinned: A cut of an earlier run, which is taken where nobody wishes another, if the network still has it.
     """
 
@@ -64,6 +70,8 @@ class StagedNetwork:
         self.module, self.options, self.names, self.threads = module, options, names, threads
         self.training, self.processes = training, processes
         self.cut: Cut | None = None
+        self.running: Pipeline | ProcessPipeline | None = None
+        self.rest: RestOfStep | None = None
         self.pinned: PinnedCut | None = None
         self.placement = Placement(
             module,
@@ -130,6 +138,15 @@ class StagedNetwork:
         self.placement.stop_waiting()
 
     @contextmanager
+    def caught(self) -> Iterator[None]:
+        """While calls are caught in the midst of something that lets them through."""
+        self.recover()
+        try:
+            yield
+        finally:
+            self.uncover()
+
+    @contextmanager
     def _uncovered(self) -> Iterator[None]:
         self.uncover()
         try:
@@ -141,16 +158,28 @@ class StagedNetwork:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_inside_stage():  # a stage that has it whole
                 return self._originals[name](*args, **kwargs)
+            if self.rest is not None and self.rest.running:
+                return self.rest.answer()
             step = current_step()
             if step is not None:
                 step.inside = step.inside or name
                 return step.hand_over(args, kwargs)
             structure = CallStructure(args, kwargs)
-            pipeline = self.pipeline(name, structure, whole=True)
+            if self._waits():
+                traced = self._trace(name, self._named[name], structure)
+                with self._uncovered():
+                    return compute_uncut(traced, structure.tensors, self.options.devices[-1])
+            self.running = pipeline = self.pipeline(name, structure, whole=True)
             with self.placement.shadows.in_forward():
                 return pipeline.forward(structure.tensors)
 
         return forward
+
+    def _waits(self) -> bool:
+        """Whether this is a call before training, which alone shows what a cut by measuring has to count."""
+        by_hand = self.names is not None or callable(getattr(self.module, "pipeline_cuts", None))
+        chosen = by_hand or self.cut is not None or self.pinned is not None
+        return self.training and not chosen and not torch.is_grad_enabled()
 
     # Stages.
 
@@ -250,7 +279,7 @@ class StagedNetwork:
             cut = None if self.pinned is None else cut_as_pinned(traced, self.pinned, name, len(self.options.devices))
         if cut is None:
             with self._uncovered():
-                cut = cut_automatically(traced, self.module, tensors, self.options, name)
+                cut = cut_automatically(traced, self.module, tensors, self.options, name, self.rest)
         sizes = self.placement.place(self._named[name], traced, cut.ends)
         self.cut, self._signature = cut, traced.signature
         rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table_of(cut, self.options, sizes)}")

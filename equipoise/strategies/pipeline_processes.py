@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.stage_processes import StageProcesses
+from equipoise.parallel.stage_scaling import JoinedOptimizer
 from equipoise.parallel.transport import dumps
+from equipoise.strategies.processes import compute_metrics_alone
 from equipoise.strategies.strategy import parameters_of
 
 __all__ = ["SplitTraining"]
@@ -25,12 +28,17 @@ class SplitTraining:
     Args:
         processes: The other processes.
         module: The user's module, all of which is here yet.
+
+    Attributes:
+        release: Leaves the module's metrics as they were.
     """
 
     def __init__(self, processes: StageProcesses, module: nn.Module) -> None:
         self.processes, self._module = processes, module
         self._optimizers: list[Optimizer] = []
+        self._joined: list[JoinedOptimizer] = []  # the same, as a scaler sees them
         self._sent: dict[int, list[list[int]]] = {}  # by an optimiser's number the parameters that the others know of
+        self.release = compute_metrics_alone(module)
         processes.begin(module)
         processes.moved = self._recall
 
@@ -209,6 +217,29 @@ class SplitTraining:
             if norm is not None:
                 found.append(norm.to(processes.devices[-1]))
         return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros(())
+
+    # The scale of the loss.
+
+    def unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Unscales the gradients of all processes, and notes whether all of them are finite."""
+        index = self._number(optimizer)
+
+        def others(scale: float) -> bool:
+            return all(self.processes.ask_all("unscale", index, scale))
+
+        self._as_joined(optimizer).unscale(scaler, others)
+
+    def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Steps an optimiser in all processes, or in none."""
+        self.unscale(scaler, optimizer)  # which the trainer leaves out where the optimiser could do it itself
+        return self._as_joined(optimizer).scaled_step(scaler, **kwargs)
+
+    def _as_joined(self, optimizer: Optimizer) -> JoinedOptimizer:
+        joined = next((each for each in self._joined if each.is_of(optimizer)), None)
+        if joined is None:
+            joined = JoinedOptimizer(optimizer, self.optimizer_step, self.processes.devices[-1])
+            self._joined.append(joined)
+        return joined
 
     # States.
 

@@ -5,7 +5,7 @@ moment, or memory that is touched for the first time, disturbs one pass and not 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,12 @@ from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
 from equipoise.parallel.split_backward import SplitBackward
 from equipoise.parallel.stage_costs import Block
-from equipoise.parallel.stages import crossing, map_tensors, may_cut, names_of
+from equipoise.parallel.stages import crossing, map_tensors, may_cut, names_of, plain
 from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
 from equipoise.strategies.pipeline_memory import Storages, moment
 from equipoise.strategies.pipeline_placement import move
 
-__all__ = ["merge_blocks", "profile_calls"]
+__all__ = ["add_rest", "compute_uncut", "merge_blocks", "now", "profile_calls", "used_tensors"]
 
 _LEAST, _MOST = 3, 8  # passes
 _FINEST = 200  # a block takes at least such a part of an average stage, where it may be cut
@@ -37,6 +37,7 @@ def profile_calls(
     *,
     seconds: float = 3.0,
     split: bool = False,
+    rest: Callable[[Traced, Any], None] | None = None,
 ) -> list[Block]:
     """Measures every call of a forward, one after the other, on a device; nothing is changed by it.
 
@@ -47,6 +48,7 @@ def profile_calls(
         device: Where. Parameters that lie elsewhere are there while their call is measured.
         seconds: No pass begins after so many, once there were three. Default: 3.
         split: Whether backwards will be in two parts. Default: False.
+        rest: Is called with the forward and what it returned, at the end. Default: nothing is.
 
     Returns:
         A block for each call.
@@ -57,11 +59,13 @@ def profile_calls(
         with torch.inference_mode(False), torch.enable_grad():
             given = tuple(tensor.detach().clone().to(device) for tensor in tensors)
             begin = time.perf_counter()
-            blocks = _profile(traced, given, device, first=True, split=split)
+            blocks, output = _profile(traced, given, device, first=True, split=split)
             for count in range(1, _MOST):
                 if count >= _LEAST and time.perf_counter() - begin > seconds:
                     break
-                blocks = list(map(_quicker, blocks, _profile(traced, given, device)))
+                blocks = list(map(_quicker, blocks, _profile(traced, given, device)[0]))
+            if rest is not None:
+                rest(traced, output)
             return blocks
     finally:
         surroundings.restore()
@@ -74,8 +78,8 @@ def _quicker(one: Block, other: Block) -> Block:
 
 def _profile(
     traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, *, first: bool = False, split: bool = False
-) -> list[Block]:
-    """One pass; only the first looks at what is needed for a moment, which takes its time."""
+) -> tuple[list[Block], Any]:
+    """One pass, and its output; only the first looks at what is needed for a moment, which takes its time."""
     calls, values = traced.calls, {}
     (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
     values[given] = tensors
@@ -93,7 +97,9 @@ def _profile(
         for old in [old for old in values if last.get(old, -1) < index]:
             del values[old]
         storages.keep_only(_tensors(list(values.values())))
-    return [replace(block, may_end=may) for block, may in zip(blocks, may_cut(traced), strict=True)]
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    made = plain(fx.map_arg(output.args[0], values.__getitem__))
+    return [replace(block, may_end=may) for block, may in zip(blocks, may_cut(traced), strict=True)], made
 
 
 def _measure(
@@ -165,10 +171,10 @@ class _Run:
         args, kwargs, inputs = self._arguments()
         given = _tensors((args, kwargs))
         before, self.taken = versions(given), {tensor.untyped_storage().data_ptr() for tensor in given}
-        begin = _now(self.device)
+        begin = now(self.device)
         with storages.watch(self.seen):
             self.output = _call(self.node, self.traced.root, args, kwargs, self.device)
-        self.forward = _now(self.device) - begin
+        self.forward = now(self.device) - begin
         if versions(given) != before:
             self.traced.writing.add(self.node)
         self.backward = self._go_back(inputs)
@@ -202,12 +208,12 @@ class _Run:
         if not outputs or not (leaves or self.trained):
             return 0.0
         ones = [torch.ones_like(tensor) for tensor in outputs]
-        begin = _now(self.device)
+        begin = now(self.device)
         found = torch.autograd.grad(outputs, [*leaves, *self.trained], ones, allow_unused=True)
         for gradient in found[len(leaves) :]:
             if gradient is not None and gradient.layout is torch.strided and gradient.is_contiguous():
                 gradient.add_(gradient)
-        return _now(self.device) - begin
+        return now(self.device) - begin
 
 
 def _may_write(node: fx.Node, root: nn.Module) -> bool:
@@ -255,10 +261,40 @@ def _placed(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """The time in seconds, once a device has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def compute_uncut(traced: Traced, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    """The output of a network that does not lie on any device yet: each layer is on one while it is called.
+
+    Args:
+        traced: Its forward.
+        tensors: What it is called with.
+        device: Where.
+    """
+    calls = traced.calls
+    (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    values: dict[fx.Node, Any] = {given: tuple(tensor.to(device) for tensor in tensors)}
+    for node, needed in zip(calls, crossing(traced, range(1, len(calls) + 1)), strict=True):
+        owner = traced.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        with _placed(owner, device):
+            values[node] = _call(node, traced.root, args, kwargs, device)
+        values = {kept: values[kept] for kept in needed}
+    return plain(fx.map_arg(output.args[0], values.__getitem__))
+
+
+def used_tensors(traced: Traced) -> set[int]:
+    """The parameters and buffers that a forward uses, by their ids."""
+    targets = {str(node.target) for node in traced.calls if node.op == "call_module"}
+    layers = [traced.root.get_submodule(target) for target in targets]
+    held = [_attribute(traced.root, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"]
+    return {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())} | set(map(id, held))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -294,6 +330,13 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
             ends.append(index + 1)
             first, seconds = index + 1, 0.0
     return merged, ends
+
+
+def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
+    """Counts what follows the network to its last block, which so takes longer and keeps more."""
+    last = blocks[-1]
+    merged = replace(_merged([last, rest]), boundary=last.boundary, passing=last.passing, may_end=last.may_end)
+    return [*blocks[:-1], merged]
 
 
 def _merged(blocks: Sequence[Block]) -> Block:

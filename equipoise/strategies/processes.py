@@ -1,17 +1,19 @@
 """What strategies share that run in several processes: where each stands, and its process group."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import nn
+from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.process_group import Place, joined
 
-__all__ = ["check_count", "in_group", "place_of_worker", "refuse_machines"]
+__all__ = ["check_count", "compute_metrics_alone", "in_group", "place_of_worker", "refuse_machines"]
 
 
 def check_count(place: Place, devices: Sequence[torch.device], num_nodes: int) -> None:
@@ -67,3 +69,24 @@ def in_group(
         torch.cuda.set_device(device)
     with joined(place, device, timeout=timedelta(seconds=timeout), port=port, backend=backend):
         yield
+
+
+def compute_metrics_alone(module: nn.Module) -> Callable[[], None]:
+    """Lets the metrics of a module ask no other process, where one has seen all data and others do not compute any.
+
+    Returns:
+        A function that leaves them as they were.
+    """
+    before = [(part, part.distributed_available_fn) for part in module.modules() if isinstance(part, Metric)]
+    for metric, _ in before:
+        metric.distributed_available_fn = _never
+
+    def restore() -> None:
+        for metric, available in before:
+            metric.distributed_available_fn = available
+
+    return restore
+
+
+def _never() -> bool:
+    return False

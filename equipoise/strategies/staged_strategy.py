@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.strategies.pipeline_launch import StageLaunch
@@ -13,7 +14,7 @@ from equipoise.strategies.strategy import Strategy
 __all__ = ["StagedStrategy"]
 
 T = TypeVar("T")
-_OF_A_RUN = ("_network", "_placed", "_split", "_failed", "timeline")
+_OF_A_RUN = ("_network", "_placed", "_split", "timeline")
 
 
 class StagedStrategy(Strategy):
@@ -61,6 +62,19 @@ class StagedStrategy(Strategy):
         if self._split is None:
             return super().optimizer_step(optimizer, closure, **kwargs)
         return self._split.optimizer_step(optimizer, closure, **kwargs)
+
+    def unscale_gradients(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Unscales gradients in all processes; see `Strategy.unscale_gradients`."""
+        if self._split is None:
+            super().unscale_gradients(scaler, optimizer)
+        else:
+            self._split.unscale(scaler, optimizer)
+
+    def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Steps an optimiser in all processes, or in none; see `Strategy.scaled_step`."""
+        if self._split is None:
+            return super().scaled_step(scaler, optimizer, **kwargs)
+        return self._split.scaled_step(scaler, optimizer, **kwargs)
 
     # State.
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
@@ -217,6 +218,14 @@ class Strategy:
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps an optimiser, handing it the closure if there is one."""
         return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+
+    def unscale_gradients(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Takes the scale of the loss out of an optimiser's gradients, and notes whether all of them are finite."""
+        scaler.unscale_(optimizer)
+
+    def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Steps an optimiser unless one of its gradients, unscaled or not yet, is not finite."""
+        return scaler.step(optimizer, **kwargs)
 
     def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
         """Cuts a batch that was placed, to be computed piece by piece where it does not fit as a whole.

@@ -53,6 +53,7 @@ class Effects:
         metrics: What the trainer's dictionaries of metrics hold.
         random: The random generators.
         strategy: What the strategy has learned.
+        precision: The state of the scaler of the loss, if there is one.
         module_state: The module's whole state, where layers that it made in the run cannot be sent.
     """
 
@@ -63,6 +64,7 @@ class Effects:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     random: random_state.RandomState | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
+    precision: dict[str, Any] = field(default_factory=dict)
     module_state: dict[str, Any] | None = None
 
 
@@ -117,6 +119,7 @@ def collect(trainer: "Trainer", known: list[Any], result: Any) -> Effects:
         metrics=trainer.logs.shown(),
         random=random_state.capture(),
         strategy=trainer.connected_strategy.state_dict(),
+        precision=trainer.precision_in_use.state_dict(),
         module_state=whole,
     )
 
@@ -142,6 +145,7 @@ def take_over(trainer: "Trainer", known: list[Any], effects: Effects) -> Any:
         _take_state(next(each for each in known if isinstance(each, nn.Module)), effects.module_state)
     trainer.logs.show(effects.metrics)
     trainer.connected_strategy.load_state_dict(effects.strategy)
+    trainer.precision_in_use.load_state_dict(effects.precision)
     if effects.random is not None:
         effects.random.restore()
     return effects.result

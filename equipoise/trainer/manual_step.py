@@ -49,7 +49,7 @@ class ManualOptimization:
             answer = closure()
             self.step.phase = "optimizer step"
             if self.scaler is not None and not interop.unscales_by_itself(optimizer):
-                self.scaler.unscale_(optimizer)
+                self.strategy.unscale_gradients(self.scaler, optimizer)
             if self.before_step is not None:
                 self.before_step(optimizer)
             return answer
@@ -58,7 +58,7 @@ class ManualOptimization:
         self.step.phase = "optimizer step"
         if self.scaler is not None:
             wrapped()
-            answer = self.scaler.step(optimizer, **kwargs)
+            answer = self.strategy.scaled_step(self.scaler, optimizer, **kwargs)
             self.scaler.update()
         elif closure is interop.NO_CLOSURE and takes_no_closure(optimizer):
             wrapped()

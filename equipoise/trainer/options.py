@@ -63,9 +63,9 @@ def check_count(name: str, value: Any, *, least: int, optional: bool = False, un
         optional: Whether None is allowed.
         unlimited: Whether -1 is allowed and means no limit.
     """
-    if (value is None and optional) or (value == -1 and unlimited and not isinstance(value, bool)):
+    if value is None and optional:
         return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or (value < least and not (unlimited and value == -1)):
         also = ", or -1 for no limit" * unlimited + ", or None" * optional
         raise ConfigurationError(f"{name} must be an integer of at least {least}{also}, not {value!r}.")
     return value

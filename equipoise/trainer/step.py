@@ -12,6 +12,7 @@ more than all the rest. Others, and a module that overrides `optimizer_step`, re
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,7 +184,9 @@ class AutomaticOptimization:
         )
         self.recovery = Recovery(context, self.step) if armed else None
         self.forward_backward: ForwardBackward = self.recovery or self.strategy.forward_backward
-        self.step_scaled = None if self.scaler is None else self.scaler.step
+        self.step_scaled: Callable[..., Any] | None = None
+        if self.scaler is not None:
+            self.step_scaled = partial(self.strategy.scaled_step, self.scaler)
         if self.recovery is not None:
             self.finish = self.recovery.finish_gradients if alone else self.strategy.finish_gradients
             self.step_optimizer = self.recovery.optimizer_step
@@ -291,7 +294,7 @@ class AutomaticOptimization:
         if self.finish is not None and (nobody := self.finish(self.window, optimizer)) is not None:
             skipped = nobody
         if self.scaler is not None and not skipped and not interop.unscales_by_itself(optimizer):
-            self.scaler.unscale_(optimizer)
+            self.strategy.unscale_gradients(self.scaler, optimizer)
         if self.before_step is not None:
             self.before_step(optimizer)
         value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm

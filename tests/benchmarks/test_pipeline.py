@@ -31,7 +31,7 @@ def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: p
     printed = capsys.readouterr().out
     assert "What measuring and choosing take" in printed
     tables = page.read_text().split("\n\n")[1::2]
-    assert [len(table.splitlines()) - 2 for table in tables] == [10, 6, 2, 2]
+    assert [len(table.splitlines()) - 2 for table in tables] == [20, 6, 2, 2]
 
 
 def test_the_search_tries_everything(benchmark: dict[str, ModuleType]) -> None:

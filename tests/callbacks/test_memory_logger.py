@@ -3,6 +3,7 @@
 import csv
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, Trainer
 from equipoise.callbacks import memory_readings
+from equipoise.memory import leaks
 from equipoise.memory.leaks import LeakWatch
 from tests.conftest import ignoring
 
@@ -349,15 +351,31 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
     assert not memory.leaks
 
 
-def test_a_leak_that_begins_later_is_told() -> None:
+@pytest.mark.parametrize("share", [1e9, 0.0])
+def test_a_leak_that_begins_later_is_told(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If looking once more is worth its time; else it is not looked for."""
     memory = MemoryLogger()
+    monkeypatch.setattr(leaks, "_SHARE", share)
 
     def keep(module: Any, loss: Tensor) -> None:
         if module.global_step > 30:
             module.kept.append(loss)
 
-    with pytest.warns(UserWarning, match=r"Model\.kept keeps"):
+    with pytest.warns(UserWarning, match=r"Model\.kept keeps") if share else nullcontext():
         fit(memory, Model(keep), max_epochs=15)
+    assert len(memory.leaks) == bool(share)
+
+
+def test_what_an_earlier_run_has_left_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of its steps are as old as they are, in whichever step they were made."""
+    monkeypatch.setattr(leaks, "_SHARE", 1e9)
+    first = MemoryLogger()
+    with pytest.warns(UserWarning, match=r"Model\.kept keeps"):
+        fit(first, module := Model(lambda module, loss: module.kept.append(loss)), max_epochs=4)
+    again = MemoryLogger()
+    fit(again, Model(), max_epochs=8)
+    assert len(module.kept) == 40
+    assert not again.leaks
 
 
 def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

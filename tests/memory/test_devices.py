@@ -1,7 +1,6 @@
 """Devices and readings: real for the CPU, stand-ins for what a machine lacks, real for CUDA where there is one."""
 
-import ctypes
-import gc
+import mmap
 import re
 import subprocess
 import sys
@@ -94,21 +93,17 @@ def test_the_name_of_the_cpu(monkeypatch: pytest.MonkeyPatch, cpuinfo: str | Non
     assert list_devices()[0].name == name
 
 
-@pytest.fixture
-def nothing_in_reserve() -> None:
-    """Gives back what malloc keeps of earlier tests; a block that is cut from it makes the process no larger."""
-    gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
+def mapped(nbytes: int) -> torch.Tensor:
+    """A block of its own, every page of it touched. What `malloc` gives may be cut from what it kept of others."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
 
 
-@pytest.mark.usefixtures("nothing_in_reserve")
 def test_a_reading_of_the_cpu_follows_what_is_held() -> None:
     reset_peak("cpu")
     before = read_memory("cpu")
     assert before.device == "cpu"
     assert before.reserved is None
-    block = torch.ones(50_000_000)  # 200 MB, every page touched
+    block = mapped(200_000_000)
     held = read_memory(torch.device("cpu"))
     assert held.allocated - before.allocated > 150e6
     assert held.peak >= held.allocated
@@ -120,15 +115,14 @@ def test_a_reading_of_the_cpu_follows_what_is_held() -> None:
     assert held.peak - read_memory("cpu").peak > 150e6
 
 
-@pytest.mark.usefixtures("nothing_in_reserve")
 def test_a_meter_sees_a_peak_and_leaves_that_of_others() -> None:
     reset_peak("cpu")
     before = read_memory("cpu")
-    block = torch.ones(75_000_000)  # 300 MB before the work
+    block = mapped(300_000_000)  # before the work
     del block
     with PeakMeter("cpu") as outer:
         with PeakMeter("cpu") as meter:
-            block = torch.ones(50_000_000)
+            block = mapped(200_000_000)
             del block
         with PeakMeter("cpu") as nothing:
             pass
@@ -157,11 +151,10 @@ def test_a_meter_on_a_gpu() -> None:
     assert read_memory("cuda:0").peak == before.allocated
 
 
-@pytest.mark.usefixtures("nothing_in_reserve")
 def test_a_peak_between_two_readings_is_seen() -> None:
     reset_peak("cpu")
     before = read_memory("cpu")
-    block = torch.ones(50_000_000)
+    block = mapped(200_000_000)
     resident = psutil.Process().memory_info().rss
     del block
     after = read_memory("cpu")
@@ -169,21 +162,20 @@ def test_a_peak_between_two_readings_is_seen() -> None:
     assert after.peak - before.peak > 150e6 > abs(after.allocated - before.allocated)
 
 
-@pytest.mark.usefixtures("nothing_in_reserve")
 def test_a_peak_where_the_system_cannot_forget_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak after a reset is the largest reading, until the process outgrows its old peak."""
     reset_peak("cpu")
-    torch.ones(40_000_000)  # 160 MB: from here on the lifetime peak
+    mapped(160_000_000)  # from here on the lifetime peak
     without_files(monkeypatch, "/proc/self/clear_refs")
     reset_peak("cpu")
     start = read_memory("cpu")
     assert start.peak - start.allocated < 20e6
-    block = torch.ones(15_000_000)
+    block = mapped(60_000_000)
     held = read_memory("cpu")
     assert held.peak - start.peak > 40e6
     del block
     assert read_memory("cpu").peak == held.peak
-    torch.ones(80_000_000)  # gone at once, and larger than ever
+    mapped(320_000_000)  # gone at once, and larger than ever
     assert read_memory("cpu").peak - start.peak > 250e6
 
 

@@ -1,5 +1,6 @@
 """The ledger against what is known to the byte, and against the peak that torch's profiler sees of the allocator."""
 
+import gc
 import itertools
 import json
 import random
@@ -75,8 +76,13 @@ def watched_step(ledger: Ledger, module: nn.Module, optimizer: torch.optim.Optim
 
 def peak_of_allocator(step: Callable[[], None], folder: Path) -> int:
     """The most that the CPU's allocator had given out at a time, as the profiler saw it, above what was there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
+    gc.collect()  # what else goes in the midst of the step would count, too
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+    finally:
+        gc.enable()
     profiler.export_chrome_trace(str(folder / "trace.json"))
     trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     changes = [(event["ts"], event["args"]["Bytes"]) for event in trace if event.get("name") == "[memory]"]

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError, Trainer
 from tests.conftest import ignoring
@@ -99,7 +100,7 @@ def processes(**options: Any) -> PipelineStrategy:
 
 
 def make_trainer(strategy: Any, devices: int = 2, **options: Any) -> Trainer:
-    keeps = bool(options.get("callbacks"))
+    keeps = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
     given = {"max_epochs": 2, "logger": False, "enable_checkpointing": keeps, "precision": "64-true", **options}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
@@ -268,6 +269,32 @@ def test_evaluations() -> None:
     assert predicted is not None
     for actual, expected in zip(predicted, one.predict(module, data()) or [], strict=True):
         assert torch.equal(actual, expected)
+
+
+class Measured(Model):
+    """Metrics of torchmetrics, which would ask the other processes, that compute none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = nn.ModuleDict({stage: MeanMetric() for stage in ("fit", "val")})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.metrics["fit"](result["loss"], result["loss_weight"])
+        self.log("mean", self.metrics["fit"], on_step=False, on_epoch=True)
+        return result
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metrics["val"](*self.loss(batch))
+        self.log("val", self.metrics["val"], on_epoch=True)
+
+
+def test_metrics_ask_nobody_else() -> None:
+    one, other = fit(Measured, "single_device"), fit(Measured, processes(timeout=20.0), 3)
+    for name in ("mean", "val"):  # metrics compute in float32
+        assert float(other[1].callback_metrics[name]) == pytest.approx(float(one[1].callback_metrics[name]), rel=1e-5)
+    available = MeanMetric().distributed_available_fn
+    assert all(metric.distributed_available_fn is available for metric in other[0].metrics.values())
 
 
 # Checkpoints
@@ -484,8 +511,3 @@ def test_what_is_refused_in_the_run(make: Any, error: Any, message: str) -> None
 def test_what_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         processes(**options)
-
-
-def test_a_scale_for_the_loss_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="16-mixed"):
-        fit(Model, processes(), precision="16-mixed")

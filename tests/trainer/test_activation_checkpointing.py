@@ -1,5 +1,8 @@
 """Trainer(activation_checkpointing=...): the same weights under every strategy, and nothing of it afterwards."""
 
+import os
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -79,6 +82,10 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
     "ddp, torch": (lambda: DDPStrategy(engine="torch"), 2),
     "ddp, native": (lambda: DDPStrategy(engine="native"), 2),
     "pipeline": (lambda: PipelineStrategy(cut_before=["net.3"], micro_batches=3), 2),
+    "pipeline, processes": (
+        lambda: PipelineStrategy(engine="processes", cut_before=["net.3"], micro_batches=3, timeout=60.0),
+        2,
+    ),
     "pipeline, gpipe": (lambda: PipelineStrategy(cut_before=["net.1"], schedule="gpipe", threads=True), 2),
 }
 
@@ -96,6 +103,57 @@ def test_weights_are_the_same_to_the_bit(name: str) -> None:
     assert other.found == {"net.1", "net.2", "net.3", "net.4"}
     assert not any(map(is_checkpointed, other.modules()))
     assert all("forward" not in vars(part) for part in other.modules())
+
+
+class Counted(nn.Module):
+    """Writes down the process of every forward that counts for a backward."""
+
+    def __init__(self, file: Path, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm, self.file = nn.Linear(8, 8), norm, file
+
+    def forward(self, value: Tensor) -> Tensor:
+        if type(value) is not Tensor:
+            raise TypeError("not to be followed: it writes a file")
+        if self.training and torch.is_grad_enabled():
+            with self.file.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+        return torch.tanh(self.norm(self.linear(value)))
+
+
+class Written(Deep):
+    """Four such layers, normalised over features or over samples."""
+
+    def __init__(self, file: Path, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), *(Counted(file, norm(8)) for _ in range(4)))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_pipeline_over_processes_computes_twice_where_its_stages_lie(norm: type[nn.Module], tmp_path: Path) -> None:
+    """As one device within rounding, if samples are not coupled; running means are updated once."""
+
+    def strategy(engine: Any) -> PipelineStrategy:
+        return PipelineStrategy(engine=engine, cut_before=["net.2", "net.4"], micro_batches=3, timeout=60.0)
+
+    def run(name: str, patterns: list[str] | None, how: Any, devices: int) -> tuple[Any, Any, Counter[str]]:
+        module, done = fit(patterns, how, devices, Written(tmp_path / name, norm))
+        return module, done, Counter((tmp_path / name).read_text().split())
+
+    if norm is nn.LayerNorm:
+        expected = run("one", None, lambda: "single_device", 1)
+    else:
+        expected = run("one", None, lambda: strategy("threads"), 3)
+    plain = run("plain", None, lambda: strategy("processes"), 3)
+    other = run("twice", ["net.[1-4]"], lambda: strategy("processes"), 3)
+    for name, value in expected[0].state_dict().items():
+        torch.testing.assert_close(other[0].state_dict()[name], value, rtol=1e-12, atol=1e-12, msg=name)
+        assert torch.equal(other[0].state_dict()[name], plain[0].state_dict()[name]), name
+    assert plain[1].callback_metrics == other[1].callback_metrics
+    batches = 2 * (SAMPLES // BATCH) * 3  # epochs, batches, micro-batches
+    assert sorted(plain[2].values()) == [batches, batches, 2 * batches]  # one layer in two of the stages, two in one
+    assert sorted(other[2].values()) == [2 * batches, 2 * batches, 4 * batches]
+    assert not any(map(is_checkpointed, other[0].modules()))
 
 
 def _in_turn(strategy: Any) -> PipelineStrategy:

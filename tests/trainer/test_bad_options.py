@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import (
@@ -158,6 +158,7 @@ LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predic
 
 @pytest.mark.parametrize("name", COUNTS)
 @given(value=st.one_of(st.integers(max_value=-2), st.floats(), st.text(max_size=3), st.none()))
+@example(value=-1.0)
 def test_a_count_is_an_integer(name: str, value: Any) -> None:
     if value is None and name not in ("max_steps", "accumulate_grad_batches", "reload_dataloaders_every_n_epochs"):
         return
