@@ -144,6 +144,7 @@ def actions_of(
     if splits(schedule):
         return list(_with_gaps_filled(devices, micro_batches, stages_per_device)[device])
     at_once = micro_batches if schedule in ("gpipe", "looped_bfs") else devices
+    # Interleaved 1F1B would be full with half of the 2 (p - d - 1), but idle while values are on their way.
     warm_up = {
         "1f1b": devices - device,
         "interleaved_1f1b": 2 * (devices - device - 1) + (stages_per_device - 1) * devices + 1,
