@@ -186,7 +186,9 @@ def _with_gaps_filled(devices: int, micro_batches: int, stages_per_device: int) 
     gaps = [_Gaps(plan, stages) for plan in plans]
     done: set[Task] = set()
     while any(each.unfinished for each in gaps):
-        done.update([task for each in gaps if (task := each.next(done)) is not None])
+        now = [task for each in gaps if (task := each.next(done)) is not None]
+        assert now, "every device waits"
+        done.update(now)
     return tuple(tuple(each.made) for each in gaps)
 
 
