@@ -23,7 +23,7 @@ from equipoise.parallel.timeline import simulate
 MOST_BEYOND_THEORY, MOST_TO_MEAN, MOST_TO_BEST, LEAST_GAIN = 0.08, 1.10, 1.02, 1.4
 """The bounds: time lost beyond theory, the slowest stage by the mean and by the best cut's, gain on unequal devices."""
 
-FORWARD, BACKWARD = 0.03, 0.045  # seconds of a device for one micro-batch, over all of its stages
+FORWARD, BACKWARD = 0.03, 0.045  # seconds of a stage for one micro-batch
 
 
 def schedules(
@@ -37,12 +37,12 @@ def schedules(
     broken = []
     for engine, schedule, p, m in product(engines, map(check_schedule, names), devices, micro_batches):
         v = check_stages(schedule, None)
-        cut, forward, backward = [f"net.{stage}" for stage in range(1, p * v)], FORWARD / v, BACKWARD / v
+        cut = [f"net.{stage}" for stage in range(1, p * v)]
         threads = True if engine == "threads" else None  # one for each device though all are the CPU
         strategy = PipelineStrategy(engine=engine, micro_batches=m, schedule=schedule, cut_before=cut, threads=threads)
-        module = Sleeper(p * v, forward, backward, [1.0] * p)
+        module = Sleeper(p * v, FORWARD, BACKWARD, [1.0] * p)
         seconds, lost = step_seconds(module, strategy, p, m, steps)
-        theory = simulate(schedule, [forward] * p * v, [backward] * p * v, m, v).idle
+        theory = simulate(schedule, [FORWARD] * p * v, [BACKWARD] * p * v, m, v).idle
         cells = (f"{seconds * 1e3:.0f}", f"{lost:.1%}", f"{theory:.1%}", f"{lost - theory:+.1%}")
         table.add_row(engine, schedule, str(p), str(p * v), str(m), *cells)
         promised = (p - 1) / (m + p - 1) + MOST_BEYOND_THEORY  # whatever a schedule with less waiting may do in theory

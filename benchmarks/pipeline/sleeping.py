@@ -89,7 +89,7 @@ class Sleeper(L.LightningModule):
         self.devices = len(slowness)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
+        return self.net(batch.requires_grad_()).square().mean()  # so the first stage goes back like all others
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """What the layers of one device take for all micro-batches if nothing else is to be done."""

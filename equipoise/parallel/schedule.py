@@ -144,6 +144,7 @@ def actions_of(
     if splits(schedule):
         return list(_with_gaps_filled(devices, micro_batches, stages_per_device)[device])
     at_once = micro_batches if schedule in ("gpipe", "looped_bfs") else devices
+    # Interleaved 1F1B would be full with half of the 2 (p - d - 1), but idle while values are on their way.
     warm_up = {
         "1f1b": devices - device,
         "interleaved_1f1b": 2 * (devices - device - 1) + (stages_per_device - 1) * devices + 1,
@@ -185,7 +186,9 @@ def _with_gaps_filled(devices: int, micro_batches: int, stages_per_device: int) 
     gaps = [_Gaps(plan, stages) for plan in plans]
     done: set[Task] = set()
     while any(each.unfinished for each in gaps):
-        done.update([task for each in gaps if (task := each.next(done)) is not None])
+        now = [task for each in gaps if (task := each.next(done)) is not None]
+        assert now, "every device waits"
+        done.update(now)
     return tuple(tuple(each.made) for each in gaps)
 
 

@@ -83,15 +83,17 @@ class StageGraphs:
             The gradients of the tensors among the inputs.
         """
         taken, made, given = self._held.pop(index)
+        found: list[Tensor | None] = [None] * len(taken)
         if callable(gradients):
             gradients()
             gradients = [None if leaf is None else leaf.grad for leaf in given]
         if self._split:
             ones = [None if one is None else bring(one, end.device) for end, one in zip(made, gradients, strict=True)]
             self._left[index] = SplitBackward(taken, made)
-            return self._left[index].of_inputs(ones)
-        go_back(made, gradients)
-        found = [tensor.grad for tensor in taken]
+            found = self._left[index].of_inputs(ones)
+        else:
+            go_back(made, gradients)
+        found = [_sum(one, tensor.grad) for one, tensor in zip(found, taken, strict=True)]
         for tensor in taken:
             tensor.grad = None  # whoever keeps a graph keeps its leaves
         return found
@@ -175,6 +177,11 @@ def brought(values: Any, before: torch.device, device: torch.device, take: Calla
         return device if isinstance(value, torch.device) and value == before else value
 
     return map_values(each, values)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Gradients that came by way of the outputs, and those that came beside them, of a whole backward all of them."""
+    return other if one is None else one if other is None else one + other
 
 
 def _without_history(tensor: Tensor, device: torch.device) -> Tensor:

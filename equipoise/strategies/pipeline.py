@@ -14,7 +14,7 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.internals import is_compiled, set_device_of
 from equipoise.parallel.micro_steps import MicroStep
 from equipoise.parallel.process_pipeline import ProcessPipeline
-from equipoise.parallel.schedule import check_schedule, check_stages
+from equipoise.parallel.schedule import check_schedule, check_stages, splits
 from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter
 from equipoise.parallel.timeline import Timeline
@@ -306,8 +306,9 @@ class PipelineStrategy(StagedStrategy):
         """The backward of a micro-batch, down to the inputs of the last stage.
 
         What was computed before the network, and is used beside it too, goes backward once more from the first stage.
+        Of the last stage a loss may use something beside its output, an attribute for instance.
         """
-        if self._retains:
+        if self._retains or splits(self.schedule):
             kwargs = {"retain_graph": True, **kwargs}
         super().backward(loss, *args, **kwargs)
 

@@ -95,7 +95,7 @@ def test_verdicts(
         if strategy.cut_before == ["net.6"]:
             strategy.load_state_dict({"cut_before": ["net.6"], "calls": ["net_6"]})
         each = strategy.stages_per_device
-        times = [[whole / each] * devices * each for whole in (main.FORWARD, main.BACKWARD)]
+        times = [[one] * devices * each for one in (main.FORWARD, main.BACKWARD)]
         return sleeping.Times(1.0, simulate(strategy.schedule, *times, micro_batches, each).idle + beyond)
 
     measured = cuts.Measured(calls=9, seconds=1.0, step=1.0, found=[found])

@@ -107,6 +107,13 @@ def test_one_stage_on_a_device_idles_alike_with_any_number_of_micro_batches(devi
         assert timeline.idle == pytest.approx((devices - 1) / (micro_batches + devices - 1), abs=1e-12)
 
 
+def test_interleaved_forwards_are_there_while_values_are_on_their_way():
+    """As many before a device's first backward as the paper says, though fewer would fill the pipeline."""
+    first = [action.backward for _, action in actions_of("interleaved_1f1b", 1, 4, 12, 3)].index(True)
+    assert first == 2 * (4 - 1 - 1) + (3 - 1) * 4 + 1
+    assert simulate("interleaved_1f1b", [1.0] * 4, [1.0] * 4, 3, 2).idle == pytest.approx(0.2)
+
+
 def test_nothing_begins_before_what_it_needs_and_nothing_waits_for_ever():
     seed = random.randrange(2**32)
     print(f"seed {seed}")

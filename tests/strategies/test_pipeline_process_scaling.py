@@ -104,11 +104,14 @@ def data() -> DataLoader[Any]:
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
-def fit(engine: Any, *, micro_batches: int = 4, ckpt_path: Any = None, module: Any = None, **options: Any) -> Any:
+def fit(
+    engine: Any, *, micro_batches: int = 4, ckpt_path: Any = None, module: Any = None, plan: Any = None, **options: Any
+) -> Any:
     module = module or Model(**{key: options.pop(key) for key in ("place", "frozen", "fused") if key in options})
     strategy: Any = "single_device"
     if engine != strategy:
-        strategy = PipelineStrategy(engine=engine, micro_batches=micro_batches, cut_before=CUT)
+        given = {"micro_batches": micro_batches, "cut_before": CUT, **(plan or {})}
+        strategy = PipelineStrategy(engine=engine, **given)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -154,6 +157,20 @@ def test_the_step_is_that_of_one_device() -> None:
 def test_others(options: dict[str, Any]) -> None:
     """No gradient in the first process; an optimiser that unscales by itself; windows of several batches."""
     same(fit("threads", **options), fit("processes", **options))
+
+
+CUTS = [*(f"net.blocks.{index}" for index in range(1, 5)), "net.out"]  # six stages
+PLANS = [
+    {"schedule": "interleaved_zero_bubble", "stages_per_device": 1},
+    {"schedule": "interleaved_zero_bubble", "cut_before": CUTS},
+    {"schedule": "interleaved_1f1b", "cut_before": CUTS},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["zero bubble", "interleaved zero bubble", "interleaved"])
+def test_schedules(plan: dict[str, Any]) -> None:
+    """Where a weight is in the first stage and the last, and the third overflows."""
+    same(fit("threads", plan=plan, place=2), fit("processes", plan=plan, place=2))
 
 
 class Runs(nn.Module):

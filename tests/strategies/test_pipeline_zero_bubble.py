@@ -1,5 +1,6 @@
 """Backwards in two parts in a trainer: whatever a step does with the output, and whoever looks at gradients."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -86,8 +87,70 @@ class Repeating(Base):
         return self.net(features)
 
 
+class Beside(Base):
+    """The loss takes something of the last stage that is no output: what a layer has kept."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(30, 30), nn.Linear(30, CLASSES)
+
+        def forward(self, x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                raise TypeError("stays whole")
+            self.kept = torch.tanh(self.first(x))
+            return self.second(self.kept)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), *(nn.Linear(30, 30) for _ in range(3)), self.Last())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch["features"])
+        return nn.functional.cross_entropy(logits, batch["label"]) + self.net[-1].kept.square().mean()
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+class Unusual(Base):
+    """The output is an object, which nobody can look into; so is part of it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Flatten(), *(nn.Linear(30, 30) for _ in range(4)))
+            self.wrap = Unusual.Wrap()
+
+        def forward(self, x: Any) -> Any:
+            return self.wrap(self.layers(x))
+
+    class Wrap(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(30, CLASSES)
+
+        def forward(self, x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                raise TypeError("stays whole")
+            logits = self.head(x)
+            return Output(logits, x), logits
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        made, logits = self.net(batch["features"])
+        loss = nn.functional.cross_entropy(made.logits + logits, batch["label"])
+        return loss + made.hidden.square().mean()
+
+
 @pytest.mark.parametrize("threads", [None, True])
-@pytest.mark.parametrize("make", [InTheStep, Hooked, Repeating])
+@pytest.mark.parametrize("make", [InTheStep, Hooked, Repeating, Beside, Unusual])
 def test_steps_and_hooks(make, threads):
     assert_same(reference(make), fit(make, SIZES, **zero(threads=threads)))
 
