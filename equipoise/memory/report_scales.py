@@ -38,7 +38,7 @@ def format_span(seconds: float) -> str:
 
     Example:
         >>> [format_span(seconds) for seconds in (0, 0.25, 12.34, 90, 3720, 200_000)]
-        ['0 s', '0.25 s', '12.3 s', '1 min 30 s', '1 h 2 min', '2 d 8 h']
+        ['0 s', '0.25 s', '12.3 s', '1 min 30 s', '1 h 2 min', '2 d 7 h']
     """
     if not math.isfinite(seconds) or abs(seconds) < 59.95:
         return f"{seconds:.3g} s"

@@ -20,8 +20,7 @@ class SingleDeviceStrategy(Strategy):
 
     Example:
         >>> from equipoise import SingleDeviceStrategy, Trainer
-        >>> trainer = Trainer(strategy=SingleDeviceStrategy(), devices=["cpu"], logger=False,
-        enable_checkpointing=False)
+        >>> trainer = Trainer(strategy=SingleDeviceStrategy(), devices=["cpu"], logger=False)
     """
 
     name: ClassVar[str] = "single_device"

@@ -1,0 +1,24 @@
+"""The examples in docstrings do what they say."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import equipoise
+
+MODULES = sorted(info.name for info in pkgutil.walk_packages(equipoise.__path__, "equipoise."))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_examples(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert results.failed == 0
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples]
+    assert len(found) > 50
