@@ -118,7 +118,7 @@ def fit(
         devices=1 if engine == "single_device" else ["cpu"] * 3,
         precision="16-mixed",
         logger=False,
-        enable_checkpointing=bool(options.get("callbacks")),
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in options.get("callbacks", ())),
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 2, **options},
