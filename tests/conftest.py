@@ -107,6 +107,10 @@ class _Surroundings:
         return [thread.name for thread in left if thread.is_alive()]
 
     def _children_left(self) -> list[str]:
+        if started := [process for server in _servers() for process in server.children()]:
+            _, alive = psutil.wait_procs(started, timeout=_PATIENCE)
+            if alive:
+                return [f"{' '.join(process.cmdline())} ({process.pid}) of a server of processes" for process in alive]
         if not _children() - self.children:
             return []
         gc.collect()  # whoever holds them may only wait to be collected
@@ -130,6 +134,19 @@ class _Surroundings:
             os.environ.pop(name, None)
             if name in self.environment:
                 os.environ[name] = self.environment[name]
+
+
+def _servers() -> list[psutil.Process]:
+    """Multiprocessing's own, from which tests start others."""
+    found = []
+    for pid in _children():
+        try:
+            process = psutil.Process(pid)
+            if "multiprocessing.forkserver" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 def _ends_with_us(process: psutil.Process) -> bool:
