@@ -170,10 +170,11 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
     if isinstance(network, nn.TransformerEncoder) and getattr(forward, "__func__", None) is _ENCODER_FORWARD:
         forward = _encoder_forward(network)
     root = _Call(network, forward, structure)
-    tracer = _Tracer()
     before = Surroundings(network)
     try:
-        with _without_saving_hooks(), _functions_kept():
+        # In an evaluation, too, whose trace may serve for training.
+        with torch.enable_grad(), _without_saving_hooks(), _functions_kept():
+            tracer = _Tracer()
             graph = tracer.trace(root)
     except Exception as error:
         before.restore()
@@ -244,6 +245,13 @@ class _Tracer(fx.Tracer):
     def __init__(self) -> None:
         super().__init__()
         self.opaque: dict[str, str] = {}
+        self._modes = _modes()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call; where torch is in another mode than around the forward, the call would lose it."""
+        if _modes() != self._modes:
+            raise TypeError("computed under torch.no_grad, torch.autocast or their like, which cannot be followed")
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Torch's own layers are one call; so is what has hooks, which must run at each call, or is checkpointed."""
@@ -292,6 +300,12 @@ class _Tracer(fx.Tracer):
             self.graph.erase_node(node)
         self.opaque[name.removeprefix("network.")] = reason
         return self.create_proxy("call_module", name, args, kwargs)
+
+
+def _modes() -> tuple[Any, ...]:
+    """What a forward may set for some of its calls."""
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return (torch.is_grad_enabled(), *casts)
 
 
 def _encoder_forward(encoder: nn.TransformerEncoder) -> Callable[..., Any]:

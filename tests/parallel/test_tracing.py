@@ -56,7 +56,19 @@ class Checkpointed(Asks):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("kind", [Asks, Counts, Draws, Checkpointed])
+class WithoutGradients(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.layer(x)
+
+
+class Casts(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [Asks, Counts, Draws, Checkpointed, WithoutGradients, Casts])
 def test_what_cannot_be_followed_stays_whole(kind):
     """Also deep within containers; nothing of the attempt remains, and what is beside it is followed."""
     network, x = (
@@ -81,6 +93,11 @@ def test_what_cannot_be_followed_stays_whole(kind):
         (Counts, "Counts.forward sets the attribute 'calls' of Counts"),
         (Draws, "draws random numbers|Draws.forward"),
         (Checkpointed, "activation checkpointing"),
+        (
+            WithoutGradients,
+            r"WithoutGradients.forward, line \d+: `return self.layer\(x\)` \(computed under torch.no_grad",
+        ),
+        (Casts, r"Casts.forward, line \d+: `return self.layer\(x\)` \(computed under torch.no_grad, torch.autocast"),
     ],
 )
 def test_obstacles_in_the_network_itself_are_told(kind, told):
