@@ -172,7 +172,9 @@ def _exchange(program: fx.GraphModule, shadows: dict[fx.Node, nn.Module]) -> Non
 def owners(traced: Traced) -> list[list[str]]:
     """For each call the names of the modules and tensors of the network that it uses."""
     return [
-        [str(node.target).removeprefix("network.")] if node.op in ("call_module", "get_attr") else []
+        [name.removeprefix("network.")]
+        if node.op in ("call_module", "get_attr") and (name := str(node.target)).startswith("network.")
+        else []  # a tensor that the forward itself has made is nobody's
         for node in traced.calls
     ]
 

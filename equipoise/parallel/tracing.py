@@ -9,7 +9,6 @@ import copy
 import dis
 import inspect
 import operator
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.internals import has_module_hooks
+from equipoise.parallel.side_effects import SideEffects
 from equipoise.parallel.split import rebuild
 
-__all__ = ["CallStructure", "NotTraceable", "Surroundings", "Traced", "trace", "writes_in_place"]
+__all__ = ["CallStructure", "NotTraceable", "Traced", "trace", "writes_in_place"]
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _IN_PLACE = {"setitem", "ilshift", "irshift", *(f"i{name}" for name in _ARITHMETIC)}
@@ -170,10 +170,11 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
     if isinstance(network, nn.TransformerEncoder) and getattr(forward, "__func__", None) is _ENCODER_FORWARD:
         forward = _encoder_forward(network)
     root = _Call(network, forward, structure)
-    tracer = _Tracer()
-    before = Surroundings(network)
+    before = SideEffects(network)
     try:
-        with _without_saving_hooks(), _functions_kept():
+        # In an evaluation, too, whose trace may serve for training.
+        with torch.enable_grad(), _without_saving_hooks(), _functions_kept():
+            tracer = _Tracer(before)
             graph = tracer.trace(root)
     except Exception as error:
         before.restore()
@@ -241,9 +242,17 @@ for _name in sorted(_IN_PLACE):
 class _Tracer(fx.Tracer):
     """Follows what can be followed and takes back what cannot."""
 
-    def __init__(self) -> None:
+    def __init__(self, effects: SideEffects) -> None:
         super().__init__()
         self.opaque: dict[str, str] = {}
+        self.effects = [effects]  # of the modules in whose forward it is
+        self._modes = _modes()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call; where torch is in another mode than around the forward, the call would lose it."""
+        if _modes() != self._modes:
+            raise TypeError("computed under torch.no_grad, torch.autocast or their like, which cannot be followed")
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Torch's own layers are one call; so is what has hooks, which must run at each call, or is checkpointed."""
@@ -278,20 +287,31 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         if isinstance(m, nn.TransformerEncoder):
             forward = _encoder_forward(m)
-        count, before, stack = len(self.graph.nodes), Surroundings(m), self.module_stack.copy()
+        count, before, stack = len(self.graph.nodes), SideEffects(m), self.module_stack.copy()
+        self.effects.append(before)
         try:
             answer = super().call_module(m, forward, args, kwargs)
             reason = before.moved()
         except Exception as error:
             answer, reason = None, _obstacle(error, m.forward)
+        finally:
+            self.effects.pop()
         if not reason:
             return answer
         before.restore()
+        for outer in self.effects:
+            outer.overlook(before)
         self.module_stack = stack
         for node in list(self.graph.nodes)[count:][::-1]:
             self.graph.erase_node(node)
         self.opaque[name.removeprefix("network.")] = reason
         return self.create_proxy("call_module", name, args, kwargs)
+
+
+def _modes() -> tuple[Any, ...]:
+    """What a forward may set for some of its calls."""
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return (torch.is_grad_enabled(), *casts)
 
 
 def _encoder_forward(encoder: nn.TransformerEncoder) -> Callable[..., Any]:
@@ -314,39 +334,6 @@ def _asserts(code: Any, position: int) -> bool:
     if "IF_FALSE" in jump.opname:  # one of several conditions
         otherwise = next((one for one in following if one.offset == jump.argval), jump)
     return "JUMP_IF" in jump.opname.replace("_FORWARD", "") and otherwise.opname == "LOAD_ASSERTION_ERROR"
-
-
-class Surroundings:
-    """What a forward must not change by itself while it is followed: attributes, and random generators."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._attributes = [(part, dict(vars(part))) for part in module.modules()]
-        self._python, self._torch = random.getstate(), torch.get_rng_state()
-        numpy = sys.modules.get("numpy.random")
-        self._numpy = None if numpy is None else (numpy, numpy.get_state())
-
-    def moved(self) -> str:
-        """What has changed; empty if nothing has."""
-        for part, before in self._attributes:
-            now = vars(part)
-            changed = [name for name in now if name not in before or now[name] is not before[name]]
-            if changed:
-                return f"sets the attribute {changed[0]!r} of {type(part).__name__}"
-        same = random.getstate() == self._python and torch.equal(torch.get_rng_state(), self._torch)
-        if same and self._numpy is not None:
-            state = self._numpy[0].get_state()
-            same = state[2] == self._numpy[1][2] and bool((state[1] == self._numpy[1][1]).all())
-        return "" if same else "draws random numbers that decide what it does"
-
-    def restore(self) -> None:
-        """Brings it back."""
-        for part, before in self._attributes:
-            vars(part).clear()
-            vars(part).update(before)
-        random.setstate(self._python)
-        torch.set_rng_state(self._torch)
-        if self._numpy is not None:
-            self._numpy[0].set_state(self._numpy[1])
 
 
 def _obstacle(error: Exception, forward: Callable[..., Any]) -> str:

@@ -148,6 +148,7 @@ def cut_automatically(
         raise ConfigurationError(
             f"The network has {len(blocks)} blocks between which it can be cut, which is not enough for"
             f" {len(devices)} stages. Give fewer devices{' or stages_per_device' * (options.stages_per_device > 1)}."
+            f"{_why_whole(traced)}"
         ) from None
     except DoesNotFit as error:
         stages, peaks = describe_stages(blocks, devices, error.best, **plan)
@@ -158,6 +159,14 @@ def cut_automatically(
     samples = sizes.pop() if len(sizes) == 1 else None
     made = _cut(traced, ends, prefix, stages, _idle(stages, options))
     return replace(made, samples=samples, peaks=peaks, beside=_seconds(beside))
+
+
+def _why_whole(traced: Traced) -> str:
+    """Of the first submodule that stayed whole, why it did; empty where none did."""
+    for name, reason in traced.opaque.items():
+        kind = type(traced.root.get_submodule(f"network.{name}")).__name__
+        return f" {name!r} ({kind}) is one block, since it cannot be followed: {reason}. Move that into a submodule."
+    return ""
 
 
 def _as_measured(rest: Block, options: CutOptions) -> Block:

@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
+from equipoise.parallel.side_effects import SideEffects
 from equipoise.parallel.split_backward import SplitBackward
 from equipoise.parallel.stage_costs import Block
 from equipoise.parallel.stages import crossing, map_tensors, may_cut, names_of, plain
-from equipoise.parallel.tracing import Surroundings, Traced, writes_in_place
+from equipoise.parallel.tracing import Traced, writes_in_place
 from equipoise.strategies.pipeline_memory import Storages, moment
 from equipoise.strategies.pipeline_placement import move
 
@@ -53,7 +54,7 @@ def profile_calls(
     Returns:
         A block for each call.
     """
-    rewind, surroundings = Rewind(module, [device]), Surroundings(module)
+    rewind, effects = Rewind(module, [device]), SideEffects(module)
     rewind.mark()
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -68,7 +69,7 @@ def profile_calls(
                 rest(traced, output)
             return blocks
     finally:
-        surroundings.restore()
+        effects.restore()
         rewind.restore()
 
 

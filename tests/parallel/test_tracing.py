@@ -56,7 +56,35 @@ class Checkpointed(Asks):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("kind", [Asks, Counts, Draws, Checkpointed])
+class Remembers(Asks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.mul_(0.5).add_(1.0)
+        return self.layer(x)
+
+
+class Averages(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = 0.5 * self.seen + x.detach()
+        return self.layer(x)
+
+
+class WithoutGradients(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.layer(x)
+
+
+class Casts(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [Asks, Counts, Draws, Checkpointed, Remembers, Averages, WithoutGradients, Casts])
 def test_what_cannot_be_followed_stays_whole(kind):
     """Also deep within containers; nothing of the attempt remains, and what is beside it is followed."""
     network, x = (
@@ -68,6 +96,7 @@ def test_what_cannot_be_followed_stays_whole(kind):
     assert names(made) == ["0", "1.0", "1.1", "1.2", "2"]
     assert set(made.opaque) == {"1.1", "2"}
     assert [part.calls for part in network.modules() if isinstance(part, Counts)] == ([0, 0] if kind is Counts else [])
+    assert all(torch.equal(buffer, torch.zeros(3)) for buffer in network.buffers())
     after = (random.getstate(), torch.get_rng_state(), np.random.get_state()[2])
     assert seed[0] == after[0]
     assert torch.equal(seed[1], after[1])
@@ -81,6 +110,13 @@ def test_what_cannot_be_followed_stays_whole(kind):
         (Counts, "Counts.forward sets the attribute 'calls' of Counts"),
         (Draws, "draws random numbers|Draws.forward"),
         (Checkpointed, "activation checkpointing"),
+        (Remembers, "Remembers.forward changes the buffer 'seen' of Remembers"),
+        (Averages, "Averages.forward sets the buffer 'seen' of Averages"),
+        (
+            WithoutGradients,
+            r"WithoutGradients.forward, line \d+: `return self.layer\(x\)` \(computed under torch.no_grad",
+        ),
+        (Casts, r"Casts.forward, line \d+: `return self.layer\(x\)` \(computed under torch.no_grad, torch.autocast"),
     ],
 )
 def test_obstacles_in_the_network_itself_are_told(kind, told):

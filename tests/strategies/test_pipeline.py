@@ -421,3 +421,19 @@ def test_measuring_leaves_no_trace():
 
 
 assert (TOKENS, VOCABULARY) == (5, 11)
+
+
+class Constants(Base):
+    """Makes tensors in its forward that depend on nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(30, 9), nn.Linear(9, 9), nn.Linear(9, CLASSES)
+
+    def forward(self, features: Any) -> Any:
+        hidden = torch.tanh(self.one(features.flatten(1))) + torch.arange(9)
+        return self.three(torch.tanh(self.two(hidden)) * torch.linspace(0, 1, 9).double())
+
+
+def test_tensors_that_the_forward_makes_by_itself():
+    assert_same(reference(Constants), fit(Constants, SIZES, **pipelined(2)))

@@ -250,6 +250,18 @@ def test_a_network_that_cannot_be_followed():
     refused(Untraceable(), r"Untraceable.forward, line \d+: `if hidden.sum\(\) > 0:`.*nn.Sequential.*single_device")
 
 
+def test_a_network_whose_only_block_cannot_be_followed():
+    class Around(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Untraceable()
+
+        def forward(self, features: Any) -> Any:
+            return self.net(features)
+
+    refused(Around(), r"not enough for 2 stages.*'net' \(Untraceable\) is one block.*Untraceable.forward, line \d+")
+
+
 def test_more_stages_than_blocks():
     class Small(Mlp):
         def __init__(self) -> None:
