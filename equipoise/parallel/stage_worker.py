@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import WorkerError
+from equipoise.parallel.internals import buffers_of
 from equipoise.parallel.schedule import Action, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs
 from equipoise.parallel.stage_messages import Arrivals, Failure, Messenger, as_late
@@ -120,6 +121,7 @@ class StageWorker:
         self._tensors: dict[int, Tensor] = {}
         self._held: set[int] = set()  # of those, the ones that have come
         self._parts: dict[str, Any] = {}
+        self._buffers: list[tuple[dict[str, Tensor | None], str, int]] = []  # where layers keep them, and their numbers
         self._programs: dict[int, tuple[list[StageProgram], dict[str, list[bool]]]] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._notes = False
@@ -163,7 +165,12 @@ class StageWorker:
             names: The names of layers by those in the calls.
             modes: For each layer which of its parts train.
         """
-        self._parts.update(loads(parts, known=self))  # type: ignore[arg-type]  # which asks for items alone
+        new = loads(parts, known=self)  # type: ignore[arg-type]  # which asks for items alone
+        self._parts.update(new)
+        numbers = {id(tensor): key for key, tensor in self._tensors.items()}
+        for owner in (owner for part in new.values() if isinstance(part, nn.Module) for owner in part.modules()):
+            held = buffers_of(owner)
+            self._buffers += [(held, name, numbers[id(each)]) for name, each in held.items() if id(each) in numbers]
         used = {target: self._parts[name] for target, name in names.items()}
         self._programs[number] = ([rebuild(recipe, used) for recipe in recipes], modes)
 
@@ -209,9 +216,17 @@ class StageWorker:
             elif order.home:
                 self._hand_on(0, HOME, made)
             del received, made
+        self._take_back_buffers()
         self._messenger.flush()
         if order.schedule is None:
             self._failure = None  # it has come to the first process in the place of the output
+
+    def _take_back_buffers(self) -> None:
+        """Where a forward has put another tensor in the place of a buffer, the known one takes its value."""
+        for held, name, key in self._buffers:
+            known, now = self._tensors[key], held[name]
+            if now is not known and now is not None:
+                known.data, held[name] = now.detach(), known
 
     def _prepared(self, order: StepOrder) -> StageGraphs:
         for number in set(order.programs):

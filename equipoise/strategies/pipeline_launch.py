@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from equipoise.errors import StepError
 from equipoise.parallel.launch import launch
 from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another
 from equipoise.parallel.stage_messages import Messenger
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["StageLaunch"]
 
 T = TypeVar("T")
+_WRITTEN = "more than one element of the written-to tensor"  # how torch refuses to write to `nothing_like`
 
 
 class FirstProcessFailed(dist.DistError):
@@ -118,6 +120,13 @@ class StageLaunch:
             result = function()
             content = b"" if known is None else dumps(result, known)
             return result
+        except RuntimeError as error:
+            if _WRITTEN not in str(error):
+                raise
+            raise StepError(
+                "A parameter of another stage was written to, in a callback or a hook, but under engine='processes' it"
+                " lies in another process. Take engine='threads'."
+            ) from error
         finally:
             self.processes = None
             if not processes.messenger.broken:

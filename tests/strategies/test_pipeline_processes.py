@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError, Trainer
+from equipoise import Callback, ConfigurationError, OOMRecovery, PipelineStrategy, StepError, Trainer
 from tests.conftest import ignoring
 
 pytestmark = ignoring("Checkpoint directory")
@@ -251,6 +251,53 @@ def test_buffers_of_all_stages_come_home() -> None:
     ]
     assert int(runs[1][0].net[0][1].num_batches_tracked) == 12
     same(*runs)
+
+
+class Counts(nn.Module):
+    """Puts another tensor in the place of a buffer in every forward."""
+
+    count: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.linear(x) + self.mean
+
+
+class Counting(Normalised):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(Counts(), nn.Tanh(), Counts(), nn.Linear(5, 1))
+
+
+def test_buffers_that_are_exchanged_come_home() -> None:
+    """Three epochs of three batches in two micro-batches, and of evaluations of three batches, one at first."""
+    runs = [
+        fit_features(Counting, PipelineStrategy(engine=engine, micro_batches=2, cut_before=["net.2"]), max_epochs=3)
+        for engine in ("threads", "processes")
+    ]
+    assert runs[1][0].net[0].count == runs[1][0].net[2].count > 20
+    same(*runs)
+
+
+class Clamps(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.clamp_(-1, 1)
+
+
+def test_writing_to_parameters_of_other_stages_is_refused() -> None:
+    with pytest.raises(StepError, match=r"parameter of another stage was written to.*engine='threads'"):
+        fit_features(Normalised, PipelineStrategy(engine="processes", cut_before=["net.2"]), callbacks=[Clamps()])
 
 
 # Evaluations
