@@ -210,6 +210,15 @@ def _folder() -> str:
         return "a folder that is gone"
 
 
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """Sets aside what is there: a recovery collects garbage, which takes the longer the more tests have run before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails if something survives a test that others could stumble over."""

@@ -11,7 +11,7 @@ import torch
 
 from tests.benchmarks.conftest import Scripts
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_collections")]
 
 
 @pytest.fixture

@@ -12,7 +12,10 @@ from tests.conftest import ignoring
 from tests.strategies.test_balanced_data_parallel import Module, loader
 from tests.test_transparency import Base, Batches, Gradients, Masked, Mlp, assert_same
 
-pytestmark = ignoring("Batch \\d+ of \\d+ samples", "cpu \\(number \\d\\)", "Measuring goes on")
+pytestmark = [
+    *ignoring("Batch \\d+ of \\d+ samples", "cpu \\(number \\d\\)", "Measuring goes on"),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 
 def limited(most: int, index: int = 1, **options: Any) -> BalancedDataParallelStrategy:

@@ -67,6 +67,8 @@ data = loader(4, num_workers=1, persistent_workers=where == "validation"), loade
 try:
     run.fit(module, *data)
 except BaseException as error:
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+        thread.join(5.0)  # a queue's thread that was told to end, and is about to
     report = {
         "error": type(error).__name__,
         "errors": callback.errors,

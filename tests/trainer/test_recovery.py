@@ -35,7 +35,10 @@ from tests.test_transparency import (
     difference,
 )
 
-pytestmark = ignoring("Batch \\d+ (of \\d+ samples?|ran out)", "cpu \\(number \\d\\) ran out")
+pytestmark = [
+    *ignoring("Batch \\d+ (of \\d+ samples?|ran out)", "cpu \\(number \\d\\) ran out"),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 
 class OutOfMemory:

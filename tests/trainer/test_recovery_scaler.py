@@ -11,7 +11,7 @@ from tests.conftest import ignoring
 from tests.test_transparency import Mlp
 from tests.trainer.test_recovery import PHASES, OutOfMemory, SameAgain, fit
 
-pytestmark = ignoring("Batch \\d+ (of \\d+ samples)?")
+pytestmark = [*ignoring("Batch \\d+ (of \\d+ samples)?"), pytest.mark.usefixtures("quick_collections")]
 
 
 class Overflowing(Mlp):
