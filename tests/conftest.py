@@ -150,14 +150,12 @@ def _servers() -> list[psutil.Process]:
 
 
 def _ends_with_us(process: psutil.Process) -> bool:
-    """Whether a process is one of multiprocessing's two servers; what the first has started must have ended."""
+    """Whether a process is one of multiprocessing's two servers; what they have started is looked at before."""
     try:
         command = " ".join(process.cmdline())
-        if "multiprocessing.forkserver" in command:
-            return not psutil.wait_procs(process.children(), timeout=_PATIENCE)[1]
     except psutil.NoSuchProcess:
         return True
-    return "multiprocessing.resource_tracker" in command
+    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
 
 
 def _children() -> set[int]:

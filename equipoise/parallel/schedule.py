@@ -35,7 +35,6 @@ __all__ = [
     "actions_of",
     "check_schedule",
     "check_stages",
-    "in_flight",
     "lets_go",
     "needed_for",
     "occupancy",
@@ -280,8 +279,3 @@ def splits(schedule: Schedule) -> bool:
 def lets_go(schedule: Schedule, action: Action) -> bool:
     """Whether a stage is done with a micro-batch after an action: its weights have their gradients."""
     return action.weights if splits(schedule) else action.backward
-
-
-def in_flight(schedule: Schedule, stage: int, devices: int, micro_batches: int, stages_per_device: int = 1) -> int:
-    """Of how many micro-batches a stage holds the activations at the same time, at most; see `actions_of`."""
-    return occupancy(schedule, stage, devices, micro_batches, stages_per_device).most

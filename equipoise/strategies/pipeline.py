@@ -65,7 +65,8 @@ class PipelineStrategy(StagedStrategy):
             have 1.
         cut_before: The modules with which the stages but the first begin, by their names. Default: chosen; a module
             may say by itself with a method `pipeline_cuts`, which returns such names.
-        speeds: How fast the devices are beside one another, such as [3, 1]. Default: all alike.
+        speeds: How fast the devices are beside one another, such as [3, 1], for the cut to be chosen; one that is given
+            stays as it is. Default: all alike.
         engine: "threads": all stages are computed in this process. "processes": each device's in one of its own; the
             one with the last stage has the module, the data, the losses, callbacks and checkpoints, and the others
             are sent their layers. Started by the trainer, or, on several machines too, by torchrun or Slurm.

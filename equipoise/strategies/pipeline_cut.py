@@ -146,7 +146,7 @@ def cut_automatically(
         chosen = choose_cuts(blocks, devices, **plan)
     except ValueError:
         raise ConfigurationError(
-            f"The network has {len(blocks)} blocks between which it can be cut, which is not enough for"
+            f"The network has {len(blocks)} block{'s' * (len(blocks) != 1)} to cut between, which is not enough for"
             f" {len(devices)} stages. Give fewer devices{' or stages_per_device' * (options.stages_per_device > 1)}."
             f"{_why_whole(traced)}"
         ) from None

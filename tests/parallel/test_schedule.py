@@ -13,7 +13,6 @@ from equipoise.parallel.schedule import (
     actions_of,
     check_schedule,
     check_stages,
-    in_flight,
     occupancy,
     splits,
 )
@@ -68,7 +67,7 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, each, m
         assert not any(full.values())
         assert whole <= most_held(schedule, device, devices, micro_batches, each)
         for stage in stages:
-            assert in_flight(schedule, stage, devices, micro_batches, each) == most[stage]
+            assert occupancy(schedule, stage, devices, micro_batches, each).most == most[stage]
             assert occupancy(schedule, stage, devices, micro_batches, each) == (
                 most[stage],
                 later[stage],
@@ -78,9 +77,9 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, each, m
 
 def test_one_stage_on_a_device_holds_what_is_on_its_way_behind_it():
     for stage in range(4):
-        assert in_flight("1f1b", stage, 4, 9) == 4 - stage
-        assert in_flight("1f1b", stage, 4, 2) == min(2, 4 - stage)
-        assert in_flight("gpipe", stage, 4, 9) == 9
+        assert occupancy("1f1b", stage, 4, 9).most == 4 - stage
+        assert occupancy("1f1b", stage, 4, 2).most == min(2, 4 - stage)
+        assert occupancy("gpipe", stage, 4, 9).most == 9
 
 
 @pytest.mark.parametrize(("schedule", "each"), PLANS)

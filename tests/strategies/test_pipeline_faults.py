@@ -271,7 +271,7 @@ def test_more_stages_than_blocks():
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return nn.functional.cross_entropy(self.net(batch["features"].flatten(1)), batch["label"])
 
-    refused(Small(), "has 1 blocks between which it can be cut, which is not enough for 3 stages", stages=3)
+    refused(Small(), "has 1 block to cut between, which is not enough for 3 stages", stages=3)
 
 
 @pytest.mark.parametrize(
