@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.cuda import comm
 
 from equipoise.parallel import foreach
+from equipoise.parallel.to_device import to_device
 
 __all__ = ["broadcast", "reduce_add"]
 
@@ -43,7 +44,7 @@ def reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         summed: list[Tensor] = comm.reduce_add_coalesced(tensors, home.index)  # type: ignore[no-untyped-call]
         return summed
     for other in others:
-        foreach.add_(list(first), [tensor.to(home, non_blocking=True) for tensor in other])
+        foreach.add_(list(first), [to_device(tensor, home) for tensor in other])
     return first
 
 

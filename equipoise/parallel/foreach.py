@@ -7,6 +7,8 @@ and nowhere else. `tests/parallel/test_foreach.py` notices when one of them chan
 import torch
 from torch import Tensor
 
+from equipoise.parallel.to_device import to_device
+
 __all__ = ["add_", "copy_", "multiply_"]
 
 
@@ -34,6 +36,6 @@ def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor
     """
     if isinstance(factor, Tensor) and any(t.device != factor.device for t in tensors):
         for tensor in tensors:
-            tensor.mul_(factor.to(tensor.device, non_blocking=True))
+            tensor.mul_(to_device(factor, tensor.device))
     elif tensors:
         torch._foreach_mul_(tensors, factor)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.parallel.split import entries_of, rebuild
+from equipoise.parallel.to_device import to_device
 from equipoise.parallel.weighting import Weight, weighted_mean
 
 __all__ = ["PartialOutputs", "gather"]
@@ -57,7 +58,7 @@ class _Gather:
         first = outputs[0]
         if isinstance(first, Tensor):
             self._check(outputs, path, all(isinstance(out, Tensor) and self._fits(out, first) for out in outputs))
-            return self._tensors([out.to(self.device, non_blocking=True) for out in outputs])
+            return self._tensors([to_device(out, self.device) for out in outputs])
         if isinstance(first, Mapping):
             self._check(outputs, path, all(isinstance(out, Mapping) and out.keys() == first.keys() for out in outputs))
             return rebuild(first, [self([out[key] for out in outputs], f"{path}[{key!r}]") for key in first])

@@ -13,8 +13,9 @@ from torch import Tensor
 from equipoise.parallel.micro_steps import inside_stage
 from equipoise.parallel.split_backward import SplitBackward
 from equipoise.parallel.stages import StageProgram, check_exchanged, map_tensors, map_values
+from equipoise.parallel.to_device import to_device
 
-__all__ = ["StageGraphs", "bring", "brought", "go_back", "tensors_in"]
+__all__ = ["StageGraphs", "brought", "go_back", "tensors_in"]
 
 
 class _Held(NamedTuple):
@@ -88,7 +89,9 @@ class StageGraphs:
             gradients()
             gradients = [None if leaf is None else leaf.grad for leaf in given]
         if self._split:
-            ones = [None if one is None else bring(one, end.device) for end, one in zip(made, gradients, strict=True)]
+            ones = [
+                None if one is None else to_device(one, end.device) for end, one in zip(made, gradients, strict=True)
+            ]
             self._left[index] = SplitBackward(taken, made)
             found = self._left[index].of_inputs(ones)
         else:
@@ -147,7 +150,7 @@ class _Given(torch.autograd.Function):
 def go_back(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Runs the backward of tensors whose gradients are known, where there is any to run."""
     pairs = [
-        (tensor, bring(gradient, tensor.device))
+        (tensor, to_device(gradient, tensor.device))
         for tensor, gradient in zip(tensors, gradients, strict=True)
         if gradient is not None and tensor.requires_grad
     ]
@@ -162,13 +165,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def bring(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device."""
-    # A copy to the CPU that nobody waits for would be read before it is there.
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type == "cuda")
-
-
-def brought(values: Any, before: torch.device, device: torch.device, take: Callable[..., Tensor] = bring) -> Any:
+def brought(values: Any, before: torch.device, device: torch.device, take: Callable[..., Tensor] = to_device) -> Any:
     """Values of a stage for the next: its tensors brought to the device, and what names the device before renamed."""
 
     def each(value: Any) -> Any:
@@ -185,10 +182,10 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _without_history(tensor: Tensor, device: torch.device) -> Tensor:
-    return bring(tensor.detach(), device)
+    return to_device(tensor.detach(), device)
 
 
 def _leaf(tensor: Tensor, device: torch.device) -> Tensor:
     """The same values without their history, on a device, where gradients end."""
-    made = bring(tensor.detach(), device)
+    made = to_device(tensor.detach(), device)
     return made.requires_grad_() if tensor.requires_grad else made

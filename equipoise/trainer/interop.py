@@ -26,7 +26,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -163,21 +163,31 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
-    """Takes the states of metrics back; the count of updates has no public setter."""
+    """Load the states of metrics onto the metrics' devices; the count of updates has no public setter."""
     children = dict(module.named_modules())
     for name, saved in states.items():
         metric = children.get(name)
         if isinstance(metric, Metric):
-            for key, value in _copied(saved["state"]).items():
+            # A checkpoint is read to the CPU, while the next update computes on the metric's device.
+            for key, value in _copied(saved["state"], metric.device).items():
                 setattr(metric, key, value)
-            metric._update_count, metric._computed = saved["count"], None
+            metric._update_count = saved["count"]
+            metric._computed = None
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copies, since metrics change their states in place."""
+def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Return copies, since metrics change their states in place.
+
+    Args:
+        state: Tensors and lists of tensors by name.
+        device: Device of the copies. Default: where each tensor lies.
+    """
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device or tensor.device, copy=True)
+
     return {
-        key: [item.detach().clone() for item in value] if isinstance(value, list) else value.detach().clone()
-        for key, value in state.items()
+        key: [copy(item) for item in value] if isinstance(value, list) else copy(value) for key, value in state.items()
     }
 
 

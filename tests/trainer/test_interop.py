@@ -132,6 +132,23 @@ def test_states_of_metrics_go_back(name: str, batches: int) -> None:
     assert torch.load(buffer, weights_only=True).keys() == {"inner.metric"}
 
 
+@pytest.mark.parametrize("name", METRICS)
+def test_states_of_metrics_are_loaded_onto_the_device_of_the_metric(name: str) -> None:
+    module = nn.Module()
+    module.metric = METRICS[name]()
+    module.metric.update(torch.tensor([1.0]))
+    states = interop.metric_states(module)
+    module.metric.to("meta")  # the only other device that every machine has
+    interop.load_metric_states(module, states)
+    loaded = [
+        item
+        for value in module.metric.metric_state.values()
+        for item in (value if isinstance(value, list) else [value])
+    ]
+    assert loaded
+    assert {tensor.device.type for tensor in loaded} == {"meta"}
+
+
 def test_states_of_metrics_that_are_gone_are_passed_over() -> None:
     module = nn.Module()
     interop.load_metric_states(module, {"gone": {"state": {}, "count": 1}})

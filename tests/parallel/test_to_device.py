@@ -1,0 +1,56 @@
+"""Copies to the CPU are complete when they are read."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import equipoise
+from equipoise.parallel.to_device import to_device
+
+PACKAGE = Path(equipoise.__file__).parent
+
+# The progress bar copies into pinned memory and reads it after an event.
+MAY_COPY_ASYNCHRONOUSLY = {"parallel/to_device.py", "callbacks/progress_display.py"}
+
+
+class Recorded(Tensor):
+    """Records how it is copied to another device."""
+
+    copies: list[tuple[torch.device, bool]] = []
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Tensor:  # type: ignore[override]
+        self.copies.append((device, non_blocking))
+        return self
+
+
+@pytest.mark.parametrize(("destination", "asynchronous"), [("cpu", False), ("cuda:0", True)])
+def test_only_copies_to_a_cuda_device_are_asynchronous(destination: str, asynchronous: bool) -> None:
+    tensor = torch.empty(2, device="meta").as_subclass(Recorded)
+    tensor.copies.clear()
+    to_device(tensor, torch.device(destination))
+    assert tensor.copies == [(torch.device(destination), asynchronous)]
+
+
+def test_a_tensor_that_is_there_is_not_copied() -> None:
+    tensor = torch.ones(2)
+    assert to_device(tensor, torch.device("cpu")) is tensor
+
+
+def asynchronous_copies(tree: ast.AST) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "non_blocking":
+            yield node.lineno
+
+
+def test_no_other_file_copies_asynchronously() -> None:
+    found: dict[str, Any] = {}
+    for path in PACKAGE.rglob("*.py"):
+        lines = list(asynchronous_copies(ast.parse(path.read_text(encoding="utf-8"))))
+        if lines:
+            found[path.relative_to(PACKAGE).as_posix()] = lines
+    assert set(found) == MAY_COPY_ASYNCHRONOUSLY, found
