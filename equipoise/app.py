@@ -1,4 +1,4 @@
-"""Composes a configuration, builds what it names, runs it. Nothing else knows Hydra.
+"""Composes a configuration, builds what it names, runs it. Only this file and its neighbours `app_*` know Hydra.
 
     equipoise fit key=value ──→ main ──→ Hydra composes ──┐
     a hydra.main of your own ──→ Hydra composes ──────────┴──→ run ──→ builds data, module, callbacks, Trainer ──→ fits
@@ -7,13 +7,11 @@ Configurations are looked for in the user's folders, then in `equipoise/conf`, t
 made here from the constructors of the trainer, the strategies and the callbacks.
 """
 
-import inspect
+import contextlib
 import os
-import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,20 +21,21 @@ import torch
 import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
+from equipoise.app_messages import explain, options
 from equipoise.app_output import find_checkpoint, keep_metrics
-from equipoise.conf.checks import GROUPS, KEYS, check_keys, check_targets, did_you_mean
+from equipoise.app_sweep import check_first_trial, check_sweep, is_sweep, sweep_value
+from equipoise.conf.checks import GROUPS, check_keys, check_targets, did_you_mean
 from equipoise.conf.schema import config_class, option_name
 from equipoise.errors import ConfigurationError
 
@@ -103,15 +102,22 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """
     failures: list[Exception] = []
 
-    def task(config: DictConfig) -> None:
+    def task(config: DictConfig) -> float | list[float] | None:
+        sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
-            run(config, stage)
+            if sweeping:
+                check_sweep(config)
+            metrics = run(config, stage)
+            return sweep_value(config, metrics) if sweeping else None
         except Exception as error:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
+            if sweeping:
                 raise  # Hydra says which job it was, once all are done
             failures.append(error)
+            return None
 
     try:
+        if is_sweep(arguments):
+            _first_trial(arguments, folders)
         _hydra(task, arguments, folders)
         for failure in failures:
             raise failure
@@ -119,15 +125,15 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
         raise ConfigurationError(str(error)) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if "--help" not in arguments:
-            raise ConfigurationError(_explain(error, folders)) from error
+            raise ConfigurationError(explain(error, folders)) from error
         _hydra(task, ["--help"], folders, "equipoise")  # help without what is missing
     except ValueError as error:
         if "Config group override must be" not in str(error):
             raise
         group, _, option = next(
-            a for a in (a.partition("=") for a in arguments) if a[0] in GROUPS and a[2] not in _options(a[0], folders)
+            a for a in (a.partition("=") for a in arguments) if a[0] in GROUPS and a[2] not in options(a[0], folders)
         )
-        hint = did_you_mean(option, _options(group, folders))
+        hint = did_you_mean(option, options(group, folders))
         raise ConfigurationError(
             f"There is no {option} in the group {group!r}{hint} (~{group} leaves the group out.)"
         ) from error
@@ -143,19 +149,39 @@ def complete(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     _hydra(run, ["--shell-completion", *arguments], folders)
 
 
+def _first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:
+    """Checks a sweep before it begins."""
+    _SearchPath.folders = folders[1:]
+    with _paths_of(folders):
+        check_first_trial(arguments, str(folders[0]), "config")
+
+
 def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_name: str = "config") -> None:
     """Runs Hydra on these arguments, as if they had been this program's."""
     _SearchPath.folders = folders[1:]
-    path, argv, full_error = sys.path.copy(), sys.argv, os.environ.pop("HYDRA_FULL_ERROR", None)
+    argv = sys.argv
+    full_error = os.environ.pop("HYDRA_FULL_ERROR", None)
     try:
-        sys.path[:0] = [str(folder.parent) for folder in folders]  # for a `_target_` beside a folder
         sys.argv = ["equipoise", *arguments]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra is to raise its errors, not to print them
-        hydra.main(version_base="1.3", config_path=str(folders[0]), config_name=config_name)(task)()
+        with _paths_of(folders):
+            hydra.main(version_base="1.3", config_path=str(folders[0]), config_name=config_name)(task)()
     finally:
-        sys.path[:], sys.argv = path, argv
+        sys.argv = argv
         del os.environ["HYDRA_FULL_ERROR"]
-        os.environ.update({"HYDRA_FULL_ERROR": full_error} if full_error is not None else {})
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+@contextlib.contextmanager
+def _paths_of(folders: Sequence[Path]) -> Iterator[None]:
+    """Put the folders beside those of the configurations on Python's path, for what a `_target_` names."""
+    path = sys.path.copy()
+    sys.path[:0] = [str(folder.parent) for folder in folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
 
 
 # Running.
@@ -169,7 +195,7 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         stage: "fit", "validate", "test" or "predict". Default: the configuration's `stage`.
 
     Returns:
-        The metrics the run ended with.
+        The metrics the run ended with, those of the test included if `test` is true.
 
     Raises:
         ConfigurationError: If a value is missing, a `_target_` cannot be imported, or does not take an argument.
@@ -196,7 +222,7 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         module = _build(values["module"], "module")
         trainer = _trainer(values)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(_explain(error)) from error
+        raise ConfigurationError(explain(error)) from error
     loader = _LOADERS[values["stage"]]
     if data is None and not _overrides(module, LightningModule, loader):
         raise ConfigurationError(f"There are no data: choose some with data=NAME, or define {loader} in the module.")
@@ -206,13 +232,14 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         )  # it is this run's own
         if values["stage"] != "fit":
             warnings.filterwarnings("ignore", "The dirpath has changed")  # nothing is saved there
-        _work(trainer, module, data, values)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return _work(trainer, module, data, values)
 
 
-def _work(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> None:
+def _work(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> dict[str, float]:
+    """Run the stage, and the test that `test` asks for after a fit; return the metrics of both."""
     stage = values["stage"]
     result = getattr(trainer, stage)(module, datamodule=data, ckpt_path=_ckpt_path(values))
+    metrics = dict(trainer.callback_metrics)
     if stage == "predict" and result:
         torch.save(result, Path(values["output_dir"], "predictions.pt"))
     if stage == "fit" and values["test"]:
@@ -220,8 +247,10 @@ def _work(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> No
         if _overrides(owner, base, "test_dataloader") and _overrides(module, LightningModule, "test_step"):
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
             trainer.test(module, datamodule=data, ckpt_path=best or None)
+            metrics.update(trainer.callback_metrics)
         else:
             warnings.warn("test=true, but there is no test_step or no test_dataloader: no test is run.", stacklevel=2)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -273,68 +302,3 @@ def _ckpt_path(values: Mapping[str, Any]) -> str | None:
 
 def _overrides(instance: Any, base: type[Any], name: str) -> bool:
     return getattr(type(instance), name, None) is not getattr(base, name, None)
-
-
-# Explaining.
-
-
-def _explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
-    """One message for one of Hydra's errors: what is wrong, and the nearest right thing."""
-    chain = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(cause)
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"Cannot read {error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}."
-    where = re.match(r"In '([^']+)': Config\w+Error", str(error))
-    start = f"In {where[1]}.yaml: " if where else ""
-    for link in chain:
-        if isinstance(link, MissingConfigException) and link.missing_cfg_file:
-            group, _, option = link.missing_cfg_file.rpartition("/")
-            hint = did_you_mean(option, link.options or _options(group, folders))
-            return f"There is no {option!r} in the group {group!r}{hint}"
-        if isinstance(link, OverrideParseException):
-            return f"Cannot read {link.override!r}: write key=value, special characters in quotes, as in key='\"a=b\"'."
-        if isinstance(link, ConfigKeyError | ConfigAttributeError) and link.full_key:
-            return start + _unknown_key(link.full_key, list(link.parent_node or ()), folders)
-        if isinstance(link, OmegaConfBaseException) and link.full_key:
-            return f"{start}{link.full_key}: {str(link).splitlines()[0].rstrip('.')}."
-    return _explain_text(str(error), folders)
-
-
-def _explain_text(text: str, folders: Sequence[Path]) -> str:
-    if match := re.match(r"You must specify '([\w/]+)'", text):
-        return f"No {match[1]} is chosen: give {match[1]}=NAME{did_you_mean('', _options(match[1], folders))}"
-    if match := re.match(r"(In '.*): Could not override '([\w/]+)'.*\s+No match", text):
-        return f"{match[1]} there is no group {match[2]!r} to override{did_you_mean(match[2], GROUPS)}"
-    if match := re.match(r"Could not delete from config. '([\w.]+)' does not exist", text):
-        return f"There is no key {match[1]!r} to leave out{did_you_mean(match[1], KEYS)}"
-    if match := re.match(r"(In '.*): .*\s+Cannot merge \w+ with \w+", text):
-        return f"{match[1]} a list and a mapping meet; callbacks and logger are mappings, from names to what to build."
-    return text.partition("\nConfig search path")[0].strip()
-
-
-def _unknown_key(key: str, names: Sequence[str], folders: Sequence[Path]) -> str:
-    parent, _, name = key.rpartition(".")
-    if parent in ("callbacks", "logger") and name in _options(parent, folders):
-        return f"{key!r} is not part of the configuration: choose it first, by {parent}=[{name}]."
-    if parent in GROUPS and not names:
-        hint = did_you_mean("", _options(parent, folders))
-        return f"There is no key {key!r}: the present {parent} takes no arguments{hint}"
-    if parent == "trainer" and name in GROUPS:
-        return f"{key!r} is not a key of the trainer: {name} is a group of its own, given by {name}=NAME."
-    if not parent:
-        names = [*names, *GROUPS]
-        below = get_close_matches(name, inspect.signature(equipoise.Trainer).parameters, n=1)
-        if below and not get_close_matches(name, names):
-            return f"There is no key {key!r} in the configuration; did you mean 'trainer.{below[0]}'?"
-    return f"There is no key {key!r} in the configuration{did_you_mean(name, names, parent and parent + '.')}"
-
-
-def _options(group: str, folders: Sequence[Path]) -> list[str]:
-    """The names that can be chosen in a group."""
-    if GlobalHydra.instance().is_initialized():
-        return GlobalHydra.instance().config_loader().get_group_options(group)
-    if not folders:
-        return []
-    with hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
-        return GlobalHydra.instance().config_loader().get_group_options(group)

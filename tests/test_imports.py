@@ -27,7 +27,7 @@ LAYERS = {
     "callbacks": {"callbacks", "parallel", "memory", "precision", "errors"},
     "trainer": {"trainer", "strategies", "callbacks", "parallel", "memory", "precision", "errors"},
 }
-APP = {"__main__", "app", "app_devices", "app_output", "conf"}
+APP = {"__main__", "app", "app_devices", "app_messages", "app_output", "app_sweep", "conf"}
 MAY_NAME_PRIVATE_THINGS = {
     "trainer/interop.py",
     "parallel/foreach.py",

@@ -10,12 +10,22 @@ from typing import Any
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["GROUPS", "KEYS", "STAGES", "check_keys", "check_targets", "did_you_mean", "locate"]
+__all__ = [
+    "GROUPS",
+    "KEYS",
+    "STAGES",
+    "check_keys",
+    "check_objective",
+    "check_targets",
+    "constructor_default",
+    "did_you_mean",
+    "locate",
+]
 
 STAGES = ("fit", "validate", "test", "predict")
 GROUPS = ("trainer", "strategy", "precision", "callbacks", "logger", "module", "data", "experiment")
-KEYS = (*GROUPS, "stage", "seed", "ckpt_path", "test", "output_dir", "hydra")
-_OPTIONAL = ("precision", "module", "data", "experiment", "hydra")
+KEYS = (*GROUPS, "stage", "seed", "ckpt_path", "test", "objective", "output_dir", "hydra")
+_OPTIONAL = ("precision", "module", "data", "experiment", "objective", "hydra")
 
 
 def did_you_mean(name: str, options: Iterable[str], prefix: str = "") -> str:
@@ -71,6 +81,23 @@ def check_keys(values: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"seed must be a whole number or null; it is {values['seed']!r}.")
     if type(values["test"]) is not bool:
         raise ConfigurationError(f"test must be true or false; it is {values['test']!r}.")
+    check_objective(values.get("objective"))
+
+
+def check_objective(objective: Any) -> None:
+    """Check the type of the key `objective`.
+
+    Args:
+        objective: Its value: a name, a list of names, or None.
+
+    Raises:
+        ConfigurationError: If it is something else.
+    """
+    names = objective if isinstance(objective, list) else [objective]
+    if objective is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise ConfigurationError(
+            f"objective must be the name of a logged value, a list of names, or null; it is {objective!r}."
+        )
 
 
 def locate(path: str, key: str) -> Callable[..., Any]:
@@ -103,6 +130,30 @@ def locate(path: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigurationError(f"{key}._target_={path!r} must be a class or a function; it is {found!r}.")
     return found  # type: ignore[no-any-return]
+
+
+def constructor_default(path: str, parameter: str) -> Any:
+    """Return the default that a class or function has for a parameter.
+
+    Args:
+        path: The dotted path of the class or function.
+        parameter: The name of the parameter.
+
+    Returns:
+        The default; None if there is no such parameter or no default.
+
+    Raises:
+        ConfigurationError: If the path cannot be imported.
+
+    Example:
+        >>> constructor_default("lightning.pytorch.callbacks.ModelCheckpoint", "mode")
+        'min'
+    """
+    try:
+        found = inspect.signature(locate(path, "callbacks")).parameters.get(parameter)
+    except ValueError:  # a builtin without a signature
+        return None
+    return None if found is None or found.default is found.empty else found.default
 
 
 def _import(name: str, package: ModuleType | None, wrong: str) -> ModuleType:
