@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -30,17 +30,17 @@ _REMOVED = {
 
 
 def as_module(model: Any) -> LightningModule:
-    """The LightningModule in what the user passed, which `torch.compile` may have wrapped.
+    """Return the LightningModule in what the user passed, which `torch.compile` may have wrapped.
 
     Raises:
-        ConfigurationError: If it is none.
+        ConfigurationError: If it is none; also a TypeError, as in Lightning.
     """
     if isinstance(model, LightningModule):
         return model
     if isinstance(model, torch.nn.Module) and hasattr(model, "dynamo_ctx"):
         return from_compiled(model)  # type: ignore[arg-type]
     if isinstance(model, type):
-        raise ConfigurationError(
+        raise ConfigurationTypeError(
             f"The Trainer takes a LightningModule, not a class: pass an object, `{model.__name__}(...)`."
         )
     import lightning
@@ -48,7 +48,7 @@ def as_module(model: Any) -> LightningModule:
     hint = ""
     if any(base.__module__.startswith("pytorch_lightning") for base in type(model).__mro__):
         hint = " It is one of `pytorch_lightning`; import it from `lightning.pytorch` instead."
-    raise ConfigurationError(
+    raise ConfigurationTypeError(
         f"The Trainer takes a LightningModule (lightning {lightning.__version__}), not"
         f" {type(model).__module__}.{type(model).__name__}.{hint}"
     )
@@ -168,10 +168,10 @@ def data_of(loaders: Any, datamodule: Any, others: Any = None) -> tuple[Any, Lig
 
 
 def check_monitors(trainer: "Trainer") -> None:
-    """Checks that what early stopping monitors has been logged; called when the first values of an epoch are there.
+    """Check that what early stopping monitors has been logged; called when the first values of an epoch are there.
 
     Raises:
-        ConfigurationError: Naming what was logged.
+        ConfigurationError: Naming what was logged; also a RuntimeError, as in Lightning.
     """
     if trainer.enable_validation and not trainer.fit_loop_state.val_loop.has_run:
         return
@@ -180,7 +180,7 @@ def check_monitors(trainer: "Trainer") -> None:
         if callback.strict and callback.monitor not in known:
             near = get_close_matches(str(callback.monitor), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known) or 'none'}."
-            raise ConfigurationError(
+            raise ConfigurationRuntimeError(
                 f"{type(callback).__name__} monitors {callback.monitor!r}, but no such value was logged{hint}"
             )
 

@@ -7,103 +7,18 @@ private names. These classes offer them, made of what our trainer has; nothing o
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from torch import Tensor
-from torch.optim import Optimizer
 
 from equipoise.trainer.hooks import overrides
 from equipoise.trainer.interop import LogOptions
 
 if TYPE_CHECKING:
-    from equipoise.strategies.strategy import Strategy
+    from equipoise.trainer.data import Source
     from equipoise.trainer.evaluation_loop import EvaluationLoop
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["LightningNames", "StrategyView", "precision_plugin"]
-
-
-class StrategyView:
-    """`trainer.strategy`: the strategy, and beside its own members those that Lightning's objects ask of one.
-
-    Args:
-        strategy: The strategy.
-        trainer: The trainer.
-    """
-
-    def __init__(self, strategy: "Strategy", trainer: "Trainer") -> None:
-        self._own, self._of = strategy, trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def __reduce__(self) -> Any:
-        """By what it was made of: a view without attributes would look for them for ever."""
-        return StrategyView, (self._own, self._of)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The strategy's class, so that `isinstance(trainer.strategy, SingleDeviceStrategy)` says what it should."""
-        return type(self._own)
-
-    @property
-    def lightning_module(self) -> Any:
-        """The user's module."""
-        return self._of.lightning_module
-
-    model = lightning_module
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimisers."""
-        return self._of.optimizers
-
-    @property
-    def _lightning_optimizers(self) -> list[Any]:
-        return self._of.lightning_optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers."""
-        return self._of.lr_scheduler_configs
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """Lightning's plugin for the precision."""
-        return self._of.precision_plugin
-
-    @property
-    def accelerator(self) -> Any:
-        """Lightning's accelerator of the root device."""
-        return self._of.accelerator
-
-    def backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
-        """`manual_backward` comes here."""
-        self._of.fit_loop_state.optimization.backward.manual(loss, *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """`LightningOptimizer.step` comes here."""
-        return self._of.fit_loop_state.optimization.optimizer_step(optimizer, closure, **kwargs)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes, or any, decided for it."""
-        if self._own.world_size == 1:
-            return decision
-        votes = int(self._own.reduce(torch.tensor(int(decision), device=self._own.root_device), reduce_op="sum"))
-        return votes == self._own.world_size if all else votes > 0
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Deletes a checkpoint file or folder."""
-        if not self._own.is_global_zero:
-            return
-        if self._of.checkpoint_io is not None:
-            self._of.checkpoint_io.remove_checkpoint(filepath)
-        else:
-            filesystem = get_filesystem(filepath)
-            if filesystem.exists(filepath):
-                filesystem.rm(filepath, recursive=True)
+__all__ = ["LightningNames", "SourceView", "precision_plugin"]
 
 
 def precision_plugin(name: str, device_type: str, scaler: Any, clip: Callable[..., None]) -> Precision:
@@ -194,6 +109,41 @@ class _AcceleratorConnector:
         return self._trainer.world_size > 1
 
 
+class SourceView:
+    """`_data_source` of a loop: the origin of its loaders, which some modules ask for in `configure_optimizers`.
+
+    Args:
+        source: The origin of the loaders; None before the first run.
+    """
+
+    def __init__(self, source: "Source | None") -> None:
+        self._source = source
+
+    @property
+    def name(self) -> str:
+        """Name of the method that returns the loaders; empty where loaders were passed."""
+        return self._source.method if self._source is not None and self.is_module() else ""
+
+    @property
+    def instance(self) -> Any:
+        """The loaders that were passed, else the module or data module whose method returns them."""
+        if self._source is None:
+            return None
+        return self._source.owner if self._source.given is None else self._source.given
+
+    def is_module(self) -> bool:
+        """Return whether a method of a module or data module returns the loaders."""
+        return self._source is not None and self._source.given is None
+
+    def is_defined(self) -> bool:
+        """Return whether there are loaders."""
+        return self._source is not None and self._source.is_defined()
+
+    def dataloader(self) -> Any:
+        """Return the loaders, by calling the method if they were not passed."""
+        return getattr(self.instance, self.name)() if self.is_module() else self.instance
+
+
 class _EvaluationView:
     """`trainer.validate_loop`, `trainer.test_loop`, and the validation inside a fit."""
 
@@ -211,6 +161,10 @@ class _EvaluationView:
     @property
     def max_batches(self) -> list[float]:
         return self._loop.max_batches
+
+    @property
+    def _data_source(self) -> SourceView:
+        return self._loop.trainer.source_of(self._loop.stage)
 
 
 class _EpochLoopView:
@@ -295,6 +249,10 @@ class FitLoopView:
         return self._trainer.progress.epoch
 
     @property
+    def _data_source(self) -> SourceView:
+        return self._trainer.source_of("train")
+
+    @property
     def batch_idx(self) -> int:
         return self.epoch_loop.batch_idx
 
@@ -321,6 +279,15 @@ class LightningNames:
         self._data_connector = _DataConnector(trainer)
         self._accelerator_connector = _AcceleratorConnector(trainer)
         self.__results = _Results(trainer)
+
+    def source_of(self: Any, stage: str) -> SourceView:
+        """Return the origin of a stage's loaders, in the form in which Lightning's objects ask for it.
+
+        Args:
+            stage: "train", "val", "test" or "predict".
+        """
+        context = self.current_context
+        return SourceView(None if context is None else context.sources[stage])
 
     @property
     def _results(self: Any) -> _Results | None:

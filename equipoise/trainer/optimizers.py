@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
 from equipoise.trainer import interop
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def parse_optimizers(answer: Any, module: LightningModule) -> tuple[list[Optimiz
     if module.automatic_optimization and not optimizers:
         raise ConfigurationError(f"`configure_optimizers` returned {_describe(answer)}, without an optimiser. {_FORMS}")
     if module.automatic_optimization and len(optimizers) != 1:
-        raise ConfigurationError(
+        raise ConfigurationRuntimeError(
             f"Automatic optimisation takes one optimiser, but `configure_optimizers` returned {len(optimizers)}."
             " Set `self.automatic_optimization = False` and step them in `training_step`: `first, second ="
             " self.optimizers()`."

@@ -15,6 +15,7 @@ from equipoise.parallel.sampling import in_turn
 from equipoise.trainer.batch_stream import BatchStream
 from equipoise.trainer.data import Loaders
 from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, evaluator, without_gradients
+from equipoise.trainer.lightning_view import SourceView
 from equipoise.trainer.progress import BatchProgress
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class PredictionLoop:
     def batch_progress(self) -> BatchProgress:
         """The counter of batches, as Lightning's callbacks call it."""
         return self.progress
+
+    @property
+    def _data_source(self) -> SourceView:
+        """The origin of the loaders, under the name by which Lightning's objects ask for it."""
+        return self.trainer.source_of("predict")
 
     def forget_data(self) -> None:
         """The loaders will be asked for anew."""

@@ -26,13 +26,14 @@ from equipoise.trainer.context import Context
 from equipoise.trainer.device_selection import accelerator_of
 from equipoise.trainer.evaluation_loop import EvaluationLoop
 from equipoise.trainer.fit_loop import FitLoop
-from equipoise.trainer.lightning_view import LightningNames, StrategyView, precision_plugin
+from equipoise.trainer.lightning_view import LightningNames, precision_plugin
 from equipoise.trainer.limits import Limits
 from equipoise.trainer.logs import Logs
 from equipoise.trainer.prediction_loop import PredictionLoop
 from equipoise.trainer.progress import FitProgress
 from equipoise.trainer.results import to_scalars
 from equipoise.trainer.stages import Stages
+from equipoise.trainer.strategy_view import StrategyView
 
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
@@ -100,6 +101,11 @@ class PublicState(Stages, Limits, LightningNames):
         """Ends the run if a SIGTERM came."""
         if self.received_sigterm:
             raise SIGTERMException
+
+    @property
+    def current_context(self) -> Context | None:
+        """The parts of this run or the last one."""
+        return self._context
 
     @property
     def lightning_module(self) -> LightningModule | None:

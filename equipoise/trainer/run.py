@@ -40,6 +40,7 @@ from equipoise.trainer.checks import check_run
 from equipoise.trainer.context import Context
 from equipoise.trainer.data import Source
 from equipoise.trainer.effects import Effects, collect, known_objects, take_over, this_process
+from equipoise.trainer.finders import refuse_tuner
 from equipoise.trainer.hooks import Hooks
 from equipoise.trainer.optimizers import move_state, parse_optimizers
 from equipoise.trainer.selection import merge_callbacks
@@ -47,7 +48,7 @@ from equipoise.trainer.selection import merge_callbacks
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["Request", "run"]
+__all__ = ["Request", "make_context", "run"]
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Request:
 
 def run(trainer: "Trainer", request: Request) -> Any:
     """Carries out a request in every process; on any error everything is released, and the error goes on."""
+    refuse_tuner(trainer)
     trainer.state.fn, trainer.state.status = request.fn, TrainerStatus.RUNNING
     trainer.state.stage = _STAGE[request.fn]
     trainer.should_stop = False
@@ -87,7 +89,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
                 logger.finalize("failed")
         raise
     if effects.process != this_process():
-        trainer.begin_run(_make_context(trainer, request))
+        trainer.begin_run(make_context(trainer, request))
     return take_over(trainer, known, effects)
 
 
@@ -168,7 +170,7 @@ def _prepare(trainer: "Trainer", request: Request) -> Context:
         trainer.logs.agree_on_steps = partial(
             agree_on_steps, gather=strategy.gather_objects, device=strategy.root_device
         )
-    context = _make_context(trainer, request)
+    context = make_context(trainer, request)
     trainer.begin_run(context)
     check_run(context)
     if not trainer.barebones:
@@ -176,8 +178,8 @@ def _prepare(trainer: "Trainer", request: Request) -> Context:
     return context
 
 
-def _make_context(trainer: "Trainer", request: Request) -> Context:
-    """What the loops of a run share."""
+def make_context(trainer: "Trainer", request: Request) -> Context:
+    """Return what the loops of a run share."""
     module, datamodule = request.module, request.datamodule
     owner = module if datamodule is None else datamodule
     sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in ("train", "val", "test", "predict")}

@@ -9,9 +9,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     Checkpoint,
-    LearningRateFinder,
     ModelCheckpoint,
     ModelSummary,
     RichModelSummary,
@@ -32,6 +30,7 @@ from equipoise.strategies.pipeline import PipelineStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
+from equipoise.trainer.finders import refuse_finder
 from equipoise.trainer.options import Duration, check_choice, check_flags, seconds_of
 
 __all__ = [
@@ -176,15 +175,7 @@ def _check_callback(callback: Any) -> None:
             f"callbacks must be a Callback of Equipoise or Lightning, or a list of them, but it holds {callback!r} of"
             f" type {type(callback).__name__}."
         )
-    if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
-        instead = (
-            "raise the batch size by hand until memory is full, and keep accumulate_grad_batches for the rest"
-            if isinstance(callback, BatchSizeFinder)
-            else "sweep it: `equipoise fit --multirun module.lr=1e-4,3e-4,1e-3,3e-3 trainer.max_steps=200`"
-        )
-        raise ConfigurationError(
-            f"{type(callback).__name__} works inside Lightning's own loops and cannot run here. Instead, {instead}."
-        )
+    refuse_finder(callback)
 
 
 def _default(

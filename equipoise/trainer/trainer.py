@@ -22,7 +22,7 @@ from equipoise.trainer.device_selection import Devices, select_devices
 from equipoise.trainer.options import Duration
 from equipoise.trainer.public_state import PublicState
 from equipoise.trainer.results import to_scalars
-from equipoise.trainer.run import Request, run
+from equipoise.trainer.run import Request, make_context, run
 
 __all__ = ["Trainer"]
 
@@ -348,6 +348,19 @@ class Trainer(PublicState):
                 else:
                     write_checkpoint(checkpoint, filepath)
             self.connected_strategy.barrier("Trainer.save_checkpoint")
+
+    def connect_module(self, model: LightningModule) -> None:
+        """Set what `lightning_module` returns, without a run; Lightning's name for it is `strategy.connect`.
+
+        Args:
+            model: The module.
+
+        Raises:
+            ConfigurationError: If it is no LightningModule.
+        """
+        module = as_module(model)
+        if module is not self.lightning_module:
+            self.begin_run(make_context(self, Request(TrainerFn.FITTING, module)))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints in one process of each machine."""

@@ -4,21 +4,23 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import lightning.pytorch
+import pytest
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 
+from equipoise import Trainer
 from tests.conftest import ignoring
-from tests.trainer.small import Validated, loader, trainer
+from tests.trainer.small import Data, Validated, loader, trainer
 
-pytestmark = ignoring("An epoch has 3 batches")
+pytestmark = ignoring("An epoch has 3 batches", "You defined a `validation_step` but have no")
 
 
 LIGHTNING = Path(lightning.pytorch.__file__).parent
 READERS = ("callbacks", "core", "loggers", "profilers", "utilities")
 NOT_READ = {
     "_active_loop",  # BatchSizeFinder
-    "fit_loop._data_source",  # BatchSizeFinder
     "_model_registry",  # Lightning's own cloud
     "setter",  # a decorator
     "strategy.zero_stage_3",  # DeepSpeed
@@ -76,3 +78,43 @@ def test_throughput_in_every_kind_of_run(tmp_path: Path) -> None:
     (table,) = tmp_path.rglob("metrics.csv")
     columns = table.read_text().partition("\n")[0].split(",")
     assert {f"{stage}/device/batches_per_sec" for stage in ("train", "validate", "test", "predict")} <= set(columns)
+
+
+class AsksForLoaders(Validated):
+    """Chooses its scheduler by whether there is a validation loader, as estimators of forecasting libraries do."""
+
+    def configure_optimizers(self) -> Any:
+        loops = self.trainer.fit_loop
+        self.sources = [loops.epoch_loop.val_loop._data_source, loops._data_source]
+        self.answers = [(source.is_defined(), source.is_module()) for source in self.sources]
+        return super().configure_optimizers()
+
+
+class BringsLoaders(AsksForLoaders):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
+def test_where_loaders_come_from(cls: Any) -> None:
+    passed = AsksForLoaders()
+    trainer(cls).fit(passed, loader(), loader())
+    assert passed.answers == [(True, False), (True, False)]
+    own = BringsLoaders()
+    trainer(cls, limit_val_batches=0).fit(own)
+    assert own.answers == [(False, True), (True, True)]
+    assert [source.instance is own for source in own.sources] == [True, True]
+    assert [source.name for source in own.sources] == ["val_dataloader", "train_dataloader"]
+    assert len(own.sources[1].dataloader()) == 3
+    brought = AsksForLoaders()
+    trainer(cls).fit(brought, datamodule=Data())
+    assert brought.answers == [(True, True), (True, True)]
+
+
+def test_where_loaders_come_from_in_other_runs() -> None:
+    run = trainer()
+    assert not run.validate_loop._data_source.is_defined()
+    run.validate(Validated(), loader(), verbose=False)
+    assert run.validate_loop._data_source.is_defined()
+    assert not run.test_loop._data_source.is_defined()
+    assert not run.predict_loop._data_source.is_defined()
