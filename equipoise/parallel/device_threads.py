@@ -6,14 +6,34 @@ runs on `["cpu", "cpu"]` draw their random numbers in the same order every time.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["DeviceThreads", "ThreadState"]
+__all__ = ["DeviceThreads", "ThreadState", "on_device"]
 
 T = TypeVar("T")
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make a device the current one of this thread for a while, where its type has such a thing.
+
+    Kernels without a guard of their own, and `torch.zeros(3, device="cuda")`, go to the current device.
+
+    Args:
+        device: The device.
+
+    Example:
+        >>> with on_device(torch.device("cpu")):
+        ...     pass
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
 
 
 class ThreadState(NamedTuple):
@@ -24,6 +44,8 @@ class ThreadState(NamedTuple):
         autocast: For each type of device whether it casts, and to which dtype.
         cache: Whether autocast keeps the weights it has cast.
         default_device: Where tensors are made.
+        cuda_device: Number of the current CUDA device; None where this process does not use CUDA.
+        cuda_streams: The current stream of each CUDA device; empty likewise.
     """
 
     grad: bool
@@ -31,6 +53,8 @@ class ThreadState(NamedTuple):
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
     default_device: torch.device
+    cuda_device: int | None = None
+    cuda_streams: tuple[torch.cuda.Stream, ...] = ()
 
     @classmethod
     def capture(cls, device_types: Sequence[str]) -> "ThreadState":
@@ -39,13 +63,21 @@ class ThreadState(NamedTuple):
         Args:
             device_types: "cpu", "cuda", ...: whose autocast matters.
         """
-        return cls(
+        state = cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
             torch.is_autocast_cache_enabled(),
             torch.get_default_device(),
         )
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return state
+        streams = tuple(torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()))
+        return state._replace(cuda_device=torch.cuda.current_device(), cuda_streams=streams)
+
+    def without_devices(self) -> "ThreadState":
+        """Return the same state for a thread of another process, which has devices and streams of its own."""
+        return self._replace(cuda_device=None, cuda_streams=())
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -57,7 +89,16 @@ class ThreadState(NamedTuple):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
+            self._enter_cuda(stack)
             yield
+
+    def _enter_cuda(self, stack: ExitStack) -> None:
+        """Enter the streams that differ from this thread's, and then the device, which entering a stream changes."""
+        for stream in self.cuda_streams:
+            if torch.cuda.current_stream(stream.device) != stream:
+                stack.enter_context(torch.cuda.stream(stream))
+        if self.cuda_device is not None and torch.cuda.current_device() != self.cuda_device:
+            stack.enter_context(torch.cuda.device(self.cuda_device))
 
 
 class DeviceThreads:
@@ -98,7 +139,7 @@ class DeviceThreads:
         def work(device: torch.device, positions: list[int]) -> None:
             for position in positions:
                 try:
-                    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                    with on_device(device):
                         answers[position] = functions[position][1]()
                 except BaseException as error:
                     failed[device] = functions[position][0]

@@ -8,8 +8,7 @@ fixed order: that would not be quicker otherwise, and random numbers are drawn i
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.parallel.device_threads import ThreadState
+from equipoise.parallel.device_threads import ThreadState, on_device
 from equipoise.parallel.micro_steps import MicroStep, inside_stage
 from equipoise.parallel.schedule import Action, Schedule, actions_of, splits
 from equipoise.parallel.stage_graphs import StageGraphs, brought, go_back
@@ -64,7 +63,7 @@ class Pipeline:
         self.failed, before = None, self.devices[0]
         for stage, device in zip(self.stages, self.devices, strict=True):
             try:
-                with _on(device), inside_stage():
+                with on_device(device), inside_stage():
                     values = stage.run(*brought(values, before, device))
             except BaseException:
                 self.failed = device
@@ -204,7 +203,7 @@ class _Run:
             raise _Ended
         begin = perf_counter()
         try:
-            with _on(device):
+            with on_device(device):
                 if action.weights:
                     self.graphs[stage].weights(index)
                 elif action.backward:
@@ -221,7 +220,8 @@ class _Run:
     def _go_on(self, stage: int, index: int, given: list[Any]) -> None:
         step, last = self.steps[index], stage == self.count - 1
         assert step.state is not None
-        with step.state.entered():
+        # The step's thread has the last device as its current one; this stage has its own.
+        with step.state.entered(), on_device(self.pipeline.devices[stage]):
             program, keep = self.programs[index][stage], self.backward is not None
             made = self.graphs[stage].forward(index, program, given, keep=keep, last=last)
         if last:
@@ -240,11 +240,3 @@ class _Run:
 
 class _Ended(Exception):
     """Another stage has failed."""
-
-
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        yield

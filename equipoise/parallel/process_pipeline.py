@@ -61,7 +61,7 @@ class ProcessPipeline:
         """One call of the network; no gradient can come back from it."""
         state = ThreadState.capture(("cpu", "cuda"))
         seed = self._processes.seed_of(training=False)
-        order = StepOrder((self._program,), None, state._replace(grad=False), seed)
+        order = StepOrder((self._program,), None, state.without_devices()._replace(grad=False), seed)
         self._begin(order, [tensors])
         made: Any = None
         for stage, program in zip(self._stages(), self._own, strict=True):
@@ -118,7 +118,8 @@ class ProcessPipeline:
         seed = self._processes.seed_of(training=True)
         pipelines = pipelines or [self] * len(steps)
         numbers = tuple(pipeline._program for pipeline in pipelines)
-        self._begin(StepOrder(numbers, self._schedule, state, seed, self.fresh, home), inputs)
+        order = StepOrder(numbers, self._schedule, state.without_devices(), seed, self.fresh, home)
+        self._begin(order, inputs)
         error, spans = self._compute(steps, backward, [pipeline._own for pipeline in pipelines])
         if home:
             error = self._go_home(inputs, error)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -155,9 +156,9 @@ class StagedNetwork:
             self.recover()
 
     def _catcher(self, name: str) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if is_inside_stage():  # a stage that has it whole
-                return self._originals[name](*args, **kwargs)
+                return self._original_of(name, module)(*args, **kwargs)
             if self.rest is not None and self.rest.running:
                 return self.rest.answer()
             step = current_step()
@@ -173,7 +174,15 @@ class StagedNetwork:
             with self.placement.shadows.in_forward():
                 return pipeline.forward(structure.tensors)
 
-        return forward
+        # As a method: a copy of the module for another device binds methods to itself, and shares everything else.
+        return MethodType(forward, self._named[name])
+
+    def _original_of(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        """Return the forward that was there before, of the network or of its copy on another device."""
+        original = self._originals[name]
+        if module is not self._named[name] and isinstance(original, MethodType):
+            return MethodType(original.__func__, module)
+        return original
 
     def _waits(self) -> bool:
         """Whether this is a call before training, which alone shows what a cut by measuring has to count."""

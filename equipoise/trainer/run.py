@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel import random_state
 from equipoise.parallel.checkpointing import checkpoint_activations, keep_activations
+from equipoise.parallel.device_threads import on_device
 from equipoise.parallel.split import Splitter
 from equipoise.trainer import interop
 from equipoise.trainer.agreement import agree, agree_on_steps
@@ -94,16 +95,20 @@ def run(trainer: "Trainer", request: Request) -> Any:
 
 
 def _carry_out(trainer: "Trainer", request: Request, known: list[Any]) -> Effects:
-    """What every process does; on any error it lets go of everything."""
-    try:
-        result = _run(trainer, request)
-        if trainer.connected_strategy.launches:
-            return collect(trainer, known, result)
-        return Effects(result)
-    except BaseException as error:
-        with _uninterrupted():
-            _release_after(trainer, request, error)
-        raise
+    """What every process does; on any error it lets go of everything.
+
+    Where the user's code runs the current device is that of its data, until the run has ended.
+    """
+    with on_device(trainer.connected_strategy.root_device):
+        try:
+            result = _run(trainer, request)
+            if trainer.connected_strategy.launches:
+                return collect(trainer, known, result)
+            return Effects(result)
+        except BaseException as error:
+            with _uninterrupted():
+                _release_after(trainer, request, error)
+            raise
 
 
 _STAGE = {

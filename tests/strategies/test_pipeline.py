@@ -232,6 +232,40 @@ def test_copies_of_tied_layers(make, threads):
     assert_same(reference(make, accumulate_grad_batches=2), run)
 
 
+class Noting(nn.Linear):
+    """Notes the weights with which it computes, and is one call for the pipeline, since it asks for a value."""
+
+    computed: set[int] = set()
+
+    def forward(self, features):
+        if not bool(features.isfinite().all()):
+            raise ValueError("values that are not finite")
+        self.computed.add(self.weight.data_ptr())
+        return super().forward(features)
+
+
+class CalledTwice(Mlp):
+    """Its largest child is a layer that two stages call; the network is the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        self.one = Noting(FEATURES * TOKENS, FEATURES * TOKENS)
+        self.other, self.head = nn.Linear(FEATURES * TOKENS, FEATURES * TOKENS), nn.Linear(30, CLASSES)
+
+    def forward(self, features):
+        hidden = torch.tanh(self.other(torch.tanh(self.one(features.flatten(1)))))
+        return self.head(torch.tanh(self.one(hidden)))
+
+
+def test_a_later_stage_computes_the_largest_child_with_its_own_copy():
+    expected = reference(CalledTwice)
+    Noting.computed.clear()
+    run = fit(CalledTwice, SIZES, **pipelined(2, Copying, micro_batches=2, cut_before=["other"]))
+    assert_same(expected, run)
+    assert len(Noting.computed) == 2
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated with a ragged end": {"accumulate_grad_batches": 2},
     "clipped": {"gradient_clip_val": 0.05},

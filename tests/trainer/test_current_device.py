@@ -1,0 +1,78 @@
+"""Where the user's code runs the current device is that of its data, for as long as a run lasts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.trainer import run as run_module
+from tests.trainer.small import Small, loader, trainer
+
+CURRENT: list[torch.device] = []  # the devices that were made the current one, outermost first
+
+
+class Noting(Small):
+    """Notes the current device wherever code of the user's runs."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+        self.seen: list[tuple[torch.device, ...]] = []
+
+    def setup(self, stage: str) -> None:
+        self.seen.append(tuple(CURRENT))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(tuple(CURRENT))
+        if self.fails:
+            raise ValueError("planned")
+
+    def teardown(self, stage: str) -> None:
+        self.seen.append(tuple(CURRENT))
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note current devices, since a CPU has none."""
+    CURRENT.clear()
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        CURRENT.append(device)
+        try:
+            yield
+        finally:
+            CURRENT.pop()
+
+    monkeypatch.setattr(run_module, "on_device", on_device)
+
+
+def test_the_device_is_current_from_setup_to_teardown() -> None:
+    module = Noting()
+    trainer(max_steps=1).fit(module, loader())
+    assert module.seen == [(torch.device("cpu"),)] * 3
+    assert CURRENT == []
+
+
+def test_the_device_is_given_back_after_an_error() -> None:
+    with pytest.raises(ValueError, match="planned"):
+        trainer(max_steps=1).fit(Noting(fails=True), loader())
+    assert CURRENT == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_gpu_is_current_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    class Placing(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.made = torch.zeros(1, device="cuda")
+            return super().training_step(batch, batch_idx)
+
+    module = Placing()
+    trainer(max_steps=1, accelerator="cuda", devices=[1]).fit(module, loader())
+    assert module.made.device == torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
