@@ -73,7 +73,7 @@ def _watch(seconds: float) -> None:
         return _watched(devices, least)
 
     try:
-        if not console.is_terminal:  # a file or a pipe gets one table after the other
+        if not (console.is_terminal and sys.stdout.isatty()):  # a file or a pipe gets one table after the other
             while True:
                 console.print(read())
                 sys.stdout.flush()

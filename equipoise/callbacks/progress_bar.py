@@ -16,7 +16,8 @@ from typing import Any
 import rich
 from lightning.pytorch.callbacks import ProgressBar as _LightningProgressBar
 
-from equipoise.callbacks.progress_display import Display, LatestValues, Layout, Track, plain_line
+from equipoise.callbacks.live_display import Display
+from equipoise.callbacks.progress_display import LatestValues, Layout, Track, plain_line
 from equipoise.errors import ConfigurationError
 
 __all__ = ["ProgressBar"]
@@ -59,7 +60,7 @@ class _Drawing:
 class ProgressBar(_LightningProgressBar):
     """Shows how far a run has come: epoch, batches, rate, time so far and to come, values logged with `prog_bar=True`.
 
-    On a terminal and in a notebook it is redrawn in place; elsewhere, in a file for instance, it writes a plain line
+    On a terminal and in a notebook with ipywidgets it is redrawn in place; elsewhere, in a file, it writes a plain line
     every so often and one at each epoch's end. Epochs are counted from 1. Rates and times are those of training alone,
     or of validation alone. Values on CUDA are at most one redraw old; only a line that stays waits for its own.
 
@@ -248,9 +249,10 @@ class ProgressBar(_LightningProgressBar):
         """Goes back to the epoch's line, or leaves the finished one."""
         if (drawing := self._drawing) is None:
             return
-        if not drawing.fitting:
-            self._end_evaluation(drawing, keep=not trainer.sanity_checking)
+        if not drawing.fitting and not trainer.sanity_checking:
+            self._end_evaluation(drawing, keep=True)
             return
+        # After a sanity check the display stays for the training: a notebook would keep the widget of a closed one.
         drawing.evaluation = None
         if drawing.epoch is not None:
             drawing.epoch.go_on(monotonic())

@@ -1,27 +1,22 @@
-"""What the progress bar shows, and where.
+"""What the progress bar shows.
 
 Track           counts and times of one stage
 LatestValues    metrics as plain numbers, read without waiting
 Layout          tracks and metrics as one or two lines of rich text, as wide as the terminal allows
 plain_line      the same for a file
-Display         a live display on a terminal or in a notebook, plain lines elsewhere
 """
 
-import logging
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-__all__ = ["Display", "LatestValues", "Layout", "Track", "format_time", "format_value", "plain_line"]
+__all__ = ["LatestValues", "Layout", "Track", "format_time", "format_value", "plain_line"]
 
 _WINDOW = 10.0  # seconds over which the rate is taken: a slow first batch is soon forgotten
 _WIDE_BARS, _NARROW_BAR = (30, 20, 10), 6  # widths of the bar, in cells
@@ -270,79 +265,6 @@ def plain_line(track: Track, metrics: Mapping[str, Any], *, now: float) -> str:
     parts += [f"{format_time(track.remaining)} left"] if track.remaining is not None else []
     parts += [f"{_printable(name)} {format_value(value)}" for name, value in metrics.items()]
     return f"{_printable(track.label)}: {', '.join(parts)}"
-
-
-class Display:
-    """A place to draw: redrawn in place on a terminal or in a notebook, line by line elsewhere.
-
-    Nothing is drawn unless it is told to: there is no thread.
-
-    Args:
-        console: Where to.
-
-    Attributes:
-        animated: Whether it is redrawn in place.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        terminal = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
-        self.animated = terminal or console.is_jupyter
-        self.ascii_only = console.options.ascii_only or console.legacy_windows
-        self._live: Live | None = None
-        self._diverted: list[tuple[logging.StreamHandler[Any], Any]] = []
-
-    def show(self, lines: Text) -> None:
-        """Draws the lines in place of those before."""
-        if self._live is None:
-            self._live = Live(console=self.console, auto_refresh=False, vertical_overflow="crop")
-            streams = (sys.stdout, sys.stderr)
-            self._live.start()
-            self._diverted = [(handler, handler.stream) for handler in _log_handlers() if handler.stream in streams]
-            for handler, _ in self._diverted:
-                handler.setStream(sys.stderr)
-        self._live.update(self._encodable(lines), refresh=True)
-
-    def keep(self, lines: Text) -> None:
-        """Writes lines that stay, above those that are redrawn."""
-        self.console.print(self._encodable(lines), soft_wrap=True)
-
-    def write(self, text: str) -> None:
-        """Writes text as it is; where something is redrawn, above it and in whole lines."""
-        if self.animated:
-            end = "" if text.endswith("\n") else "\n"
-            self.console.print(text, end=end, markup=False, highlight=False, emoji=False, soft_wrap=True)
-        else:
-            encoding = self.console.encoding
-            self.console.file.write(text.encode(encoding, "replace").decode(encoding))
-            self.console.file.flush()
-
-    def close(self, *, keep: bool) -> None:
-        """Gives the terminal back.
-
-        Args:
-            keep: Whether what was drawn last stays.
-        """
-        live, self._live = self._live, None
-        if live is not None:
-            for handler, stream in self._diverted:
-                handler.setStream(stream)
-            live.transient = not keep
-            live.stop()
-
-    def _encodable(self, lines: Text) -> Text:
-        if not self.ascii_only:
-            return lines
-        encoding, copy = self.console.encoding, lines.copy()
-        copy.plain = lines.plain.encode(encoding, "replace").decode(encoding)
-        return copy
-
-
-def _log_handlers() -> list[logging.StreamHandler[Any]]:
-    """Those that may hold a stream from before a display began, and would write into its lines."""
-    names = ("", "lightning", "lightning.pytorch", "lightning.fabric", "equipoise")
-    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
-    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
 
 
 def format_value(value: Any) -> str:

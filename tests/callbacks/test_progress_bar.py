@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 import equipoise
 from equipoise.callbacks.progress_bar import ProgressBar
 from equipoise.callbacks.progress_display import LatestValues
+from equipoise.callbacks.run_summary import RunSummary
 
 from .small import LIGHTNINGS_OWN_WARNINGS, Clock, Small, Stream, loader, ticking, trainer
 from .terminal import Terminal
@@ -178,6 +180,14 @@ class TestScreen:
 
 
 class TestWhenItDraws:
+    def test_the_sanity_check_and_the_training_share_one_display(self, terminal: Terminal, clock: Clock):
+        trainer(callbacks=[ProgressBar()], max_epochs=2, num_sanity_val_steps=2).fit(
+            Small(ticking(clock, 1)), loader(3), loader(2)
+        )
+        assert terminal.sent.count("\x1b[?25l") == 1  # a notebook would show a widget for each
+        assert "Sanity" in terminal.sent
+        assert "Sanity" not in terminal.text
+
     def test_it_draws_by_the_clock(self, terminal: Terminal, clock: Clock):
         bar = Recording(clock, refresh_seconds=0.2)
         trainer(callbacks=[bar], max_epochs=1).fit(Small(ticking(clock, 0.0625)), loader(32))
@@ -260,6 +270,21 @@ class TestWithoutATerminal:
         text = path.read_bytes().decode("ascii")
         assert text.endswith("Testing: 2/2 batches, 1.00 it/s, 0:02, test_loss 20.00\n")
         assert all(line.isprintable() and line for line in text.rstrip("\n").split("\n"))
+
+    @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+    def test_a_file_gets_no_cursor_codes_where_colours_are_forced(
+        self, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+    ):
+        monkeypatch.setenv(variable, "1")
+        path = tmp_path / "log.txt"
+        with path.open("w") as file:
+            console = rich.console.Console(file=file)
+            monkeypatch.setattr(rich, "get_console", lambda: console)
+            run = trainer(callbacks=[ProgressBar(), RunSummary()], max_epochs=2)
+            run.fit(Small(ticking(clock, 1)), loader(3), loader(2))
+        text = path.read_text()
+        assert "Epoch 2/2: 3/3 batches" in text
+        assert not re.search(r"\x1b\[[?0-9;]*[A-LN-Za-ln-z]", text)  # an m alone is a colour
 
     def test_printing_is_left_to_python(self, plain: io.StringIO, clock: Clock, capsys: pytest.CaptureFixture[str]):
         trainer(callbacks=[ProgressBar()], max_epochs=1).fit(

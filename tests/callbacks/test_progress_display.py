@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from equipoise.callbacks.live_display import Display
 from equipoise.callbacks.progress_display import (
-    Display,
     Layout,
     Track,
     format_rate,
@@ -192,6 +192,17 @@ def test_times_and_rates():
     ]  # fmt: skip
 
 
+class _Bytes(io.BytesIO):
+    """Bytes that a terminal or a file takes."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
 class TestDisplay:
     def test_lines_are_redrawn_in_place_and_kept_lines_stay_above(self):
         terminal = Terminal(40)
@@ -221,7 +232,7 @@ class TestDisplay:
 
     @pytest.mark.parametrize("terminal", [True, False])
     def test_an_encoding_that_lacks_a_character_is_no_error(self, terminal: bool):
-        raw = io.BytesIO()
+        raw = _Bytes(terminal=terminal)
         file = io.TextIOWrapper(raw, encoding="ascii")
         display = Display(
             Console(file=file, force_terminal=terminal, width=40, legacy_windows=False, color_system=None)
@@ -233,3 +244,21 @@ class TestDisplay:
         else:
             display.write("größe 1\n")
         assert b"gr??e 1" in raw.getvalue()
+
+    @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+    def test_a_file_that_takes_colours_is_no_place_to_animate(self, monkeypatch: pytest.MonkeyPatch, variable: str):
+        monkeypatch.setenv(variable, "1")
+        console = Console(file=io.StringIO())
+        assert console.is_terminal  # rich says so
+        assert not Display(console).animated
+
+    @pytest.mark.parametrize("missing", [None, "IPython", "ipywidgets"])
+    def test_a_notebook_is_animated_where_it_has_widgets(self, monkeypatch: pytest.MonkeyPatch, missing: str | None):
+        found = object()
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else found)
+        file = io.StringIO()
+        display = Display(Console(file=file, force_jupyter=True))
+        assert display.animated == (missing is None)
+        if missing is not None:
+            display.write("one line\n")
+            assert file.getvalue() == "one line\n"
