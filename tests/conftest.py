@@ -18,9 +18,21 @@ import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from equipoise.parallel.preloading import preload
+
 __all__ = ["LIGHTNINGS_OWN_WARNINGS", "ignoring"]
 
 torch.set_num_threads(1)  # small tensors: more threads would only wait for each other, and results would depend on them
+
+# Worker processes
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Lets workers find the test modules imported, as they find the trainer; without a GPU, which must not be asked."""
+    modules = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}
+    if not torch.cuda.is_available():
+        preload("equipoise.trainer.trainer", *sorted(name for name in modules if name.startswith("tests.")))
+
 
 # Hypotheses
 

@@ -1,7 +1,7 @@
 """Worker processes on this machine, started once, without running the user's script again.
 
-A server that has torch imported already forks them (multiprocessing's forkserver), so the first start takes about two
-seconds and later ones a tenth of one. What they run travels as `transport` packs it.
+A server forks them that has torch, Lightning and the trainer imported (multiprocessing's forkserver; see `preloading`),
+so the first start takes some seconds and later ones a tenth of one. What they run travels as `transport` packs it.
 
     parent                                     worker
     pack the function
@@ -17,6 +17,7 @@ groups may abort or hang an ordinary exit.
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ import torch
 
 from equipoise.errors import WorkerError
 from equipoise.parallel import log_forwarding
+from equipoise.parallel.preloading import preload, preloaded_modules
 from equipoise.parallel.surroundings import Surroundings
 from equipoise.parallel.transport import Layout, Package, pickle_error
 
@@ -42,7 +44,7 @@ __all__ = ["launch"]
 
 T = TypeVar("T")
 
-_PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "lightning.pytorch", __name__]
+preload(__name__)
 _HIDING = threading.Lock()  # one thread's workers must not start while another shows the script again
 _GATHERING = 1.0  # seconds in which the causes of a failure are gathered
 _LEAVING = 3.0  # seconds that an interrupted worker has to release what it holds
@@ -72,7 +74,7 @@ def launch(
     try:
         layout = package.pack((function, is_consequence, sys.path, Surroundings(), list(known)))
         context = get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(preloaded_modules())
         with _hidden_main():
             for rank in range(count):
                 workers.append(_Worker.start(context, rank, count, package, layout, answer))
@@ -322,6 +324,7 @@ class _Options:
 
 def _enter(options: _Options, package: Package, answer: Package, stack: Connection, parent: Connection) -> None:
     """What a worker does, from its first line to its last."""
+    gc.freeze()  # what the server has imported lives as long as the process; a collection need not look through it
     os.setpgid(0, 0)  # Ctrl-C is the parent's to hand on, and what a worker starts ends with it
     faulthandler.register(signal.SIGUSR1, stack.fileno())
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.calibration import SimulatedDevice
 from equipoise.parallel.launch import launch
+from equipoise.parallel.preloading import preload
 from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another
 from equipoise.parallel.sampling import NO_BATCH
 from equipoise.parallel.transport import dumps, loads
@@ -31,6 +32,7 @@ from equipoise.strategies.strategy import Strategy, Transfer
 __all__ = ["DDPStrategy"]
 
 T = TypeVar("T")
+preload(__name__)
 _OF_A_RUN = ("_engine", "_guard", "_placed", "_restore_layers", "_restore_metrics")
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from equipoise.errors import StepError
 from equipoise.parallel.launch import launch
+from equipoise.parallel.preloading import preload
 from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another
 from equipoise.parallel.stage_messages import Messenger
 from equipoise.parallel.stage_processes import StageProcesses
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["StageLaunch"]
 
 T = TypeVar("T")
+preload("equipoise.strategies.pipeline")
 _WRITTEN = "more than one element of the written-to tensor"  # how torch refuses to write to `nothing_like`
 
 

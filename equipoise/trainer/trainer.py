@@ -11,6 +11,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.preloading import preload
 from equipoise.precision import make_precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import options as check
@@ -25,6 +26,8 @@ from equipoise.trainer.results import to_scalars
 from equipoise.trainer.run import Request, make_context, run
 
 __all__ = ["Trainer"]
+
+preload(__name__, "torchmetrics.classification")
 
 
 class Trainer(PublicState):

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,11 @@ def test_what_can_be_read_of_lightnings_can_be_read_of_ours() -> None:
 
 
 # The views are tested where they are made, and the estimate, which asks for loaders, below.
-NAMES = sorted(names(L.Trainer) - LIGHTNINGS_ALONE - VIEWS - {"estimated_stepping_batches"})
+@cache
+def readable_names() -> list[str]:
+    return sorted(names(L.Trainer) - LIGHTNINGS_ALONE - VIEWS - {"estimated_stepping_batches"})
+
+
 Reading = dict[str, Any]
 
 
@@ -61,7 +66,7 @@ def plain(value: Any) -> Any:
 
 
 def read(run: Any, where: str) -> tuple[str, Reading]:
-    return where, {name: plain(getattr(run, name)) for name in NAMES}
+    return where, {name: plain(getattr(run, name)) for name in readable_names()}
 
 
 class Reads(Validated):

@@ -1,0 +1,34 @@
+"""Modules that worker processes find imported: the server that forks them imports these once, when it starts.
+
+Each worker would import them anew otherwise, at the cost of half a second of CPU time per process and run. A module
+that workers need registers itself, so that this layer knows none of the layers above it.
+"""
+
+__all__ = ["preload", "preloaded_modules"]
+
+_TORCH = ("torch", "torch._dynamo", "torch.nn.parallel.distributed")
+_registered: list[str] = []
+
+
+def preload(*names: str) -> None:
+    """Register modules that the server of worker processes imports when it starts.
+
+    A server that runs already does not import them any more; its workers do so themselves. A module that cannot be
+    imported is left to the workers as well.
+
+    Importing such a module must start no thread and must not ask for a CUDA device: neither survives a fork.
+
+    Args:
+        names: Full names, such as "torchmetrics.classification".
+
+    Example:
+        >>> preload("json", "csv")
+        >>> preloaded_modules()[-2:]
+        ['json', 'csv']
+    """
+    _registered.extend(name for name in names if name not in _registered)
+
+
+def preloaded_modules() -> list[str]:
+    """Return the names of all modules that a server started now would import, torch first."""
+    return [*_TORCH, *_registered]
