@@ -74,11 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plain_warnings() -> Iterator[None]:
     """Shows warnings without the line of our own code that gave them, which says nothing to a user."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
+    warnings.formatwarning = _without_line
     try:
         yield
     finally:
         warnings.formatwarning = before
+
+
+def _without_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return the text of a warning; worker processes of a run are given this function, too."""
+    return f"{category.__name__}: {message}\n"
 
 
 def _command(given: Sequence[str]) -> None:

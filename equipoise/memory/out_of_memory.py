@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
 
@@ -28,6 +29,9 @@ _SIGNS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
+    # What cuDNN says where no algorithm's workspace fits.
+    "unable to find an engine to execute this computation",
+    "CUDNN_STATUS_NOT_SUPPORTED",
 )
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)|you tried to allocate (\d+) bytes")
@@ -113,7 +117,9 @@ class Split:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on whatever device.
+    """Return whether an error says that memory ran out, on whatever device.
+
+    An error of a process group never does, whatever its text: its communicator is dead, so nothing can be done again.
 
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(ValueError())
@@ -122,6 +128,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, (StepError, CheckpointError, WorkerError)):  # of ours, which may speak of memory
+        return False
+    if dist.is_available() and isinstance(error, dist.DistError):
         return False
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 

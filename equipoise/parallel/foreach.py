@@ -11,6 +11,8 @@ from equipoise.parallel.to_device import to_device
 
 __all__ = ["add_", "copy_", "multiply_"]
 
+_EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
 
 def add_(tensors: list[Tensor], others: list[Tensor]) -> None:
     """Adds to every tensor in place the other one at its position, sparse ones too."""
@@ -34,8 +36,22 @@ def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor
         tensors: Tensors of any shape, dtype and device.
         factor: The common factor. A tensor is moved to the devices of `tensors` where it lies elsewhere.
     """
-    if isinstance(factor, Tensor) and any(t.device != factor.device for t in tensors):
-        for tensor in tensors:
-            tensor.mul_(to_device(factor, tensor.device))
-    elif tensors:
+    if not tensors:
+        return
+    if not isinstance(factor, Tensor):
         torch._foreach_mul_(tensors, factor)
+        return
+    groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, _dtype_of_product(tensor)), []).append(tensor)
+    for (device, dtype), group in groups.items():
+        there = to_device(factor, device)
+        torch._foreach_mul_(group, there if dtype is None else there.to(dtype))
+
+
+def _dtype_of_product(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype in which torch multiplies a tensor by a 0-dim one; None if that depends on both.
+
+    Torch multiplies a list in one kernel only if the factor has that dtype already.
+    """
+    return tensor.dtype if tensor.ndim and tensor.dtype in _EXACT else None

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from equipoise import ConfigurationError, OutOfMemoryEvent, Split, StepError
 from equipoise.memory.out_of_memory import (
@@ -54,6 +55,8 @@ MPS = (
             *[None] * 4,
         ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), *[None] * 4),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), *[None] * 4),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), *[None] * 4),
         (
             RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
             *[None] * 4,
@@ -78,6 +81,7 @@ def test_messages(error: Exception, requested: Any, free: Any, allocated: Any, d
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
         ValueError("out of memory"),
         StepError("A batch ran out of memory, and we say what would help."),
+        DistBackendError("NCCL error in ProcessGroupNCCL.cpp: Cuda failure 2 'out of memory'"),
         KeyboardInterrupt(),
     ],
 )
