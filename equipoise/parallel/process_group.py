@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["Place", "StoreServer", "find_place", "follows_from_another", "joined"]
+__all__ = ["Place", "StoreServer", "find_place", "follows_from_another", "host_group", "joined"]
 
 LOOPBACK = "127.0.0.1"
 _GROUPS = count()  # joined so far, as many in every process
@@ -147,28 +147,54 @@ def joined(
         backend: Default: "nccl" for CUDA, else "gloo".
     """
     if dist.is_initialized():
-        yield
+        with _beside(timeout):
+            yield
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     store: Store
-    with _loopback(only=port is not None):
-        if port is not None:
-            store = TCPStore(LOOPBACK, port, is_master=False, timeout=max(timeout, _MEETING), use_libuv=False)
-        else:
-            _meet_under_slurm()
-            store = _meet(place, timeout)
-        # What an earlier group, or attempt of torchrun's, has left there would mislead this one.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"equipoise/{attempt}/{next(_GROUPS)}", store)
-        if port is not None:
-            store.set(f"here/{place.global_rank}", "")
-            store.wait([f"here/{rank}" for rank in range(place.world_size)], max(timeout, _MEETING))
-        dist.init_process_group(
-            backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
-        )
-    yield
-    dist.barrier(device_ids=[device.index or 0] if backend == "nccl" else None)
+    with contextlib.ExitStack() as hosts:
+        with _loopback(only=port is not None):
+            if port is not None:
+                store = TCPStore(LOOPBACK, port, is_master=False, timeout=max(timeout, _MEETING), use_libuv=False)
+            else:
+                _meet_under_slurm()
+                store = _meet(place, timeout)
+            # What an earlier group, or attempt of torchrun's, has left there would mislead this one.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"equipoise/{attempt}/{next(_GROUPS)}", store)
+            if port is not None:
+                store.set(f"here/{place.global_rank}", "")
+                store.wait([f"here/{rank}" for rank in range(place.world_size)], max(timeout, _MEETING))
+            dist.init_process_group(
+                backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
+            )
+            hosts.enter_context(_beside(timeout))
+        yield
+        dist.barrier(device_ids=[device.index or 0] if backend == "nccl" else None)
     dist.destroy_process_group()
+
+
+_host_groups: list[dist.ProcessGroup] = []  # of this process, while it belongs to a group that knows devices only
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return the process group of all processes that takes tensors of the host; None: the default group does."""
+    return _host_groups[-1] if _host_groups else None
+
+
+@contextlib.contextmanager
+def _beside(timeout: timedelta) -> Iterator[None]:
+    """Begin a process group for the host beside a default group that exchanges between devices only."""
+    if dist.get_backend() != "nccl":
+        yield
+        return
+    group = dist.new_group(timeout=timeout, backend="gloo")
+    _host_groups.append(group)
+    try:
+        yield
+        dist.destroy_process_group(group)
+    finally:
+        _host_groups.remove(group)
 
 
 def _meet(place: Place, timeout: timedelta) -> Store:

@@ -4,10 +4,9 @@ Both end a window with the same gradients in all processes: Σ wᵢgᵢ / Σ w�
 """
 
 import contextlib
-import math
 from collections.abc import Iterable
 from inspect import signature
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,8 @@ from torch.optim import Optimizer
 from equipoise.errors import StepError
 from equipoise.parallel import foreach
 from equipoise.parallel.reducer import GradientReducer
-from equipoise.parallel.weighting import Weight, Window
+from equipoise.parallel.weighting import Window
+from equipoise.strategies.ddp_totals import AlongGradients, Apart, OnHost, TotalWeight, as_number, reading_waits
 from equipoise.strategies.steps import StepResult, TrainingStep
 from equipoise.strategies.strategy import parameters_of
 
@@ -93,68 +93,6 @@ class _Redirected(nn.Module):
         return function()
 
 
-class _Apart:
-    """Σw over all processes in an exchange of its own, while the backward runs.
-
-    Args:
-        device: Where this process computes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._total, self._work = device, torch.zeros(()), cast("dist.Work | None", None)
-
-    def send(self, own: Weight) -> None:
-        """Sends this process's part; every process does so at the same place in its step."""
-        self._wait()  # if a closure is called again
-        self._total = torch.as_tensor(own, dtype=torch.float64).to(self.device, copy=True)
-        self._work = dist.all_reduce(self._total, async_op=True)
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-    def total(self) -> float | Tensor:
-        """Σw."""
-        self._wait()
-        return _read(self._total)
-
-
-class _Along:
-    """Σw in the first bucket of gradients, since a small exchange costs as much as a large one.
-
-    The wrapper divides by the number of processes, which is undone. Numbers of samples come out as they are.
-
-    Args:
-        weight: The parameter whose gradient is Σw, of float32 or wider.
-    """
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        self._weight, self._processes = weight, dist.get_world_size()
-        self._near = 4 * torch.finfo(weight.dtype).eps
-        self._sent: tuple[Weight, Tensor] = (0, torch.zeros_like(weight))  # a weight, and what is sent for it
-
-    def send(self, own: Weight) -> None:
-        """The first gradient to be ready."""
-        seen, value = self._sent
-        if isinstance(own, Tensor) or isinstance(seen, Tensor) or own != seen:
-            value = torch.as_tensor(own * self._processes).to(self._weight)
-            self._sent = (own, value)
-        self._weight.grad = None
-        torch.autograd.backward(self._weight, value)
-
-    def total(self) -> float | Tensor:
-        """Σw."""
-        assert self._weight.grad is not None
-        total = _read(self._weight.grad.detach())
-        if not isinstance(total, Tensor):
-            whole_number = math.floor(total + 0.5) if math.isfinite(total) else total
-            return whole_number if abs(total - whole_number) <= self._near * total else total
-        total = total.double()
-        whole = total.round()
-        return torch.where((total - whole).abs() <= self._near * whole, whole, total)
-
-
 class TorchEngine:
     """Torch's DistributedDataParallel around the whole step.
 
@@ -174,8 +112,7 @@ class TorchEngine:
         plain = not given["find_unused_parameters"] and not given["static_graph"]
         self._tells_unused = plain
         # A graph that is looked through does not hold the weight; a hook of the user's may round it.
-        weight = _weight_like(self._learned.values(), device) if plain and hook is None else None
-        self._weight = _Apart(device) if weight is None else _Along(weight)
+        self._weight, weight = _total_weight(self._learned.values(), device, in_buckets=plain and hook is None)
         self._device = device
         self._wrapped = DistributedDataParallel(
             _Redirected(module, weight), device_ids=[device] if device.type == "cuda" else None, **given
@@ -232,15 +169,23 @@ class TorchEngine:
         """See `Engine`."""
 
 
-def _weight_like(parameters: Iterable[nn.Parameter], device: torch.device) -> nn.Parameter:
-    """A parameter that shares a bucket with others, if any of them is wide enough."""
-    wide = [p.dtype for p in parameters if p.dtype in (torch.float32, torch.float64)]
-    return nn.Parameter(torch.zeros((), dtype=wide[-1] if wide else torch.float32, device=device))
+def _total_weight(
+    parameters: Iterable[nn.Parameter], device: torch.device, *, in_buckets: bool
+) -> tuple[TotalWeight, nn.Parameter | None]:
+    """Return the exchange of Σw, and the parameter that it needs in the wrapped module.
 
-
-def _read(total: Tensor) -> float | Tensor:
-    """A total as a number, unless reading it would wait for a device."""
-    return total.item() if total.device.type == "cpu" else total
+    Args:
+        parameters: Those that are learned.
+        device: Where this process computes.
+        in_buckets: Whether buckets of gradients can take it along.
+    """
+    if reading_waits(device):
+        return OnHost(device), None
+    if not in_buckets:
+        return Apart(device), None
+    wide = [p.dtype for p in parameters if p.dtype in (torch.float32, torch.float64)]  # it shares their bucket
+    weight = nn.Parameter(torch.zeros((), dtype=wide[-1] if wide else torch.float32, device=device))
+    return AlongGradients(weight), weight
 
 
 class NativeEngine:
@@ -280,7 +225,7 @@ class NativeEngine:
 
     def finish(self, window: Window, optimizer: Optimizer) -> bool:
         """See `Engine`. The reducer has summed over the processes."""
-        return _weigh(window, optimizer, _read(self._reducer.total()), 1)
+        return _weigh(window, optimizer, as_number(self._reducer.total()), 1)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """A backward whose gradients are averaged at once."""

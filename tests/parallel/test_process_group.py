@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.parallel.launch import launch
-from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, joined
+from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, host_group, joined
 
 CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=30)
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -126,6 +126,25 @@ def test_a_group_of_others_is_left_to_them() -> None:
     assert stays
     assert places == [Place(0, 0, 0, 2, None), Place(1, 1, 0, 2, None)]
     assert not remains
+
+
+def beside(place: Place, port: int, begun: bool) -> tuple[float, bool, bool]:
+    """Takes gloo for a backend of devices, which knows no tensors of the host."""
+    dist.get_backend = lambda group=None: "nccl"  # in this process, which ends with this function
+    if begun:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=place.global_rank, world_size=2, timeout=PATIENCE)
+    before = host_group()
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        value = torch.tensor(place.global_rank + 1.0)
+        dist.all_reduce(value, group=host_group())
+        is_another = host_group() not in (None, dist.group.WORLD)
+    return float(value), is_another, before is None and host_group() is None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_group_of_the_hosts_beside_one_of_the_devices(begun: bool) -> None:
+    assert started(beside, begun) == (3.0, True, True)
 
 
 def one_after_another(place: Place, port: int) -> list[tuple[float, bool]]:

@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
+from equipoise.strategies import ddp_engines, ddp_totals
 from tests.conftest import ignoring
 from tests.strategies.test_ddp_faults import HOW, Mistake, hangs, raises
 from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
@@ -458,6 +459,44 @@ def test_a_step_without_any_weight_moves_nothing(engine: Any) -> None:
     many.load_state_dict(one.state_dict())
     trainer("single_device", 1).fit(one, DataLoader(Samples(12), batch_size=4))
     trainer(DDPStrategy(engine=engine), 2).fit(many, DataLoader(Samples(12), batch_size=2))
+    assert_same_weights(one, many)
+
+
+class OnADevice(Numbered):
+    """Computes as on a device that the host must not wait for; where `skipped`, all processes skip a step.
+
+    Args:
+        skipped: The batches in which the step returns nothing.
+        masked: The batches from which on the weight is a tensor, as a number of tokens is.
+    """
+
+    def __init__(self, skipped: tuple[int, ...], masked: int) -> None:
+        super().__init__()
+        self.skipped, self.masked = skipped, masked
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.world_size > 1:
+            ddp_engines.reading_waits = ddp_totals.reading_waits = lambda device: True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx in self.skipped:
+            return None
+        losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        if batch_idx < self.masked:
+            return losses.mean()
+        keep = batch[2] % 3 > 0
+        return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": keep.sum()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+
+@pytest.mark.parametrize(("skipped", "masked"), [((2, 3), 9), ((1, 4), 2)])
+def test_a_total_weight_that_the_host_can_know_without_the_device(skipped: tuple[int, ...], masked: int) -> None:
+    one, many = OnADevice(skipped, masked), OnADevice(skipped, masked)
+    many.load_state_dict(one.state_dict())
+    trainer("single_device", 1).fit(one, DataLoader(Samples(22), batch_size=4))
+    trainer("ddp", 2).fit(many, DataLoader(Samples(22), batch_size=2))
     assert_same_weights(one, many)
 
 
