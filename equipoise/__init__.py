@@ -4,93 +4,42 @@
 use, so that `import equipoise` costs little more than `import torch`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch as _torch  # noqa: F401  the one import that every use of the package pays for
 
+from equipoise.public_names import lazy_dir, lazy_getattr, names_of
+
 if TYPE_CHECKING:
-    from equipoise.callbacks.callback import Callback
-    from equipoise.callbacks.evaluation_pass import EvaluationResult
-    from equipoise.callbacks.memory_logger import MemoryLogger
-    from equipoise.callbacks.no_grad_evaluation import NoGradEvaluation
-    from equipoise.callbacks.oom_recovery import OOMRecovery
-    from equipoise.callbacks.progress_bar import ProgressBar
-    from equipoise.callbacks.run_report import RunReport
-    from equipoise.callbacks.run_summary import RunSummary
-    from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
-    from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
-    from equipoise.parallel.calibration import SimulatedDevice
-    from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
-    from equipoise.strategies.data_parallel import DataParallelStrategy
-    from equipoise.strategies.ddp import DDPStrategy
-    from equipoise.strategies.pipeline import PipelineStrategy
-    from equipoise.strategies.single_device import SingleDeviceStrategy
-    from equipoise.strategies.steps import StepResult
-    from equipoise.strategies.strategy import Strategy
-    from equipoise.trainer.trainer import Trainer
+    from lightning.pytorch import LightningDataModule as LightningDataModule
+    from lightning.pytorch import LightningModule as LightningModule
 
-__all__ = [
-    "BalancedDataParallelStrategy",
-    "Callback",
-    "CheckpointError",
-    "ConfigurationError",
-    "DDPStrategy",
-    "DataParallelStrategy",
-    "EvaluationResult",
-    "MemoryLogger",
-    "NoGradEvaluation",
-    "OOMRecovery",
-    "OutOfMemoryEvent",
-    "PipelineStrategy",
-    "ProgressBar",
-    "RunReport",
-    "RunSummary",
-    "SimulatedDevice",
-    "SingleDeviceStrategy",
-    "Split",
-    "StepError",
-    "StepResult",
-    "Strategy",
-    "Trainer",
-    "WorkerError",
-]
+    from equipoise.callbacks import Callback as Callback
+    from equipoise.callbacks import EvaluationResult as EvaluationResult
+    from equipoise.callbacks import MemoryLogger as MemoryLogger
+    from equipoise.callbacks import NoGradEvaluation as NoGradEvaluation
+    from equipoise.callbacks import OOMRecovery as OOMRecovery
+    from equipoise.callbacks import ProgressBar as ProgressBar
+    from equipoise.callbacks import RunReport as RunReport
+    from equipoise.callbacks import RunSummary as RunSummary
+    from equipoise.errors import CheckpointError as CheckpointError
+    from equipoise.errors import ConfigurationError as ConfigurationError
+    from equipoise.errors import StepError as StepError
+    from equipoise.errors import WorkerError as WorkerError
+    from equipoise.memory.out_of_memory import OutOfMemoryEvent as OutOfMemoryEvent
+    from equipoise.memory.out_of_memory import Split as Split
+    from equipoise.parallel.calibration import SimulatedDevice as SimulatedDevice
+    from equipoise.strategies import BalancedDataParallelStrategy as BalancedDataParallelStrategy
+    from equipoise.strategies import DataParallelStrategy as DataParallelStrategy
+    from equipoise.strategies import DDPStrategy as DDPStrategy
+    from equipoise.strategies import PipelineStrategy as PipelineStrategy
+    from equipoise.strategies import SingleDeviceStrategy as SingleDeviceStrategy
+    from equipoise.strategies import StepResult as StepResult
+    from equipoise.strategies import Strategy as Strategy
+    from equipoise.trainer import Trainer as Trainer
+else:
+    __getattr__ = lazy_getattr(__name__)
+    __dir__ = lazy_dir(__name__)
 
+__all__ = names_of(__name__)
 __version__ = "0.1.0"
-
-_HOME = {
-    "BalancedDataParallelStrategy": "equipoise.strategies.balanced_data_parallel",
-    "Callback": "equipoise.callbacks.callback",
-    "CheckpointError": "equipoise.errors",
-    "ConfigurationError": "equipoise.errors",
-    "DDPStrategy": "equipoise.strategies.ddp",
-    "DataParallelStrategy": "equipoise.strategies.data_parallel",
-    "MemoryLogger": "equipoise.callbacks.memory_logger",
-    "EvaluationResult": "equipoise.callbacks.evaluation_pass",
-    "NoGradEvaluation": "equipoise.callbacks.no_grad_evaluation",
-    "OOMRecovery": "equipoise.callbacks.oom_recovery",
-    "OutOfMemoryEvent": "equipoise.memory.out_of_memory",
-    "PipelineStrategy": "equipoise.strategies.pipeline",
-    "ProgressBar": "equipoise.callbacks.progress_bar",
-    "RunReport": "equipoise.callbacks.run_report",
-    "RunSummary": "equipoise.callbacks.run_summary",
-    "SimulatedDevice": "equipoise.parallel.calibration",
-    "SingleDeviceStrategy": "equipoise.strategies.single_device",
-    "Split": "equipoise.memory.out_of_memory",
-    "StepError": "equipoise.errors",
-    "StepResult": "equipoise.strategies.steps",
-    "Strategy": "equipoise.strategies.strategy",
-    "Trainer": "equipoise.trainer.trainer",
-    "WorkerError": "equipoise.errors",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'equipoise' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

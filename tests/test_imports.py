@@ -19,13 +19,14 @@ FOREIGN = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pyt
 
 # What the modules of a layer may import of ours; `precision` and `errors` are modules, the others folders.
 LAYERS = {
+    "public_names": set(),
     "errors": set(),
     "precision": {"errors"},
     "parallel": {"parallel", "errors"},
     "memory": {"memory", "errors"},
-    "strategies": {"strategies", "parallel", "memory", "precision", "errors"},
-    "callbacks": {"callbacks", "parallel", "memory", "precision", "errors"},
-    "trainer": {"trainer", "strategies", "callbacks", "parallel", "memory", "precision", "errors"},
+    "strategies": {"strategies", "parallel", "memory", "precision", "errors", "public_names"},
+    "callbacks": {"callbacks", "parallel", "memory", "precision", "errors", "public_names"},
+    "trainer": {"trainer", "strategies", "callbacks", "parallel", "memory", "precision", "errors", "public_names"},
 }
 APP = {"__main__", "app", "app_devices", "app_messages", "app_output", "app_sweep", "conf"}
 MAY_NAME_PRIVATE_THINGS = {
@@ -355,14 +356,53 @@ def test_what_others_take_is_exported() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-@pytest.mark.parametrize("name", equipoise.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    value = getattr(equipoise, name)
+PACKAGES_WITH_NAMES = ("equipoise", "equipoise.callbacks", "equipoise.strategies", "equipoise.trainer")
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [(p, name) for p in PACKAGES_WITH_NAMES for name in importlib.import_module(p).__all__]
+)
+def test_every_public_name_is_there(package: str, name: str) -> None:
+    module = importlib.import_module(package)
+    value = getattr(module, name)
+    assert value is getattr(equipoise, name)
     assert value.__name__ == name
-    assert value.__doc__
-    assert name in dir(equipoise)
+    assert value.__doc__ or value.__module__.startswith("lightning.")
+    assert name in dir(module)
+    assert vars(module)[name] is value  # the second access finds it without a call
 
 
-def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
-        _ = equipoise.Trainr
+@pytest.mark.parametrize("package", PACKAGES_WITH_NAMES)
+def test_type_checkers_see_the_names_that_are_there(package: str) -> None:
+    path = Path(str(importlib.import_module(package).__file__))
+    blocks = [node for node in tree_of(path).body if is_for_typing(node)]
+    assert len(blocks) == 1
+    declared = [node for node in blocks[0].body if isinstance(node, ast.ImportFrom)]
+    for node in declared:
+        for alias in node.names:
+            assert alias.asname == alias.name, f"{alias.name} is not exported to type checkers"
+            assert getattr(importlib.import_module(node.module), alias.name) is getattr(equipoise, alias.name)
+    names = [alias.name for node in declared for alias in node.names]
+    assert sorted(names) == importlib.import_module(package).__all__
+
+
+@pytest.mark.parametrize("package", PACKAGES_WITH_NAMES)
+def test_a_name_that_does_not_exist(package: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Trainr'"):
+        _ = importlib.import_module(package).Trainr
+
+
+def test_names_are_imported_as_people_type_them(tmp_path: Path) -> None:
+    script = """
+import sys
+import equipoise, equipoise.callbacks, equipoise.strategies, equipoise.trainer
+assert "lightning" not in sys.modules
+from equipoise.strategies import DDPStrategy
+from equipoise.callbacks import MemoryLogger
+from equipoise import LightningDataModule, LightningModule
+import lightning.pytorch
+assert LightningModule is lightning.pytorch.LightningModule
+assert LightningDataModule is lightning.pytorch.LightningDataModule
+assert equipoise.MemoryLogger is MemoryLogger
+"""
+    run(script, tmp_path)
