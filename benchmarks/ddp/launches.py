@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from equipoise.parallel.launch import launch
-from equipoise.parallel.process_group import Place, StoreServer, follows_from_another, joined
+from equipoise.parallel.place import Place
+from equipoise.parallel.process_group import StoreServer, follows_from_another, joined
 
 
 def work(port: int, processes: int, rank: int) -> float:

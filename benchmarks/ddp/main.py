@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from equipoise import DDPStrategy, Trainer
 from equipoise.parallel.launch import launch
-from equipoise.parallel.process_group import Place, StoreServer, joined
+from equipoise.parallel.place import Place
+from equipoise.parallel.process_group import StoreServer, joined
 
 MOST, MOST_NATIVE, MOST_SECONDS = 1.05, 1.05, 1.0
 PROCESSES, BATCH = 2, 64

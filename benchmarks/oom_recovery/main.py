@@ -26,7 +26,8 @@ from rich.table import Table
 from torch import Tensor
 
 from equipoise.parallel.launch import launch
-from equipoise.parallel.process_group import Place, StoreServer, follows_from_another, joined
+from equipoise.parallel.place import Place
+from equipoise.parallel.process_group import StoreServer, follows_from_another, joined
 
 TOLERANCE, LIMIT = 1e-12, 60.0
 LOCAL = ("single_device", "dp", "balanced")

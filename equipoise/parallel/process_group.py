@@ -1,10 +1,9 @@
-"""Process groups: where this process stands among others, joining them, and leaving in order."""
+"""Process groups: joining the other processes, and leaving in order."""
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count
 
@@ -15,99 +14,14 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.place import Place
 
-__all__ = ["Place", "StoreServer", "find_place", "follows_from_another", "host_group", "joined"]
+__all__ = ["StoreServer", "follows_from_another", "host_group", "joined"]
 
 LOOPBACK = "127.0.0.1"
 _GROUPS = count()  # joined so far, as many in every process
 _MEETING = timedelta(seconds=60)  # at least; processes on a busy machine do not start at the same moment
 _SIGNS = ("connection closed by peer", "connection reset", "pair closure", "broken pipe", "timed out waiting", "nccl")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process stands.
-
-    Attributes:
-        global_rank: Its number among all.
-        local_rank: Its number on its machine.
-        node_rank: The number of its machine.
-        world_size: How many processes there are.
-        local_world_size: How many on its machine; None where nobody says so.
-    """
-
-    global_rank: int
-    local_rank: int
-    node_rank: int
-    world_size: int
-    local_world_size: int | None = None
-
-
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that somebody else has given this process: a process group, torchrun or Slurm; None if nobody has.
-
-    Args:
-        environment: The variables to look at.
-
-    Raises:
-        ConfigurationError: If variables are missing, or no numbers.
-    """
-    if dist.is_available() and dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        local = _number(environment, "LOCAL_RANK")
-        local_size = _number(environment, "LOCAL_WORLD_SIZE")
-        node = _number(environment, "GROUP_RANK")
-        return Place(rank, rank if local is None else local, node or 0, size, local_size)
-    if "RANK" in environment or ("LOCAL_RANK" in environment and "WORLD_SIZE" in environment):
-        return _of_torchrun(environment)
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        if environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-            return None  # a shell in an allocation: nothing was started by srun
-        return Place(
-            _needed(environment, "SLURM_PROCID"),
-            _needed(environment, "SLURM_LOCALID"),
-            _number(environment, "SLURM_NODEID") or 0,
-            _needed(environment, "SLURM_NTASKS"),
-            _number(environment, "SLURM_NTASKS_PER_NODE"),
-        )
-    return None
-
-
-def _of_torchrun(environment: Mapping[str, str]) -> Place:
-    rank, size = _needed(environment, "RANK"), _needed(environment, "WORLD_SIZE")
-    local_size = _number(environment, "LOCAL_WORLD_SIZE")
-    local = _number(environment, "LOCAL_RANK")
-    if local is None:
-        local = rank if local_size is None else rank % local_size
-    node = _number(environment, "GROUP_RANK")
-    if node is None:
-        node = _number(environment, "NODE_RANK") or (rank // local_size if local_size else 0)
-    if not 0 <= rank < size:
-        raise ConfigurationError(f"The environment says RANK={rank}, but WORLD_SIZE={size}: ranks count from 0.")
-    return Place(rank, local, node, size, local_size)
-
-
-def _needed(environment: Mapping[str, str], name: str) -> int:
-    number = _number(environment, name)
-    if number is None:
-        given = ", ".join(
-            f"{key}={environment[key]}" for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if key in environment
-        )
-        raise ConfigurationError(
-            f"The environment says {given}, but not {name}. Start the script with torchrun, which sets all of them, or"
-            " unset them to let the trainer start its processes by itself."
-        )
-    return number
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    value = environment.get(name)
-    if value is None or not value.strip():
-        return None
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigurationError(f"The environment says {name}={value!r}, which is no number.") from None
 
 
 class StoreServer:

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.calibration import SimulatedDevice
 from equipoise.parallel.launch import launch
+from equipoise.parallel.place import Place, find_place
 from equipoise.parallel.preloading import preload
-from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another
+from equipoise.parallel.process_group import StoreServer, follows_from_another
 from equipoise.parallel.sampling import NO_BATCH
 from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
@@ -70,6 +71,7 @@ class DDPStrategy(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    joins_processes = True
 
     def __init__(
         self,
@@ -117,6 +119,10 @@ class DDPStrategy(Strategy):
         self._restore_layers: Callable[[], None] | None = None
 
     # Where it runs.
+
+    def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
+        """Return all devices; see `Strategy.default_devices`."""
+        return available
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes one device for each process of this machine; see `Strategy.connect`."""

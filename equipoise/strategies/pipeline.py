@@ -116,6 +116,7 @@ class PipelineStrategy(StagedStrategy):
         if engine == "processes" and threads is not None:
             raise ConfigurationError("threads are for engine='threads': leave them out, or take that engine.")
         self.engine, self.timeout = engine, timeout
+        self.joins_processes = engine == "processes"
         self.micro_batches, self.schedule = micro_batches, check_schedule(schedule)
         self.stages_per_device = check_stages(self.schedule, stages_per_device)
         self.cut_before = None if cut_before is None else list(cut_before)
@@ -133,6 +134,10 @@ class PipelineStrategy(StagedStrategy):
     def root_device(self) -> torch.device:
         """The last device: batches come to it, and losses are computed there."""
         return self.devices[-1]
+
+    def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
+        """Return all devices; see `Strategy.default_devices`."""
+        return available
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes the devices, one for each stage or for several; see `Strategy.connect`."""

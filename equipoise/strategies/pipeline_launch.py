@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from equipoise.errors import StepError
 from equipoise.parallel.launch import launch
+from equipoise.parallel.place import Place, find_place
 from equipoise.parallel.preloading import preload
-from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another
+from equipoise.parallel.process_group import StoreServer, follows_from_another
 from equipoise.parallel.stage_messages import Messenger
 from equipoise.parallel.stage_processes import StageProcesses
 from equipoise.parallel.stage_worker import StageWorker

@@ -11,9 +11,10 @@ from torch import nn
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.process_group import Place, joined
+from equipoise.parallel.place import Place, find_place
+from equipoise.parallel.process_group import joined
 
-__all__ = ["check_count", "compute_metrics_alone", "in_group", "place_of_worker", "refuse_machines"]
+__all__ = ["check_count", "compute_metrics_alone", "in_group", "place_of_worker", "refuse_copies", "refuse_machines"]
 
 
 def check_count(place: Place, devices: Sequence[torch.device], num_nodes: int) -> None:
@@ -23,11 +24,32 @@ def check_count(place: Place, devices: Sequence[torch.device], num_nodes: int) -
         ConfigurationError: If there are more or fewer.
     """
     wanted = len(devices) * num_nodes
-    if wanted != place.world_size:
+    uneven = len(devices) == place.local_world_size and num_nodes == place.num_nodes  # machines may have unequal counts
+    if wanted != place.world_size and not uneven:
         raise ConfigurationError(
             f"There are {place.world_size} processes, but {len(devices)} devices on each of {num_nodes} machines"
-            f" need {wanted}. Let devices, num_nodes and what started the processes agree."
+            f" need {wanted}. Leave out devices and num_nodes, which then follow from what started the processes, or"
+            " let them agree with it."
         )
+
+
+def refuse_copies(name: str) -> None:
+    """Checks that a strategy which computes in one process was not started in several.
+
+    Args:
+        name: The strategy's name.
+
+    Raises:
+        ConfigurationError: If there are several processes, each of which would train a copy of its own.
+    """
+    place = find_place()
+    if place is None or place.world_size == 1:
+        return
+    raise ConfigurationError(
+        f"strategy={name!r} computes in one process, but this is one of {place.world_size}: {place.origin}. Each would"
+        " train a copy of its own. Take strategy='ddp', or leave strategy out, and they train one model together; or"
+        " start one process. For trainings that are independent on purpose: SingleDeviceStrategy(independent=True)."
+    )
 
 
 def refuse_machines(num_nodes: int) -> None:

@@ -102,6 +102,10 @@ class ReplicatedStrategy(Strategy):
 
     # Where it runs.
 
+    def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
+        """Return all devices; see `Strategy.default_devices`."""
+        return available
+
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes the devices; see `Strategy.connect`."""
         super().connect(devices, num_nodes)

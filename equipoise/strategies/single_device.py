@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.place import find_place
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 
@@ -18,6 +19,14 @@ class SingleDeviceStrategy(Strategy):
 
     A module whose parameters already lie on several devices (model parallelism written by hand) is left where it is.
 
+    Args:
+        independent: Train one model in each process where torchrun, Slurm or Ray have started several, each without
+            the others, as in a search over values. Folders and seeds are the program's business then. Default: False,
+            where several processes are refused.
+
+    Raises:
+        ConfigurationError: If there are several devices, or several processes that are not independent.
+
     Example:
         >>> from equipoise import SingleDeviceStrategy, Trainer
         >>> trainer = Trainer(strategy=SingleDeviceStrategy(), devices=["cpu"], logger=False)
@@ -25,8 +34,19 @@ class SingleDeviceStrategy(Strategy):
 
     name: ClassVar[str] = "single_device"
 
+    def __init__(self, *, independent: bool = False) -> None:
+        if not isinstance(independent, bool):
+            raise ConfigurationError(f"independent must be True or False, not {independent!r}.")
+        self.independent = independent
+        self.joins_processes = independent
+
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes one device; see `Strategy.connect`."""
+        place = find_place() if self.independent else None
+        if place is not None:
+            index = place.local_rank % len(devices)
+            devices = devices[index : index + 1]
+            num_nodes = 1
         super().connect(devices, num_nodes)
         if len(devices) != 1:
             raise ConfigurationError(

@@ -22,6 +22,7 @@ from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
+from equipoise.strategies.processes import refuse_copies
 from equipoise.strategies.steps import EvaluationStep, StepResult, TrainingStep
 
 __all__ = ["Strategy", "Transfer", "parameters_of"]
@@ -42,6 +43,8 @@ class Strategy:
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
         launches: Whether `launch` runs things in other processes than the caller's.
+        joins_processes: Whether it computes together with the processes that torchrun, Slurm or Ray have started.
+            Default: False, and `connect` refuses to train a copy in each of them.
     """
 
     name: ClassVar[str] = ""
@@ -50,6 +53,7 @@ class Strategy:
     devices: Sequence[torch.device] = ()
     dim: int = 0
     launches: bool = False
+    joins_processes: bool = False
     global_rank: int = 0
     local_rank: int = 0
     node_rank: int = 0
@@ -69,6 +73,14 @@ class Strategy:
         """Whether this is the process that writes files and speaks to the user."""
         return self.global_rank == 0
 
+    def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
+        """Return the devices that `devices="auto"` stands for: the first one, unless a strategy computes on several.
+
+        Args:
+            available: All devices of this machine of the chosen kind; one for the CPU.
+        """
+        return available[:1]
+
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes the devices the user asked for.
 
@@ -79,6 +91,8 @@ class Strategy:
         Raises:
             ConfigurationError: If the strategy cannot run on them.
         """
+        if not self.joins_processes:
+            refuse_copies(self.name)
         if num_nodes != 1:
             raise ConfigurationError(
                 f"strategy={self.name!r} runs on one machine, but num_nodes={num_nodes} was given. Leave it out."

@@ -1,5 +1,6 @@
-"""From what the user says of devices to devices."""
+"""From what the user says of devices, and from where this process stands, to devices."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,21 +8,28 @@ import torch
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.place import Place
 from equipoise.trainer.options import check_choice
 
-__all__ = ["Devices", "accelerator_of", "select_devices"]
+__all__ = ["Devices", "accelerator_of", "select_devices", "select_num_nodes"]
 
 _ACCELERATORS = ["auto", "cpu", "gpu", "cuda", "mps"]
 
 Devices = int | str | Sequence[int | str | torch.device]
 
 
-def select_devices(accelerator: Any, devices: Devices) -> list[torch.device]:
+def select_devices(
+    accelerator: Any, devices: Devices, place: Place | None = None, num_nodes: int | None = None
+) -> list[torch.device]:
     """The devices that the user asked for.
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
         devices: A count, "auto", -1 for all, indices as a list or as "0,2", or torch devices, repeats allowed.
+            "auto": all GPUs of the machine, or the CPU once; where others have started this process, one device for
+            each process of the machine.
+        place: Where this process stands. Default: None, nobody has started it among others.
+        num_nodes: The number of machines, if the user gave one. Default: None.
 
     Raises:
         ConfigurationError: If a device does not exist, or there are fewer than asked for.
@@ -37,9 +45,54 @@ def select_devices(accelerator: Any, devices: Devices) -> list[torch.device]:
         return [_existing(device) for device in named]
     available = _count(kind)
     if devices == "auto":
-        return [torch.device(kind, 0) if kind != "cpu" else torch.device("cpu")]
+        if place is not None:
+            return _devices_of_processes(kind, place.count_here(num_nodes))
+        return [torch.device("cpu")] if kind == "cpu" else [torch.device(kind, index) for index in range(available)]
     indices = _indices(devices, kind, available)
     return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in indices]
+
+
+def select_num_nodes(num_nodes: int | None, devices: Sequence[torch.device], place: Place | None) -> int:
+    """Return the number of machines: the user's, or that which follows from where this process stands.
+
+    Args:
+        num_nodes: The user's; None if nothing was said.
+        devices: The devices of this machine.
+        place: Where this process stands. None: nobody has started it among others.
+    """
+    if num_nodes is not None:
+        return num_nodes
+    if place is None:
+        return 1
+    return place.count_machines(len(devices))
+
+
+def _devices_of_processes(kind: str, count: int) -> list[torch.device]:
+    """Return a device for each process that others have started on this machine, in the order of local ranks."""
+    if kind == "cpu":
+        return [torch.device("cpu")] * count
+    own = _device_of_ray()
+    if own is not None and own.type == kind:
+        return [own] * count
+    available = _count(kind)
+    if available == 1:  # each process is shown its own, as Slurm's --gpus-per-task does
+        return [torch.device(kind, 0)] * count
+    if count > available:
+        raise ConfigurationError(
+            f"There are {count} processes on this machine, but torch finds {_inventory()}, and each needs one of its"
+            " own. Start fewer, or give accelerator='cpu', or name devices, repeats allowed. If these are processes of"
+            " several machines, give num_nodes."
+        )
+    return [torch.device(kind, index) for index in range(count)]
+
+
+def _device_of_ray() -> torch.device | None:
+    """Return the device that Ray has given this worker: its ranks are not in the order of the GPUs."""
+    ray = sys.modules.get("ray.train.torch")
+    if ray is None:
+        return None
+    devices = ray.get_devices()
+    return torch.device(devices[0]) if devices else None
 
 
 def _named_devices(devices: Devices) -> list[torch.device] | None:

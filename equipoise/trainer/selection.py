@@ -1,7 +1,7 @@
 """From names to objects: strategy, loggers, default callbacks."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.callbacks.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.place import Place, find_place
 from equipoise.precision import Precision
 from equipoise.strategies.balanced_data_parallel import BalancedDataParallelStrategy
 from equipoise.strategies.data_parallel import DataParallelStrategy
@@ -30,10 +31,12 @@ from equipoise.strategies.pipeline import PipelineStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
+from equipoise.trainer.device_selection import Devices, select_devices, select_num_nodes
 from equipoise.trainer.finders import refuse_finder
-from equipoise.trainer.options import Duration, check_choice, check_flags, seconds_of
+from equipoise.trainer.options import Duration, check_choice, check_count, check_flags, seconds_of
 
 __all__ = [
+    "connect_strategy",
     "merge_callbacks",
     "module_init_context",
     "root_directory",
@@ -59,14 +62,45 @@ _STRATEGIES: dict[str, type[Strategy]] = {
 # Strategy
 
 
-def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_nodes: int) -> Strategy:
+def connect_strategy(
+    strategy: str | Strategy, accelerator: Any, devices: Devices, num_nodes: int | None
+) -> tuple[Strategy, int]:
+    """Choose strategy, devices and number of machines from what the user says and from where this process stands.
+
+    Args:
+        strategy: A name, an object, or "auto".
+        accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
+        devices: See `select_devices`.
+        num_nodes: The number of machines; None if nothing was said.
+
+    Returns:
+        The strategy, connected to its devices, and the number of machines.
+    """
+    check_count("num_nodes", num_nodes, least=1, optional=True)
+    place = find_place()
+    available = select_devices(accelerator, devices, place, num_nodes)
+    machines = select_num_nodes(num_nodes, available, place)
+    connected = select_strategy(strategy, available, machines, place, choose_devices=devices == "auto")
+    return connected, machines
+
+
+def select_strategy(
+    strategy: str | Strategy,
+    devices: Sequence[torch.device],
+    num_nodes: int,
+    place: Place | None = None,
+    *,
+    choose_devices: bool = False,
+) -> Strategy:
     """The strategy of a name, or the one that was given, connected to its devices.
 
     Args:
-        strategy: A name, an object, or "auto": `single_device` for one device, `ddp` for several, with measured
-            shares where they are unequal.
+        strategy: A name, an object, or "auto": `single_device` for one device, `ddp` for several or where others have
+            started several processes, with measured shares where devices are unequal.
         devices: The devices.
         num_nodes: The number of machines.
+        place: Where this process stands. Default: None, nobody has started it among others.
+        choose_devices: Whether these are all that there are, of which the strategy may choose. Default: False.
     """
     if not isinstance(strategy, Strategy):
         if not isinstance(strategy, str):
@@ -74,18 +108,23 @@ def select_strategy(strategy: str | Strategy, devices: list[torch.device], num_n
                 f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {strategy!r}."
             )
         name = check_choice("strategy", strategy, ["auto", *_STRATEGIES])
-        if name == "auto":
-            if len(devices) == 1:
-                strategy = SingleDeviceStrategy()
-            else:
-                strategy = DDPStrategy(shares="auto" if _are_unequal(devices) else None)
-        else:
-            strategy = _STRATEGIES[name]()
+        strategy = _strategy_for(devices, place) if name == "auto" else _STRATEGIES[name]()
+    if choose_devices and place is None:
+        devices = strategy.default_devices(devices)
     strategy.connect(devices, num_nodes)
     return strategy
 
 
-def _are_unequal(devices: list[torch.device]) -> bool:
+def _strategy_for(devices: Sequence[torch.device], place: Place | None) -> Strategy:
+    """Return what "auto" stands for."""
+    processes = 1 if place is None else place.world_size
+    if len(devices) == 1 and processes == 1:
+        return SingleDeviceStrategy()
+    here_alone = place is None or len(devices) == processes  # else a process does not know the devices of all others
+    return DDPStrategy(shares="auto" if here_alone and _are_unequal(devices) else None)
+
+
+def _are_unequal(devices: Sequence[torch.device]) -> bool:
     """Whether there are devices of several models."""
     names = {torch.cuda.get_device_name(device) if device.type == "cuda" else device.type for device in devices}
     return len(names) > 1

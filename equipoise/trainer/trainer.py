@@ -19,7 +19,7 @@ from equipoise.trainer import selection as select
 from equipoise.trainer.checkpoint import dump_checkpoint
 from equipoise.trainer.checkpoint_file import write_checkpoint
 from equipoise.trainer.checks import as_module, data_of
-from equipoise.trainer.device_selection import Devices, select_devices
+from equipoise.trainer.device_selection import Devices
 from equipoise.trainer.options import Duration
 from equipoise.trainer.public_state import PublicState
 from equipoise.trainer.results import to_scalars
@@ -38,9 +38,11 @@ class Trainer(PublicState):
     Args:
         accelerator: "cpu", "gpu", "cuda", "mps", or "auto" for what there is.
         strategy: How a step is computed on the devices: a name ("single_device", "dp", "balanced") or a Strategy.
-            "auto": `single_device` for one device, `ddp` for several.
-        devices: A count, -1 for all, indices ([0, 2] or "0,2"), torch devices, or "auto".
-        num_nodes: The number of machines.
+            "auto": `single_device` for one device, `ddp` for several, or where torchrun, Slurm or Ray have started
+            several processes.
+        devices: A count, -1 for all, indices ([0, 2] or "0,2"), torch devices, or "auto": all GPUs of the machine, or
+            the CPU; where others have started this process, one device for each process of the machine.
+        num_nodes: The number of machines. None: 1, or what torchrun, Slurm or Ray have started. Default: None.
         precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32" (normalisation layers in float32),
             "bf16-true" or "64-true". None: "32-true".
         logger: A Logger of Lightning, several, True for TensorBoard (or CSV without it), False for none. Default: True.
@@ -97,7 +99,7 @@ class Trainer(PublicState):
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: Devices = "auto",
-        num_nodes: int = 1,
+        num_nodes: int | None = None,
         precision: str | int | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
         callbacks: list[Callback] | Callback | None = None,
@@ -142,14 +144,10 @@ class Trainer(PublicState):
             use_distributed_sampler=use_distributed_sampler,
             sync_batchnorm=sync_batchnorm,
         )
-        chosen = select_devices(accelerator, devices)
-        check.check_count("num_nodes", num_nodes, least=1)
-        super().__init__(
-            select.select_strategy(strategy, chosen, num_nodes),
-            make_precision(precision, chosen[0].type),
-            select.root_directory(default_root_dir),
-        )
-        self.num_nodes, self.sync_batchnorm = num_nodes, sync_batchnorm
+        connected, self.num_nodes = select.connect_strategy(strategy, accelerator, devices, num_nodes)
+        in_use = make_precision(precision, connected.root_device.type)
+        super().__init__(connected, in_use, select.root_directory(default_root_dir))
+        self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
         given = check.check_barebones(
             barebones,

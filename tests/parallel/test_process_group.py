@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from equipoise.parallel.launch import launch
-from equipoise.parallel.process_group import Place, StoreServer, find_place, follows_from_another, host_group, joined
+from equipoise.parallel.place import Place, find_place
+from equipoise.parallel.process_group import StoreServer, follows_from_another, host_group, joined
 
 CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=30)
 INTERFACE = "GLOO_SOCKET_IFNAME"

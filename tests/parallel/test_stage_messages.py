@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from equipoise import StepError, WorkerError
-from equipoise.parallel.process_group import Place, joined
+from equipoise.parallel.place import Place
+from equipoise.parallel.process_group import joined
 from equipoise.parallel.stage_messages import Arrivals, Failure, Messenger
 from tests.parallel.test_process_group import in_group, started
 

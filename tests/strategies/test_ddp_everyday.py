@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, default_collate
 from torchmetrics import Metric
 
 from equipoise import ConfigurationError, DDPStrategy, StepError
-from equipoise.parallel.process_group import Place, joined
+from equipoise.parallel.place import Place
+from equipoise.parallel.process_group import joined
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Numbered, Samples, assert_same_weights, numbered, trainer
 

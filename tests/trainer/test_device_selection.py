@@ -52,7 +52,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("devices", "indices"),
     [
-        ("auto", [0]),
+        ("auto", [0, 1, 2, 3]),
         (2, [0, 1]),
         ("2", [0, 1]),
         (-1, [0, 1, 2, 3]),

@@ -1,0 +1,80 @@
+"""Where a process stands, read from the variables that torchrun and Slurm set."""
+
+import pytest
+
+from equipoise import ConfigurationError
+from equipoise.parallel.place import Place, find_place
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TASK = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+FIRST = TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+BATCH_SCRIPT = FIRST | {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train.sh"}
+STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        (TORCHRUN, Place(3, 1, 1, 4, 2)),
+        (TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, Place(3, 1, 1, 4, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 1, 0, 2, None)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Place(0, 0, 0, 1, None)),
+        (TORCHRUN | TASK, Place(3, 1, 1, 4, 2)),  # torchrun, started by srun
+        (TASK, Place(5, 1, 1, 8, None)),
+        (TASK | STEP, Place(5, 1, 1, 8, None)),
+        (TASK | STEP | {"SLURM_NTASKS_PER_NODE": "4"}, Place(5, 1, 1, 8, 4)),
+        (TASK | STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, Place(5, 1, 1, 8, 4)),
+        (TASK | STEP | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, Place(5, 1, 1, 8, 3)),
+        # A step of its own size in a larger job.
+        (TASK | STEP | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}, Place(5, 1, 1, 8, None)),
+        # One process, whatever else is set: a step of one task, a batch script, shells.
+        (FIRST | {"SLURM_NTASKS": "1"}, None),
+        (FIRST | STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        (BATCH_SCRIPT, None),
+        (BATCH_SCRIPT | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, None),
+        (FIRST | STEP | {"SLURM_JOB_NAME": "bash"}, None),
+        (FIRST | STEP | {"SLURM_JOB_NAME": "interactive"}, None),
+        (FIRST | STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_JOB_NAME": "notebook"}, None),
+    ],
+)
+def test_places(environment: dict[str, str], place: Place | None) -> None:
+    assert find_place(environment) == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "here", "machines"),
+    [
+        (TORCHRUN, 2, 2),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 2, 1),  # nothing says otherwise
+        (TORCHRUN | {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "3"}, 3, 2),
+        (TASK | STEP | {"SLURM_NNODES": "2"}, 4, 2),
+        (TASK | STEP | {"SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "2"}, 4, 2),
+    ],
+)
+def test_processes_of_this_machine_and_machines(environment: dict[str, str], here: int, machines: int) -> None:
+    place = find_place(environment)
+    assert place is not None
+    assert place.count_here() == here
+    assert place.count_machines(here) == machines
+
+
+def test_machines_that_the_user_gives() -> None:
+    place = find_place({"RANK": "1", "WORLD_SIZE": "4"})
+    assert place is not None
+    assert place.count_here(2) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1"}, "says RANK=1, but not WORLD_SIZE.*torchrun"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one', which is no number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but WORLD_SIZE=2: ranks count from 0"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID=1, SLURM_NTASKS=2, but not SLURM_LOCALID"),
+        (TASK | STEP | {"SLURM_JOB_NAME": "interactive"}, "'interactive' counts as a shell.*task 5 of 8.*--job-name"),
+    ],
+)
+def test_places_that_cannot_be(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        find_place(environment)
