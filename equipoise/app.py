@@ -32,10 +32,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
+from equipoise.app_build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
 from equipoise.app_messages import explain, options
-from equipoise.app_output import find_checkpoint, keep_metrics
+from equipoise.app_output import keep_metrics, without_empty_folder
 from equipoise.app_sweep import check_first_trial, check_sweep, is_sweep, sweep_value
-from equipoise.conf.checks import GROUPS, check_keys, check_targets, did_you_mean
+from equipoise.callbacks.run_facts import shorten
+from equipoise.conf.checks import GROUPS, did_you_mean
 from equipoise.conf.schema import config_class, option_name
 from equipoise.errors import ConfigurationError
 
@@ -107,6 +109,8 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
         try:
             if sweeping:
                 check_sweep(config)
+            if stage != "fit" and config.get("ckpt_path") is None:
+                _announce_fresh_weights(stage)
             metrics = run(config, stage)
             return sweep_value(config, metrics) if sweeping else None
         except Exception as error:
@@ -137,6 +141,14 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
         raise ConfigurationError(
             f"There is no {option} in the group {group!r}{hint} (~{group} leaves the group out.)"
         ) from error
+
+
+def _announce_fresh_weights(stage: str) -> None:
+    print(
+        f"equipoise: ckpt_path is null, so {stage} takes the weights as the module's constructor leaves them."
+        " ckpt_path=best takes the best checkpoint of the last run, ckpt_path=last its newest.",
+        file=sys.stderr,
+    )
 
 
 def complete(arguments: Sequence[str], folders: Sequence[Path]) -> None:
@@ -208,23 +220,21 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         ...     run(config)
     """
     try:
-        values = _plain(config)
+        values = plain_values(config)
         if stage is not None:
             values["stage"] = stage
-        check_keys(values)
-        output = Path(values["output_dir"])
-        output.mkdir(parents=True, exist_ok=True)
-        keep_metrics(output)
-        OmegaConf.save(OmegaConf.create(values), output / "config.yaml")
-        if values["seed"] is not None:
-            seed_everything(values["seed"], workers=True)
-        data = _build(values["data"], "data") if values.get("data") else None
-        module = _build(values["module"], "module")
-        trainer = _trainer(values)
+        output = Path(values.get("output_dir") or ".")
+        with without_empty_folder(output):
+            check_values(values)
+            values["ckpt_path"] = chosen_checkpoint(values)
+        _prepare(output, values)
+        data = build(values["data"], "data") if values.get("data") else None
+        module = build(values["module"], "module")
+        trainer = build_trainer(values)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(explain(error)) from error
     loader = _LOADERS[values["stage"]]
-    if data is None and not _overrides(module, LightningModule, loader):
+    if data is None and not overrides(module, LightningModule, loader):
         raise ConfigurationError(f"There are no data: choose some with data=NAME, or define {loader} in the module.")
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -235,70 +245,30 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         return _work(trainer, module, data, values)
 
 
+def _prepare(output: Path, values: Mapping[str, Any]) -> None:
+    """Begin the folder of the run, and seed."""
+    output.mkdir(parents=True, exist_ok=True)
+    keep_metrics(output)
+    OmegaConf.save(OmegaConf.create(dict(values)), output / "config.yaml")
+    if values["seed"] is not None:
+        seed_everything(values["seed"], workers=True)
+
+
 def _work(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> dict[str, float]:
     """Run the stage, and the test that `test` asks for after a fit; return the metrics of both."""
     stage = values["stage"]
-    result = getattr(trainer, stage)(module, datamodule=data, ckpt_path=_ckpt_path(values))
+    result = getattr(trainer, stage)(module, datamodule=data, ckpt_path=values["ckpt_path"])
     metrics = dict(trainer.callback_metrics)
     if stage == "predict" and result:
-        torch.save(result, Path(values["output_dir"], "predictions.pt"))
+        predictions = Path(values["output_dir"], "predictions.pt")
+        torch.save(result, predictions)
+        print(f"Predictions: {shorten(str(predictions))}")
     if stage == "fit" and values["test"]:
         owner, base = (module, LightningModule) if data is None else (data, LightningDataModule)
-        if _overrides(owner, base, "test_dataloader") and _overrides(module, LightningModule, "test_step"):
+        if overrides(owner, base, "test_dataloader") and overrides(module, LightningModule, "test_step"):
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
             trainer.test(module, datamodule=data, ckpt_path=best or None)
             metrics.update(trainer.callback_metrics)
         else:
             warnings.warn("test=true, but there is no test_step or no test_dataloader: no test is run.", stacklevel=2)
     return {name: float(value) for name, value in metrics.items()}
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration as plain values, resolved."""
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigurationError(f"{', '.join(missing)} must be given a value, such as {missing[0]}=VALUE.")
-    values = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
-def _build(values: Any, key: str, **more: Any) -> Any:
-    """Builds what a part of the configuration names, from its values and from objects that are there already."""
-    if not isinstance(values, dict) or "_target_" not in values:
-        raise ConfigurationError(f"{key} must say what to build, by a _target_ and its arguments; it is {values!r}.")
-    check_targets(values, key, more)
-    return hydra.utils.instantiate(values, _partial_=True, _convert_="all")(**more)
-
-
-def _trainer(values: Mapping[str, Any]) -> Any:
-    def several(key: str) -> list[Any]:
-        if not isinstance(values[key] or {}, dict):
-            raise ConfigurationError(f"{key} must be a mapping of names to what to build; it is {values[key]!r}.")
-        return [_build(node, f"{key}.{name}") for name, node in (values[key] or {}).items() if node is not None]
-
-    more: dict[str, Any] = {"callbacks": several("callbacks"), "logger": several("logger") or False}
-    if values["strategy"] is not None:
-        by_name = isinstance(values["strategy"], str)
-        more["strategy"] = values["strategy"] if by_name else _build(values["strategy"], "strategy")
-    trainer = values["trainer"]
-    return _build(
-        {**trainer, "default_root_dir": trainer["default_root_dir"] or values["output_dir"]}, "trainer", **more
-    )
-
-
-def _ckpt_path(values: Mapping[str, Any]) -> str | None:
-    """The checkpoint to begin from: "best" and "last" are those of an earlier run, since this one has none yet."""
-    which: str | None = values["ckpt_path"]
-    if which not in ("best", "last"):
-        return which
-    found = find_checkpoint(which, values)
-    if found is None and values["stage"] != "fit":
-        raise ConfigurationError(
-            f"ckpt_path={which}, but no earlier run of this module left a checkpoint under outputs. Give a path."
-        )
-    return which if found is None else str(found)
-
-
-def _overrides(instance: Any, base: type[Any], name: str) -> bool:
-    return getattr(type(instance), name, None) is not getattr(base, name, None)

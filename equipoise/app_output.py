@@ -1,6 +1,7 @@
 """One output folder per run: what is kept in it, and where earlier runs left their checkpoints."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 import yaml
 
-__all__ = ["find_checkpoint", "keep_metrics"]
+__all__ = ["find_checkpoint", "keep_metrics", "without_empty_folder"]
 
 
 def find_checkpoint(which: str, values: Mapping[str, Any]) -> Path | None:
@@ -65,3 +66,25 @@ def keep_metrics(output: Path) -> None:
     metrics = output / "metrics.csv"
     if metrics.exists():
         metrics.rename(next(path for i in count() if not (path := output / f"metrics_{i}.csv").exists()))
+
+
+@contextlib.contextmanager
+def without_empty_folder(output: Path) -> Iterator[None]:
+    """Remove the folder of a run that is refused before it begins, if it is empty.
+
+    Hydra makes it before it hands over. Folders above it, such as that of the day, are removed if they are empty too,
+    up to the working folder.
+
+    Args:
+        output: The folder of the run.
+    """
+    try:
+        yield
+    except Exception:
+        here = Path.cwd()
+        with contextlib.suppress(OSError):  # one that is not empty
+            for folder in (output.absolute(), *output.absolute().parents):
+                if here not in folder.parents:
+                    break
+                folder.rmdir()
+        raise

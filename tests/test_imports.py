@@ -28,7 +28,7 @@ LAYERS = {
     "callbacks": {"callbacks", "parallel", "memory", "precision", "errors", "public_names"},
     "trainer": {"trainer", "strategies", "callbacks", "parallel", "memory", "precision", "errors", "public_names"},
 }
-APP = {"__main__", "app", "app_devices", "app_messages", "app_output", "app_sweep", "conf"}
+APP = {"__main__", "app", "app_build", "app_devices", "app_messages", "app_output", "app_sweep", "conf"}
 MAY_NAME_PRIVATE_THINGS = {
     "trainer/interop.py",
     "parallel/foreach.py",

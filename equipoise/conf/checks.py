@@ -8,6 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from equipoise.conf.annotations import check_types
 from equipoise.errors import ConfigurationError
 
 __all__ = [
@@ -190,7 +191,8 @@ def check_targets(values: Any, key: str, more: Mapping[str, Any] | None = None) 
         more: Further arguments of the outermost target. Default: none.
 
     Raises:
-        ConfigurationError: If a target cannot be imported, takes no such argument, or needs one that is not there.
+        ConfigurationError: If a target cannot be imported, takes no such argument, needs one that is not there,
+            or is given a value that contradicts its annotation.
 
     Example:
         >>> check_targets({"_target_": "fractions.Fraction", "numerator": 1}, "module")
@@ -202,7 +204,9 @@ def check_targets(values: Any, key: str, more: Mapping[str, Any] | None = None) 
         for name, value in values.items():
             check_targets(value, f"{key}.{name}")
         if "_target_" in values:
-            _check_arguments(locate(values["_target_"], key), {**values, **(more or {})}, key)
+            target = locate(values["_target_"], key)
+            _check_arguments(target, {**values, **(more or {})}, key)
+            check_types(target, values, key)
 
 
 def _check_arguments(target: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from equipoise.errors import CheckpointError
 
-__all__ = ["is_plain", "plain", "read_checkpoint", "write_checkpoint"]
+__all__ = ["check_is_file", "is_plain", "plain", "read_checkpoint", "write_checkpoint"]
 
 _BASES = (str, int, float, bytes, complex)  # a class derived from one of them would come along into the file
 _PLAIN = (*_BASES, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -164,13 +164,30 @@ def _is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def _verify(path: Path) -> None:
-    """Checks that the file is there and whole; torch itself does not compare the check sums."""
+def check_is_file(path: str | os.PathLike[str]) -> None:
+    """Check that a checkpoint exists.
+
+    Args:
+        path: Its path. The address of a remote file, as `s3://...`, is not looked up.
+
+    Raises:
+        CheckpointError: If there is no such file; it names others in the same folder.
+    """
+    if not _is_remote(path):
+        _check_is_file(Path(path))
+
+
+def _check_is_file(path: Path) -> None:
     if not path.is_file():
         what, folder = ("is a folder", path) if path.is_dir() else ("does not exist", path.parent)
         beside = sorted(p.name for p in folder.glob("*.ckpt"))[:5]
         hint = f" In that folder there are: {', '.join(beside)}." if beside else ""
         raise CheckpointError(f"The checkpoint {str(path)!r} {what}.{hint}")
+
+
+def _verify(path: Path) -> None:
+    """Checks that the file is there and whole; torch itself does not compare the check sums."""
+    _check_is_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

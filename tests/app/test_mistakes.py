@@ -36,6 +36,15 @@ MISTAKES = [
     ("fit trainer.devices=many", "devices", "many"),
     ("fit callbacks=[early_stopping]", "callbacks.early_stopping.monitor must be given a value", "=VALUE"),
     ("fit callbacks=[timer] callbacks.timer.interval=year", "interval=year", "epoch"),
+    ("fit module.lr=abc", "module.lr must be of type float, as Line annotates it", "it is 'abc'"),
+    ("fit module.lr=null", "it is null", "annotate it as float | None"),
+    ("fit module.sizes=3", "module.sizes must be of type list", "it is 3"),
+    ("fit data.count=4.5", "data.count must be of type int, as Points annotates it", "it is 4.5"),
+    ("fit +module.x={_target_:tiny.data.Points,count:many}", "module.x.count must be of type int", "it is 'many'"),
+    ("fit +trainer.callbacks=x", "'trainer.callbacks' is not a key of the trainer", "callbacks=[NAME]"),
+    ("fit +trainer.logger=false", "'trainer.logger' is not a key of the trainer", "logger=[NAME]"),
+    ("fit +trainer.strategy=ddp", "'trainer.strategy' is not a key of the trainer", "strategy=NAME"),
+    ("fit objective=3", "objective must be the name of a logged value", "it is 3"),
     ("fit seed=once", "seed must be a whole number or null", "'once'"),
     ("fit test=perhaps", "test must be true or false", "'perhaps'"),
     ("fit module.lr=${nope}", "module.lr: Interpolation key 'nope' not found", ""),
@@ -58,7 +67,9 @@ MISTAKES = [
     ("fit ~module._target_", "module must say what to build", "_target_"),
     # runs
     ("test ckpt_path=best", "no earlier run of this module left a checkpoint", "Give a path"),
-    ("fit ckpt_path=nowhere.ckpt", "nowhere.ckpt", ""),
+    ("fit ckpt_path=nowhere.ckpt", "The checkpoint 'nowhere.ckpt' does not exist", ""),
+    ("test ckpt_path=nowhere.ckpt", "The checkpoint 'nowhere.ckpt' does not exist", ""),
+    ("test ckpt_path=conf", "The checkpoint 'conf' is a folder", ""),
     # the command line itself
     ("fit max_epochs=3", "no key 'max_epochs'", "did you mean 'trainer.max_epochs'?"),
     ("fit epochs=3", "no key 'epochs'", "did you mean 'trainer."),
@@ -94,6 +105,38 @@ def test_one_message(project, equipoise, line, what, way_out):
     assert err.startswith("equipoise: ")
     assert "Traceback" not in err
     assert not list(project.glob("outputs/*/*/checkpoints"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fit ckpt_path=nowhere.ckpt seed=0",
+        "test ckpt_path=best",
+        "fit module.lr=abc seed=0",
+        "fit +modul.x=1",
+        "fit hydra.run.dir=here/there module._target_=tiny.module.Lime",
+    ],
+)
+def test_what_is_refused_leaves_no_folder(project, equipoise, line):
+    before = sorted(path.name for path in project.iterdir() if path.name != "tiny")
+    assert equipoise(*line.split())[0] == 2
+    assert sorted(path.name for path in project.iterdir() if path.name != "tiny") == before
+
+
+def test_what_is_refused_leaves_what_was_in_its_folder(project, equipoise):
+    (project / "here").mkdir()
+    (project / "here" / "mine.txt").touch()
+    assert equipoise("fit", "hydra.run.dir=here", "ckpt_path=nowhere.ckpt")[0] == 2
+    assert [path.name for path in (project / "here").iterdir()] == ["mine.txt"]
+
+
+def test_what_is_refused_never_removes_the_folder_where_it_stands(project, equipoise, monkeypatch):
+    (project / "empty").mkdir()
+    monkeypatch.chdir(project / "empty")
+    arguments = ("--config-dir", str(project / "conf"), "ckpt_path=nowhere.ckpt")
+    assert equipoise("fit", *arguments)[0] == 2
+    assert equipoise("fit", *arguments, "hydra.run.dir=.")[0] == 2
+    assert not list((project / "empty").iterdir())
 
 
 def test_debug_shows_the_traceback(project, equipoise):

@@ -161,10 +161,22 @@ def test_evaluating_a_checkpoint(project, equipoise):
     assert float(rows(newest_run(project))[-1]["test_loss"]) == float(trained["val_loss"])
 
 
-def test_predictions_are_kept(project, equipoise):
-    assert equipoise("predict")[0] == 0
+def test_predictions_are_kept_and_their_place_is_printed(project, equipoise):
+    code, out, _ = equipoise("predict")
+    assert code == 0
+    place = (only_run(project) / "predictions.pt").relative_to(project)
+    assert f"Predictions: {place}\n" in out
     batches = torch.load(only_run(project) / "predictions.pt", weights_only=True)
     assert [batch.shape for batch in batches] == [(4, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_fresh_weights_are_announced(project, equipoise, stage):
+    _, _, err = equipoise(stage)
+    assert err.startswith("equipoise: ckpt_path is null, so ")
+    assert "ckpt_path=best" in err
+    equipoise("fit")
+    assert "ckpt_path is null" not in equipoise(stage, "ckpt_path=last")[2]
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's best is that of one folder
