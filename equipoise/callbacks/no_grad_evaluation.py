@@ -240,7 +240,7 @@ class NoGradEvaluation(Callback):
                 module.log(name, float(value), logger=False, batch_size=1, **options)
         numbers |= {f"{self.name}/memory_MiB": result.memory / 2**20, "epoch": result.epoch}
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=result.step)
+            logger.log_metrics(metrics=numbers, step=result.step)
 
     # State.
 

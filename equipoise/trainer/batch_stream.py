@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
-from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import with_sampler
 
 __all__ = ["NOTHING", "BatchStream", "length_of"]
@@ -37,17 +37,22 @@ class BatchStream:
         self._iterator: Iterator[Any] | None = None
 
     def start(self) -> None:
-        """Creates the iterator; for a loader without length, fetches the first batch.
-
-        Raises:
-            ConfigurationError: If there is none.
-        """
+        """Create the iterator; for a loader without length, fetch the first batch and warn if there is none."""
         self._begin(self._open(), 0)
-        if self.length == 0 < self.limit:
-            raise ConfigurationError(
-                f"A loader must give at least one batch in every pass, but a {type(self.loader).__name__} gave none."
-                " It may be empty, or an iterator, which can be read once only: pass a DataLoader or a list."
-            )
+        if self.is_empty:
+            rank_zero_warn(self.describe_empty())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a loader without length turned out to have no batch in this pass."""
+        return self.length == 0 < self.limit
+
+    def describe_empty(self) -> str:
+        """Return what a message says about a pass without a batch."""
+        return (
+            f"A {type(self.loader).__name__} without length gave no batch in this pass. It may be empty, or an"
+            " iterator, which can be read once only: pass a DataLoader or a list to read it in every pass."
+        )
 
     def resume(self, seen: int, *, ahead: Any = NOTHING, stateful: bool = False) -> None:
         """Goes on in a pass that was begun before.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration import migrate_checkpoint
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.trainer import interop
 from equipoise.trainer.checkpoint_file import plain, read_checkpoint
+from equipoise.trainer.hooks import overrides, state_key_of
 from equipoise.trainer.progress import BatchProgress, Progress
 from equipoise.trainer.resumption import Resumption, position_of
 
@@ -58,7 +60,8 @@ def dump_checkpoint(context: "Context", *, weights_only: bool = False) -> dict[s
         "loops": _loop_states(trainer),
     }
     if not weights_only:
-        states = ((callback.state_key, callback.state_dict()) for callback in trainer.callbacks)
+        stateful = [callback for callback in trainer.callbacks if overrides(callback, "state_dict", Callback)]
+        states = ((state_key_of(callback), callback.state_dict()) for callback in stateful)
         checkpoint["callbacks"] = {key: state for key, state in states if state}
         checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
@@ -118,6 +121,8 @@ def select_checkpoint(trainer: "Trainer", ckpt_path: Any, *, module_given: bool)
     word = trainer.state.fn.value if trainer.state.fn is not None else "fit"
     if ckpt_path is not None and not isinstance(ckpt_path, str | os.PathLike):
         raise ConfigurationError(f"ckpt_path must be a path, 'best', 'last' or None, not {ckpt_path!r}.")
+    if ckpt_path is not None and not os.fspath(ckpt_path):
+        raise ConfigurationError("ckpt_path must be a path, 'best', 'last' or None, not empty.")
     if ckpt_path is None and trainer.managed_ckpt_path is not None:
         return trainer.managed_ckpt_path
     if ckpt_path is None:
@@ -141,7 +146,13 @@ def _best(trainer: "Trainer", word: str) -> str:
     keeper = trainer.checkpoint_callback
     if keeper is None:
         raise ConfigurationError(
-            f"`{word}(ckpt_path='best')` needs a ModelCheckpoint among the callbacks, but there is none. Give a path."
+            f"`{word}(ckpt_path='best')` needs a ModelCheckpoint among the callbacks, but there is none. Give a path,"
+            f" or pass the module, `{word}(module)`, to use the weights that it has."
+        )
+    if len(trainer.checkpoint_callbacks) > 1:
+        rank_zero_warn(
+            f"`{word}(ckpt_path='best')`: {len(trainer.checkpoint_callbacks)} callbacks save checkpoints. The best of"
+            f" the first is used, which monitors {getattr(keeper, 'monitor', None)!r}. Give a path for another."
         )
     if not (path := getattr(keeper, "best_model_path", "")):
         why = " With fast_dev_run nothing is saved." if trainer.fast_dev_run else ""
@@ -164,7 +175,7 @@ def _last(trainer: "Trainer", word: str) -> str | None:
     existing = {path: get_filesystem(path).modified(path) for path in found if get_filesystem(path).exists(path)}
     if not existing:
         rank_zero_warn(
-            f"`{word}(ckpt_path='last')`: there is no last checkpoint yet; nothing is loaded."
+            f"`{word}(ckpt_path='last')`: there is no last checkpoint yet, so the module's present weights are used."
             " ModelCheckpoint(save_last=True) writes one."
         )
         return None
@@ -205,14 +216,14 @@ def restore_modules_and_callbacks(context: "Context", checkpoint: dict[str, Any]
     if states is None:
         return
     callbacks = context.trainer.callbacks
-    if absent := states.keys() - {callback.state_key for callback in callbacks}:
+    if absent := states.keys() - {state_key_of(callback) for callback in callbacks}:
         rank_zero_warn(
             f"The checkpoint holds states of callbacks that are not there now: {sorted(absent)}. Add them to go on"
             " with them."
         )
     hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in callbacks:
-        if state := states.get(callback.state_key):
+        if state := states.get(state_key_of(callback)):
             callback.load_state_dict(deepcopy(state))
 
 

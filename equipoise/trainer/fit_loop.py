@@ -231,7 +231,11 @@ class FitLoop:
             self.start_stream()
 
     def start_stream(self) -> None:
-        """Draws the epoch's order."""
+        """Draw the epoch's order.
+
+        Raises:
+            ConfigurationError: If there is no batch, and no number of epochs ends the training.
+        """
         assert self.loaders is not None
         self.stream = self.loaders.streams()[0]
         if self.resumption is not None:
@@ -239,6 +243,10 @@ class FitLoop:
         else:
             self.epoch_random_state = random_state_of(self)
             self.stream.start()
+        if self.stream.is_empty and self.trainer.max_epochs == -1:
+            raise ConfigurationError(
+                f"{self.stream.describe_empty()} max_epochs=-1 would repeat empty epochs for ever: give a number."
+            )
 
     def epoch(self) -> None:
         """Runs the batches of one epoch."""

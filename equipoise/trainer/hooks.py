@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from equipoise.callbacks.callback import Callback
 from equipoise.trainer import interop
 
-__all__ = ["Hooks", "overrides"]
+__all__ = ["Hooks", "overrides", "state_key_of"]
 
 Hook = Callable[..., Any]
 _DECIDERS = (Checkpoint, Timer)
@@ -29,6 +29,15 @@ def overrides(owner: object, name: str, base: type) -> bool:
     """
     own = getattr(owner, name, None)
     return callable(own) and getattr(own, "__func__", own) is not getattr(base, name, None)
+
+
+def state_key_of(callback: Any) -> str:
+    """Return the name of a callback's state in a checkpoint; an object that only looks like a callback has its class.
+
+    Args:
+        callback: A Callback, or an object with the hooks of one.
+    """
+    return getattr(callback, "state_key", type(callback).__qualname__)  # type: ignore[no-any-return]
 
 
 def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
@@ -196,7 +205,7 @@ class Hooks:
 
     def _of_callbacks(self, name: str, callbacks: Iterable[LightningCallback]) -> list[Hook]:
         chosen = (c for c in callbacks if overrides(c, name, Callback) and not interop.cannot_fire(c, name))
-        return [self.profiled(getattr(c, name), f"[Callback]{c.state_key}.{name}") for c in chosen]
+        return [self.profiled(getattr(c, name), f"[Callback]{state_key_of(c)}.{name}") for c in chosen]
 
     def _of_module(self, name: str) -> Hook | None:
         if not overrides(self.module, name, LightningModule):

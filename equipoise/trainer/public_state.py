@@ -312,7 +312,7 @@ class PublicState(Stages, Limits, LightningNames):
                 scalars.setdefault("epoch", self.current_epoch)
                 step = self.progress.batches_that_stepped
         for logger in self.loggers:
-            logger.log_metrics(scalars, int(step))
+            logger.log_metrics(metrics=scalars, step=int(step))
             logger.save()
 
     # Files.

@@ -33,6 +33,7 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.device_selection import Devices, select_devices, select_num_nodes
 from equipoise.trainer.finders import refuse_finder
+from equipoise.trainer.hooks import overrides, state_key_of
 from equipoise.trainer.options import Duration, check_choice, check_count, check_flags, seconds_of
 
 __all__ = [
@@ -154,14 +155,25 @@ def select_loggers(logger: bool | Logger | Iterable[Logger] | None, root_dir: st
                 " 'equipoise[tensorboard]'."
             )
             return [CSVLogger(save_dir=root_dir)]
-    loggers: list[Any] = [logger] if isinstance(logger, str) or not isinstance(logger, Iterable) else list(logger)
+    single = isinstance(logger, str) or _looks_like_a_logger(logger) or not isinstance(logger, Iterable)
+    loggers: list[Any] = [logger] if single else list(logger)  # type: ignore[arg-type]
     for each in loggers:
-        if not isinstance(each, Logger):
+        if not _looks_like_a_logger(each):
             raise ConfigurationError(
-                "logger must be True, False, or one or several of Lightning's loggers, such as CSVLogger('logs'), not"
-                f" {each!r}."
+                "logger must be True, False, or one or several of Lightning's loggers, such as CSVLogger('logs'), or"
+                f" objects with their methods ({', '.join(_LOGGER_METHODS)}), not {each!r}."
             )
     return loggers
+
+
+_LOGGER_METHODS = ("log_metrics", "log_hyperparams", "save", "finalize")
+
+
+def _looks_like_a_logger(candidate: Any) -> bool:
+    """Return whether a run can call the candidate as a logger, of whatever class it is."""
+    if isinstance(candidate, type):
+        return False
+    return isinstance(candidate, Logger) or all(callable(getattr(candidate, name, None)) for name in _LOGGER_METHODS)
 
 
 # Callbacks
@@ -204,12 +216,25 @@ def select_callbacks(
     return _order(chosen)
 
 
+_NOT_NEEDED = ("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint")  # without a state
+_HOOKS = [
+    name
+    for name, value in vars(Callback).items()
+    if callable(value) and not name.startswith("_") and name not in _NOT_NEEDED
+]
+
+
 def _check_callback(callback: Any) -> None:
+    """Check that a run can call a callback: it is a Callback, or has all hooks of one, as a mock has.
+
+    Raises:
+        ConfigurationError: If it is neither, or cannot run here.
+    """
     if isinstance(callback, type):
         raise ConfigurationError(
             f"callbacks holds the class {callback.__name__}. Pass an object: {callback.__name__}(...)."
         )
-    if not isinstance(callback, Callback):
+    if not isinstance(callback, Callback) and not all(callable(getattr(callback, name, None)) for name in _HOOKS):
         raise ConfigurationError(
             f"callbacks must be a Callback of Equipoise or Lightning, or a list of them, but it holds {callback!r} of"
             f" type {type(callback).__name__}."
@@ -232,7 +257,7 @@ def _default(
 
 def _check_state_keys(callbacks: list[Callback]) -> None:
     """Checks that a checkpoint can tell callbacks apart."""
-    keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    keys = [state_key_of(callback) for callback in callbacks if overrides(callback, "state_dict", Callback)]
     for key in keys:
         if keys.count(key) > 1:
             raise ConfigurationError(

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from equipoise import ConfigurationError
 
 from . import data
 from .harness import Case, Record, check, parity
-from .modules import Classifier
+from .modules import Classifier, with_optimizers
 
 
 class Dropping(Classifier):
@@ -60,6 +60,32 @@ class Counts:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
+
+
+class Fading(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples without a length, a number of batches for each pass in turn."""
+
+    def __init__(self, batches: list[int], seed: int) -> None:
+        self.batches = batches
+        self.seed = seed
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = self.batches[min(self.passes, len(self.batches) - 1)]
+        self.passes += 1
+        return iter(list(data.samples(count * data.BATCH, self.seed + self.passes)))
+
+
+def fading(train: list[int], val: list[int]) -> Any:
+    return lambda: {
+        "train_dataloaders": DataLoader(Fading(train, 1), data.BATCH),
+        "val_dataloaders": DataLoader(Fading(val, 5), data.BATCH),
+    }
+
+
+def with_scheduler(module: Any) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
 def endless() -> dict[str, Any]:
@@ -154,6 +180,23 @@ CASES = [
     Case(name="unsized", data=data.unsized, options={"max_epochs": 3}),
     Case(name="unsized-with-dropout", module=Dropping, data=data.unsized),
     Case(name="unsized-with-limit", data=data.unsized, options={"limit_train_batches": 4, "limit_val_batches": 2}),
+    Case(
+        name="unsized-and-empty-in-the-second-epoch",
+        module=with_optimizers(with_scheduler),
+        data=fading([3, 0, 2], [2, 2]),
+        options={"max_epochs": 3, "num_sanity_val_steps": 0},
+        proves=lambda r: (r["counters"]["global_step"], r["counters"]["current_epoch"]) == (5, 3),
+    ),
+    Case(
+        name="unsized-and-always-empty",
+        data=fading([0], [2]),
+        proves=lambda r: (r["counters"]["global_step"], r["counters"]["current_epoch"]) == (0, 2),
+    ),
+    Case(
+        name="unsized-and-nothing-to-validate",
+        data=fading([3], [0]),
+        proves=lambda r: r["counters"]["global_step"] == 6,
+    ),
     Case(name="iterable-of-its-own", data=lambda: {"train_dataloaders": Counts(4, 1), "val_dataloaders": Counts(2, 2)}),
     Case(
         name="endless",

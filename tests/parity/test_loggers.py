@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -101,6 +102,43 @@ class Recording(Logger):
         )
 
 
+class LooksLikeALogger:
+    """A class of its own with the methods that a run calls."""
+
+    name = "duck"
+    version = 0
+    save_dir = None
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def log_hyperparams(self, params: Any) -> None:
+        self.calls.append(("hyperparameters", dict(params)))
+
+    def log_graph(self, model: Any) -> None:
+        self.calls.append(("graph",))
+
+    def log_metrics(self, *, step: int, metrics: Any) -> None:
+        """Take the arguments by their names alone."""
+        self.calls.append(("metrics", dict(metrics), step))
+
+    def save(self) -> None:
+        self.calls.append(("save",))
+
+    def finalize(self, status: str) -> None:
+        self.calls.append(("finalize", status))
+
+
+def mock_of_a_logger() -> Any:
+    mocked = Mock(save_dir=None, version=0)
+    mocked.name = "mocked"
+    return mocked
+
+
+def metrics_of_mock(trainer: Any) -> Any:
+    return [[dict(call.kwargs["metrics"]), call.kwargs["step"]] for call in trainer.logger.log_metrics.call_args_list]
+
+
 class Fails(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 3:
@@ -173,6 +211,20 @@ CASES = [
         logger=lambda root: Recording(),
         observe=calls,
         options={"accumulate_grad_batches": 2, "log_every_n_steps": 2},
+    ),
+    Case(
+        name="looks-like-a-logger",
+        logger=lambda root: LooksLikeALogger(),
+        observe=calls,
+        options={"enable_checkpointing": False},
+        proves=lambda r: len(r["observed"]) > 12,
+    ),
+    Case(
+        name="mock-of-a-logger",
+        logger=lambda root: mock_of_a_logger(),
+        observe=metrics_of_mock,
+        options={"enable_checkpointing": False},
+        proves=lambda r: len(r["observed"]) > 12,
     ),
     Case(name="own-after-evaluation", logger=lambda root: Recording(), observe=calls, run=evaluate_after),
     Case(name="hyperparameters", module=Parameters),

@@ -212,19 +212,20 @@ EMPTY: dict[str, Callable[[], Any]] = {
     "no samples": lambda: DataLoader(NOTHING, batch_size=2),
     "drop_last": lambda: DataLoader(TensorDataset(torch.ones(1, 2)), batch_size=2, drop_last=True),
     "an empty list": list,
+}
+UNSIZED: dict[str, Callable[[], Any]] = {
     "a stream without samples": lambda: DataLoader(Stream(0), batch_size=2),
     "a spent iterator": lambda: iter(()),
 }
+STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
 
 
 @pytest.mark.parametrize("name", EMPTY)
-@pytest.mark.parametrize("stage", ["train", "val", "test", "predict"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_empty_loader(stage: str, name: str) -> None:
     empty, module = EMPTY[name](), Validated() if stage == "val" else Small()
-    entry = {"train": "fit", "val": "validate"}.get(stage, stage)
-    sized = "stream" not in name and "iterator" not in name
-    parts = [f"the {stage} loader", f"limit_{stage}_batches=0"] if sized else ["every pass", "gave none"]
-    refuses(lambda: getattr(trainer(), entry)(module, empty), "at least one batch", *parts)
+    parts = [f"the {stage} loader", f"limit_{stage}_batches=0"]
+    refuses(lambda: getattr(trainer(), STAGES[stage])(module, empty), "at least one batch", *parts)
     assert not module.ran
 
 
@@ -234,9 +235,23 @@ def test_an_empty_validation_loader_in_a_fit(name: str, sanity: int) -> None:
     module = Validated()
     call = lambda: trainer(num_sanity_val_steps=sanity).fit(module, loader(), EMPTY[name]())  # noqa: E731
     refuses(call, "at least one batch")
-    sized = "stream" not in name and "iterator" not in name
-    if sized or sanity:
-        assert not module.ran
+    assert not module.ran
+
+
+@pytest.mark.parametrize("name", UNSIZED)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loader_without_length_that_turns_out_empty(stage: str, name: str) -> None:
+    """It may have something in the next pass, so the run goes on, as Lightning's does."""
+    module = Validated() if stage == "val" else Small()
+    with pytest.warns(UserWarning, match="without length gave no batch in this pass"):
+        getattr(trainer(), STAGES[stage])(module, UNSIZED[name]())
+    assert not module.ran
+
+
+def test_empty_epochs_without_end() -> None:
+    module = Small()
+    with pytest.warns(UserWarning, match="gave no batch in this pass"):
+        refuses_fit(module, "max_epochs=-1", "for ever", "a number", data=iter(()), max_epochs=-1, max_steps=5)
 
 
 def test_one_of_several_loaders_is_empty() -> None:
@@ -248,7 +263,8 @@ def test_one_of_several_loaders_is_empty() -> None:
 def test_an_iterator_can_be_read_once() -> None:
     module = Small()
     batches = iter([[torch.ones(2, 2)]])
-    refuses(lambda: trainer(max_epochs=2).fit(module, batches), "list_iterator gave none", "once only", "a list")
+    with pytest.warns(UserWarning, match="list_iterator without length gave no batch.*once only.*a list"):
+        trainer(max_epochs=2).fit(module, batches)
     assert module.ran == ["training"]
 
 
