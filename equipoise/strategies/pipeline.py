@@ -247,10 +247,10 @@ class PipelineStrategy(StagedStrategy):
         micro = [MicroStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
         try:
             with step.inside():
-                self._begin(micro)
                 if self._network.cut is None:
                     first = partial(step.on, module, cut[0], sizes[0])
                     self._network.rest = RestOfStep(module, first, cut[0], self.root_device, self._network.caught)
+                self._begin(micro)
                 self._compute(step, micro, sizes)
         except BaseException:
             for one in micro:

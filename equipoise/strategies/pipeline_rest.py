@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.errors import StepError
 from equipoise.memory.dispatch import tensors_in
+from equipoise.parallel.batch_contents import BatchContents
 from equipoise.parallel.stage_costs import Block
 from equipoise.parallel.stages import map_tensors
 from equipoise.parallel.tracing import Traced
@@ -40,7 +41,7 @@ class RestOfStep:
     Args:
         module: The user's module.
         step: Runs its training step on a micro-batch.
-        batch: That micro-batch.
+        batch: That micro-batch, before its step begins.
         device: Where steps run, and with them what lies outside of the network.
         caught: Makes a context in which calls of the network come to `answer` while this is running.
 
@@ -57,7 +58,9 @@ class RestOfStep:
         device: torch.device,
         caught: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._module, self._step, self._batch, self._device, self._caught = module, step, batch, device, caught
+        self._module, self._step, self._device, self._caught = module, step, device, caught
+        self._contents = BatchContents(batch)
+        self._inputs = list(tensors_in(batch))  # also those that the step takes out of the batch
         self._output: Any = None
         self._beside: list[Tensor] = []  # parameters and buffers that the network does not use
         self._begun: tuple[list[Tensor], float] | None = None
@@ -79,11 +82,13 @@ class RestOfStep:
             if tensor.device != self._device:
                 move(tensor, self._device)
         self._output = output
+        present = self._contents.now()  # the step that waits for the network's output has begun already
         begin = time.perf_counter()
         try:
             for count in range(_PASSES):
                 if count > 1 and time.perf_counter() - begin > _SECONDS:
                     break
+                self._contents.restore()
                 with undisturbed(self._module), containers_kept(self._module), self._caught():
                     found = self._once(looks=count == 0)
                 if found is None:
@@ -93,6 +98,7 @@ class RestOfStep:
             self.block = None
         finally:
             self._output = self._begun = None
+            present.restore()
 
     def answer(self) -> Any:
         """The network's output, where it is called.
@@ -110,7 +116,7 @@ class RestOfStep:
             return made
 
         made = map_tensors(leaf, self._output)
-        known = {_place(tensor) for tensor in (*leaves, *tensors_in(self._batch), *self._module.parameters())}
+        known = {_place(tensor) for tensor in (*leaves, *self._inputs, *self._module.parameters())}
         self._saved = {}
         self._watch.enter_context(saved_tensors_hooks(partial(self._note, known), _same))
         self._begun = leaves, now(self._device)

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.memory.out_of_memory import is_out_of_memory
+from equipoise.parallel.batch_contents import BatchContents
 from equipoise.parallel.internals import versions
 from equipoise.parallel.rewind import Rewind
 from equipoise.parallel.weighting import Window
 from equipoise.strategies.steps import StepResult
 from equipoise.strategies.strategy import parameters_of
 from equipoise.trainer.failure import Failure, raise_with_advice
-from equipoise.trainer.smaller_parts import Parts
+from equipoise.trainer.smaller_parts import Measure, Parts
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -43,7 +44,9 @@ class _Batch:
 
     parts: Sequence[Any]
     batch_idx: int
+    contents: BatchContents
     count: int = 1
+    measured: Measure | None = None
 
 
 @dataclass
@@ -90,7 +93,8 @@ class Recovery:
             self._weighed = self.window.has_reference or self.window.agree is not None  # agreed upon once, by all
         opened.pending = len(self.logs.pending)
         count = self.parts.count(parts) if parts else 1
-        self._running = batch = _Batch(parts, step.batch_idx, count)
+        self._running = batch = _Batch(parts, step.batch_idx, BatchContents(tuple(parts)), count)
+        batch.measured = self.parts.measure(parts)
         opened.batches.append(batch)
         self._ends, begin = last, len(opened.batches) - 1
         step.phase, usual = "forward", count == 1 and bool(parts)
@@ -106,7 +110,7 @@ class Recovery:
             self._prepare(failure)
             step.phase = "forward"
         if parts:
-            self.parts.good(parts)
+            self.parts.good(batch.measured)
         if last:
             opened.batches.clear()
         return result
@@ -139,6 +143,8 @@ class Recovery:
     def _prepare(self, failure: Failure) -> None:
         """Asks what to do, and brings everything back to how the window found it."""
         batch, step = self._running, self.step
+        for each in self._open.batches:
+            each.contents.restore()
         refusal = self.strategy.obstacle(training=True, leave_out=False)
         event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count, refusal)
         answer = self.parts.ask(event)
@@ -156,6 +162,8 @@ class Recovery:
         batch.count = answer.parts
         if answer.parts > 1:
             self.parts.failed(batch.parts, answer)
+            for each in self._open.batches:
+                each.measured = self.parts.measure(each.parts)
         self.parts.let_go()
 
     def _roll_back(self) -> bool:
@@ -291,6 +299,8 @@ class EvaluationRecovery:
     def __call__(self, step: Any, parts: Sequence[Any]) -> Any:
         """The output of an evaluation step; see `Strategy.evaluate`."""
         self.rewind.mark()
+        contents = BatchContents(tuple(parts))
+        measured = self.parts.measure(parts)
         self._step, pending, count = step, len(self.logs.pending), self.parts.count(parts)
         while True:
             try:
@@ -298,12 +308,13 @@ class EvaluationRecovery:
                     output = self.strategy.evaluate(step, parts)
                 else:
                     output = self.parts.run(step, parts, count).outputs
-                self.parts.good(parts)
+                self.parts.good(measured)
                 return output
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = Failure.of(error)
+            contents.restore()
             refusal = self.strategy.obstacle(training=False, leave_out=False)
             event = self.parts.event(failure, "evaluation", step.indices[0], parts, count, refusal)
             answer = self.parts.ask(event)
@@ -314,6 +325,7 @@ class EvaluationRecovery:
             count = answer.parts
             if count > 1:
                 self.parts.failed(parts, answer)
+                measured = self.parts.measure(parts)
             self.parts.let_go()
 
 

@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -32,7 +32,7 @@ from equipoise.trainer.hooks import overrides
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
 
-__all__ = ["Parts", "is_armed"]
+__all__ = ["Measure", "Parts", "is_armed"]
 
 _MOST_AGAIN = 5  # times that the same is tried: a callback may wait for memory, but not for ever
 Shapes = tuple[tuple[int, ...], ...]
@@ -41,6 +41,13 @@ Shapes = tuple[tuple[int, ...], ...]
 def is_armed(context: "Context") -> bool:
     """Whether a callback decides what happens when memory runs out."""
     return any(overrides(callback, "on_out_of_memory", Callback) for callback in context.hooks.callbacks)
+
+
+class Measure(NamedTuple):
+    """What a batch has in common with others, and its number of samples."""
+
+    kind: Shapes
+    size: int
 
 
 @dataclass
@@ -97,12 +104,23 @@ class Parts:
             return None, 1, str(error)
         return sum(sizes), max(sizes), ""
 
-    def good(self, parts: Sequence[Any]) -> None:
-        """A batch went well; after enough of them a larger size is tried."""
+    def measure(self, parts: Sequence[Any]) -> "Measure | None":
+        """Return the kind and size of a batch, before a step takes something out of it; None if no size is known."""
+        if not self._sizes:
+            return None
+        kind = self._kind(parts)
+        return Measure(kind, self.size(parts)) if kind in self._sizes else None
+
+    def good(self, measured: "Measure | None") -> None:
+        """Note that a batch went well; after enough of them a larger size is tried.
+
+        Args:
+            measured: What `measure` returned for the batch.
+        """
         self._again = 0
-        if self._sizes and (known := self._sizes.get(self._kind(parts))) is not None:
+        if measured is not None and (known := self._sizes.get(measured.kind)) is not None:
             known.good += 1
-            if known.before and self.size(parts) > known.before:
+            if known.before and measured.size > known.before:
                 known.before = 0  # the larger size fits
             if not known.before and known.grow_after and known.good >= known.grow_after:
                 known.before, known.samples, known.good = known.samples, 2 * known.samples, 0
@@ -127,6 +145,7 @@ class Parts:
             count: In how many parts.
         """
         pieces = self.strategy.cut(parts, count, self.splitter)
+        sizes = [self.size(piece) for piece in pieces]  # before a step takes something out of them
         results: list[StepResult] = []
         device, dim = self.strategy.root_device, self.strategy.dim
         step.in_pieces = True
@@ -136,7 +155,6 @@ class Parts:
                 result, logged = step.apart(lambda piece=piece, last=last: self.compute(piece, last))
                 results.append(_detached(result)._replace(logged=logged))
                 del result
-            sizes = [self.size(piece) for piece in pieces]
             bare = [result._replace(outputs=None) for result in results]
             combined: StepResult = step.combine(bare, sizes, device, dim=dim, original=lambda metric: metric)
         finally:

@@ -146,6 +146,23 @@ def test_the_last_stage_gets_less(
     assert f"last stage are {3 * seconds * 1000:.2f} ms for what the step computes after the call" in caplog.text
 
 
+class Pops(Model):
+    """Takes what it computes with out of its batch."""
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> dict[str, Tensor]:
+        return {"features": batch}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch.pop("features"), batch_idx)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_step_that_takes_something_out_of_its_batch(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = fit(Pops(4.0, by_self=True))
+    assert trainer.connected_strategy.state_dict()["cut_before"] == ["net.6"]
+    assert "for what the step computes after the call" in caplog.text
+
+
 class Validated(Model):
     """Is checked in the validation before it is trained; there it takes another way."""
 

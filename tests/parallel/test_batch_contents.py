@@ -1,0 +1,107 @@
+"""The contents of a batch's containers come back, in the same objects and without copies of tensors."""
+
+from collections import UserDict, deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from equipoise.parallel.batch_contents import BatchContents
+
+
+@dataclass
+class Sample:
+    features: Tensor
+    label: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    features: Any
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_what_was_taken_out_comes_back() -> None:
+    features, labels = torch.ones(3), torch.zeros(3)
+    batch = {"features": features, "labels": labels, "nested": [{"mask": features}, (labels, [1, 2])]}
+    inner = batch["nested"]
+    contents = BatchContents(batch)
+    batch.pop("labels")
+    batch["added"] = 1
+    inner[0]["mask"] = None
+    inner[1][1].clear()
+    inner.append("more")
+    contents.restore()
+    assert list(batch) == ["features", "labels", "nested"]
+    assert batch["labels"] is labels
+    assert batch["nested"] is inner
+    assert inner == [{"mask": features}, (labels, [1, 2])]
+
+
+def test_every_kind_of_container() -> None:
+    tensor = torch.ones(2)
+    user = UserDict(x=tensor)
+    queue = deque([tensor, 1], maxlen=2)
+    sample = Sample(tensor, "label")
+    pair = Pair([tensor], {"y": 2})
+    contents = BatchContents((user, queue, sample, pair))
+    del user["x"]
+    queue.append(5)
+    sample.label = None
+    pair.first.pop()
+    pair.second["y"] = 3
+    contents.restore()
+    assert user["x"] is tensor
+    assert list(queue) == [tensor, 1]
+    assert sample == Sample(tensor, "label")
+    assert pair == ([tensor], {"y": 2})
+
+
+def test_a_field_that_was_deleted_and_one_that_is_frozen() -> None:
+    sample = Sample(torch.ones(1), 3)
+    frozen = Frozen([1])
+    contents = BatchContents([sample, frozen])
+    del sample.features
+    object.__setattr__(frozen, "features", None)
+    contents.restore()
+    assert (sample.features.item(), frozen.features) == (1, [1])
+
+
+def test_what_was_taken_out_can_be_noted_where_it_is() -> None:
+    batch = {"inner": [1, 2, 3]}
+    before = BatchContents(batch)
+    inner = batch.pop("inner")
+    inner.pop()
+    present = before.now()
+    before.restore()
+    assert batch == {"inner": [1, 2, 3]}
+    present.restore()
+    assert (batch, inner) == ({}, [1, 2])
+
+
+class Sealed(dict[str, Any]):
+    """A mapping that refuses to be emptied, as the outputs of some libraries do."""
+
+    def clear(self) -> None:
+        raise TypeError("not to be emptied")
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2), 3, None, "text", (1, torch.ones(1)), Sealed(x=1), Sample])
+def test_what_was_not_changed_is_not_touched(batch: Any) -> None:
+    BatchContents(batch).restore()
+
+
+def test_packed_sequences() -> None:
+    packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
+    batch = {"sequence": packed}
+    contents = BatchContents(batch)
+    batch.clear()
+    contents.restore()
+    assert batch["sequence"] is packed
