@@ -37,7 +37,7 @@ def state_key_of(callback: Any) -> str:
     Args:
         callback: A Callback, or an object with the hooks of one.
     """
-    return getattr(callback, "state_key", type(callback).__qualname__)  # type: ignore[no-any-return]
+    return getattr(callback, "state_key", type(callback).__qualname__)
 
 
 def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
