@@ -1,18 +1,22 @@
-"""What holds for every test: hypotheses that can be repeated, one thread, and nothing left behind.
+"""What holds for every test: random numbers and hypotheses that can be repeated, one thread, and nothing left behind.
 
 The guard below is there for every test: after it, and after all its fixtures, the process is as it was before.
 """
 
 import gc
+import logging
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import lightning_utilities.core.rank_zero as rank_zero_module
+import numpy
 import psutil
 import pytest
 import torch
@@ -20,7 +24,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from equipoise.parallel.preloading import preload
 
-__all__ = ["LIGHTNINGS_OWN_WARNINGS", "ignoring"]
+__all__ = ["LIGHTNINGS_OWN_WARNINGS", "Surroundings", "ignoring", "threads_that_stay"]
 
 torch.set_num_threads(1)  # small tensors: more threads would only wait for each other, and results would depend on them
 
@@ -34,9 +38,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         preload("equipoise.trainer.trainer", *sorted(name for name in modules if name.startswith("tests.")))
 
 
-# Hypotheses
+# Chance
 
-hypothesis.settings.register_profile("equipoise", deadline=None, print_blob=True, derandomize=False)
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seeds all generators, so that what a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
+hypothesis.settings.register_profile(
+    "equipoise",
+    deadline=None,
+    print_blob=True,
+    derandomize=False,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a matter of the machine
+)
 hypothesis.settings.load_profile("equipoise")
 
 
@@ -77,11 +96,12 @@ _PYTESTS_OWN = "PYTEST_CURRENT_TEST"  # changes between the phases of a test
 _SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")  # whichever test comes first
 _LIGHTNINGS_OWN = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT")  # set and never taken back; done here instead
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
-_PATIENCE = 5.0  # seconds for what was told to end and is about to
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")
+_PATIENCE = 60.0  # seconds for what was told to end and is about to; passed in full only by what never ends
 _TASKS = Path("/proc/self/task")
 
 
-class _Surroundings:
+class Surroundings:
     """What a test may change in the course of its work, but not for others."""
 
     def __init__(self) -> None:
@@ -90,6 +110,8 @@ class _Surroundings:
         self.environment = dict(os.environ)
         self.handlers = {number: signal.getsignal(number) for number in _HANDLED}
         self.torch = _torch_modes()
+        self.levels = _levels()
+        self.messages = rank_zero_module.log.name
         self.rank = getattr(rank_zero_only, "rank", 0)
         self.folder = os.getcwd()
 
@@ -107,16 +129,17 @@ class _Surroundings:
             yield f"signal handlers have changed: {changed}"
         if changed := _differing(self.torch, _torch_modes()):
             yield f"torch has changed: {changed}"
+        if changed := _differing(self.levels, _levels()):
+            yield f"levels of loggers have changed: {changed}"
+        if (name := rank_zero_module.log.name) != self.messages:
+            yield f"Lightning's messages go to the logger {name} instead of {self.messages}"
         if (rank := getattr(rank_zero_only, "rank", 0)) != self.rank:  # all but the first say and log nothing
             yield f"Lightning's rank has changed: {rank} instead of {self.rank}"
         if (folder := _folder()) != self.folder:
             yield f"the current directory has changed: {folder} instead of {self.folder}"
 
     def _threads_left(self) -> list[str]:
-        left = [t for t in threading.enumerate() if t not in self.threads and not t.daemon]
-        for thread in left:
-            thread.join(_PATIENCE)
-        return [thread.name for thread in left if thread.is_alive()]
+        return [thread.name for thread in threads_that_stay(self.threads)]
 
     def _children_left(self) -> list[str]:
         if started := [process for server in _servers() for process in server.children()]:
@@ -126,11 +149,9 @@ class _Surroundings:
         if not _children() - self.children:
             return []
         gc.collect()  # whoever holds them may only wait to be collected
-        left = [child for child in psutil.Process().children() if child.pid not in self.children]
-        _, alive = psutil.wait_procs(left, timeout=_PATIENCE)
-        lasting = [child.pid for child in alive if _ends_with_us(child)]
-        self.children.update(lasting)
-        return [" ".join(child.cmdline()) for child in alive if child.is_running() and child.pid not in lasting]
+        started = [child for child in psutil.Process().children() if child.pid not in self.children]
+        _, alive = psutil.wait_procs([child for child in started if not _ends_with_us(child)], timeout=_PATIENCE)
+        return [" ".join(child.cmdline()) for child in alive if child.is_running()]
 
     def restore(self) -> None:
         """Keeps one culprit from spoiling all tests after it."""
@@ -138,6 +159,9 @@ class _Surroundings:
         for number, handler in self.handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         _set_torch_modes(self.torch)
+        for name, level in self.levels.items():
+            logging.getLogger(name).setLevel(level)
+        rank_zero_module.log = logging.getLogger(self.messages)
         vars(rank_zero_only)["rank"] = self.rank
         os.chdir(self.folder)
 
@@ -146,6 +170,25 @@ class _Surroundings:
             os.environ.pop(name, None)
             if name in self.environment:
                 os.environ[name] = self.environment[name]
+
+
+def threads_that_stay(known: Collection[threading.Thread], *, daemons: bool = False) -> list[threading.Thread]:
+    """Return the threads that do not end, though they are given the time.
+
+    Some end with an object that waits to be collected; others have been told to end and are about to.
+
+    Args:
+        known: Threads that may stay.
+        daemons: Daemon threads may not stay either. Default: False.
+    """
+    started = [thread for thread in threading.enumerate() if thread not in known and (daemons or not thread.daemon)]
+    if not started:
+        return []
+    gc.collect()
+    deadline = time.monotonic() + _PATIENCE
+    for thread in started:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in started if thread.is_alive()]
 
 
 def _servers() -> list[psutil.Process]:
@@ -186,6 +229,7 @@ def _children() -> set[int]:
 def _torch_modes() -> dict[str, Any]:
     distributed = torch.distributed
     return {
+        "number of threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -197,6 +241,7 @@ def _torch_modes() -> dict[str, Any]:
 
 
 def _set_torch_modes(modes: dict[str, Any]) -> None:
+    torch.set_num_threads(modes["number of threads"])
     torch.set_default_dtype(modes["default dtype"])
     torch.set_grad_enabled(modes["grad mode"])
     torch.use_deterministic_algorithms(
@@ -205,6 +250,10 @@ def _set_torch_modes(modes: dict[str, Any]) -> None:
     torch.autograd.set_detect_anomaly(modes["anomaly mode"])
     if not modes["process group"] and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _levels() -> dict[str, int]:
+    return {name: logging.getLogger(name).level for name in _LOGGERS}
 
 
 def _differing(before: dict[Any, Any], after: dict[Any, Any], besides: Collection[str] = ()) -> dict[Any, str]:
@@ -232,7 +281,7 @@ def quick_collections() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails if something survives a test that others could stumble over."""
-    before = _Surroundings()
+    before = Surroundings()
     yield
     complaints = list(before.complaints())
     before.restore_environment()

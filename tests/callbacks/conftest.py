@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from equipoise.callbacks import progress_bar
+from tests.conftest import threads_that_stay
 
 from .small import Clock
 from .terminal import Terminal
@@ -36,12 +37,13 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     torch.manual_seed(0)
     handler, threads, streams = signal.getsignal(signal.SIGINT), set(threading.enumerate()), (sys.stdout, sys.stderr)
     yield
-    assert set(threading.enumerate()) <= threads
-    assert (sys.stdout, sys.stderr) == streams
+    changed_streams = (sys.stdout, sys.stderr) != streams
     signal.signal(signal.SIGINT, handler)
     torch.set_num_threads(torch_threads)
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+    assert not changed_streams
+    assert not threads_that_stay(threads, daemons=True)
 
 
 @pytest.fixture
