@@ -365,7 +365,7 @@ def test_autocast_in_threads_that_overlap() -> None:
     context = make_precision("bf16-mixed", "cpu").forward_context
     with context():
         pass  # leaves a region to use again
-    barrier = threading.Barrier(4, timeout=60)
+    barrier = threading.Barrier(4, timeout=300)
     found: list[Any] = []
 
     def work(outer: bool) -> None:
@@ -418,12 +418,12 @@ def test_the_default_dtype_after_threads_that_overlap() -> None:
     def work() -> None:
         with context():
             entered.set()
-            left.wait(60)
+            left.wait(300)
 
     thread = threading.Thread(target=work)
     with context():
         thread.start()
-        entered.wait(60)
+        entered.wait(300)
     assert torch.get_default_dtype() == torch.float16  # the thread is still inside
     left.set()
     thread.join()

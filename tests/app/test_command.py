@@ -70,7 +70,7 @@ def test_devices_are_watched_until_somebody_has_seen_enough() -> None:
             assert process.stdout is not None
             seen += process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     assert "GiB" in seen
     assert "%" in seen
@@ -82,7 +82,7 @@ def test_a_closed_pipe_ends_the_watch() -> None:
         assert process.stdout is not None
         assert process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=300) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
 

@@ -18,7 +18,7 @@ from equipoise.parallel.device_threads import DeviceThreads, ThreadState, on_dev
 from equipoise.parallel.micro_steps import MicroStep
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-PATIENCE = 20.0  # seconds until a test that waits for what never comes fails
+PATIENCE = 120.0  # seconds until a test that waits for what never comes fails
 
 
 @pytest.fixture

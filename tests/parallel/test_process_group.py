@@ -16,7 +16,7 @@ from equipoise.parallel.launch import launch
 from equipoise.parallel.place import Place, find_place
 from equipoise.parallel.process_group import StoreServer, follows_from_another, host_group, joined
 
-CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=30)
+CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=120)
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 ALONE = Place(0, 0, 0, 1, 1)

@@ -86,7 +86,7 @@ class Told(Exception):
 
 
 def waits_in_vain(place: Place, port: int) -> None:
-    with joined(place, torch.device("cpu"), timeout=timedelta(seconds=60), port=port):
+    with joined(place, torch.device("cpu"), timeout=timedelta(seconds=300), port=port):
         messenger = Messenger(0.2)
         if place.global_rank:
             return

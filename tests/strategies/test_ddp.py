@@ -21,6 +21,7 @@ from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
 from equipoise.strategies import ddp_engines, ddp_totals
 from tests.conftest import ignoring
 from tests.strategies.test_ddp_faults import HOW, Mistake, hangs, raises
+from tests.strategies.waiting import wait_briefly
 from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples")
@@ -273,6 +274,8 @@ class Fails(Numbered):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1 and self.global_rank == self.rank:
             self.how()
+        elif batch_idx == 1 and self.how is hangs:
+            wait_briefly()
         return super().training_step(batch, batch_idx)
 
 
@@ -281,8 +284,7 @@ class Fails(Numbered):
 def test_failures_are_told(name: str, engine: Any) -> None:
     how, error, message = HOW[name]
     module = Fails(how, 1)
-    strategy = DDPStrategy(engine=engine, timeout=3.0 if how is hangs else 60.0)
-    run = trainer(strategy, 2)
+    run = trainer(DDPStrategy(engine=engine, timeout=300.0), 2)
     with pytest.raises(error, match=message) as caught:
         run.fit(module, DataLoader(Samples(8), batch_size=2))
     if how is raises:

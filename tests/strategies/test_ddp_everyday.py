@@ -19,6 +19,7 @@ from equipoise.parallel.place import Place
 from equipoise.parallel.process_group import joined
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Numbered, Samples, assert_same_weights, numbered, trainer
+from tests.strategies.waiting import wait_briefly
 
 pytestmark = ignoring(
     r"\w+ has a `validation_step`, but", "No (positive|negative) samples", "The checkpoint holds states of callbacks"
@@ -278,19 +279,20 @@ def test_resuming_in_mid_epoch_with_other_processes(tmp_path: Path) -> None:
 
 class StopsAlone(Numbered):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        wait_briefly()
         if self.global_rank == 1:
             self.trainer.strategy.barrier()
 
 
 def test_processes_that_wait_in_different_places() -> None:
     with pytest.raises(Exception, match=r"waited for others|hung, while others waited"):
-        fit(made(StopsAlone), DDPStrategy(timeout=5))
+        fit(made(StopsAlone), DDPStrategy(timeout=300))
 
 
 def test_where_to_meet_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    group = joined(Place(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=5))
+    group = joined(Place(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
     with pytest.raises(ConfigurationError, match="but not MASTER_ADDR and MASTER_PORT"), group:
         pass
 
@@ -302,6 +304,6 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         port = str(other.getsockname()[1])
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
-        group = joined(Place(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=5))
+        group = joined(Place(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} is taken by another program"), group:
             pass

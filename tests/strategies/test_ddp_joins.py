@@ -58,7 +58,7 @@ def start(tmp_path: Path, torchrun: list[str], said: dict[str, Any], **more: str
 
 def results(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> dict[int, Any]:
     for process in processes:
-        _, told = process.communicate(timeout=240)
+        _, told = process.communicate(timeout=600)
         assert process.returncode == 0, told
     found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     return {result["rank"]: result for result in found}

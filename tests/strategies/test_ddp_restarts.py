@@ -90,7 +90,7 @@ def train(folder: Path, rank: int, step: int, engine: Any = "torch", accumulate:
     torch.manual_seed(seed)
     module = Killed(rank, step, folder / "marker")
     trainer = Trainer(
-        strategy=DDPStrategy(engine=engine, timeout=30.0),
+        strategy=DDPStrategy(engine=engine, timeout=300.0),
         devices=["cpu", "cpu"],
         max_epochs=EPOCHS,
         accumulate_grad_batches=accumulate,
@@ -167,7 +167,7 @@ def test_torchrun_starts_anew(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen([sys.executable, *run], env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        _, told = process.communicate(timeout=120)
+        _, told = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         torchrun = psutil.Process(process.pid)
         for each in (*torchrun.children(recursive=True), torchrun):

@@ -70,7 +70,7 @@ class Model(L.LightningModule):
 def fit(module: Model, engine: str, *, micro_batches: int = 2) -> tuple[Model, OOMRecovery, float]:
     recovery = OOMRecovery()
     trainer = Trainer(
-        strategy=Labelled(engine=engine, micro_batches=micro_batches, cut_before=["net.1", "net.2"], timeout=60.0),  # type: ignore[arg-type]
+        strategy=Labelled(engine=engine, micro_batches=micro_batches, cut_before=["net.1", "net.2"], timeout=300.0),  # type: ignore[arg-type]
         devices=["cpu"] * STAGES,
         precision="64-true",
         max_epochs=2,

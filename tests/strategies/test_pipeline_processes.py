@@ -337,7 +337,7 @@ class Measured(Model):
 
 
 def test_metrics_ask_nobody_else() -> None:
-    one, other = fit(Measured, "single_device"), fit(Measured, processes(timeout=20.0), 3)
+    one, other = fit(Measured, "single_device"), fit(Measured, processes(timeout=300.0), 3)
     for name in ("mean", "val"):  # metrics compute in float32
         assert float(other[1].callback_metrics[name]) == pytest.approx(float(one[1].callback_metrics[name]), rel=1e-5)
     available = MeanMetric().distributed_available_fn

@@ -83,7 +83,7 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
     "ddp, native": (lambda: DDPStrategy(engine="native"), 2),
     "pipeline": (lambda: PipelineStrategy(cut_before=["net.3"], micro_batches=3), 2),
     "pipeline, processes": (
-        lambda: PipelineStrategy(engine="processes", cut_before=["net.3"], micro_batches=3, timeout=60.0),
+        lambda: PipelineStrategy(engine="processes", cut_before=["net.3"], micro_batches=3, timeout=300.0),
         2,
     ),
     "pipeline, gpipe": (lambda: PipelineStrategy(cut_before=["net.1"], schedule="gpipe", threads=True), 2),
@@ -134,7 +134,7 @@ def test_a_pipeline_over_processes_computes_twice_where_its_stages_lie(norm: typ
     """As one device within rounding, if samples are not coupled; running means are updated once."""
 
     def strategy(engine: Any) -> PipelineStrategy:
-        return PipelineStrategy(engine=engine, cut_before=["net.2", "net.4"], micro_batches=3, timeout=60.0)
+        return PipelineStrategy(engine=engine, cut_before=["net.2", "net.4"], micro_batches=3, timeout=300.0)
 
     def run(name: str, patterns: list[str] | None, how: Any, devices: int) -> tuple[Any, Any, Counter[str]]:
         module, done = fit(patterns, how, devices, Written(tmp_path / name, norm))

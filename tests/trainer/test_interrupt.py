@@ -20,7 +20,7 @@ from tests.trainer.small import Validated, loader, trainer
 
 pytestmark = ignoring()
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60.0  # seconds for everything that follows a signal
+PATIENCE = 300.0  # seconds for everything that follows a signal
 
 # In a process of its own: it says "ready" where it is to be interrupted, and goes on when it reads a line.
 SCRIPT = """
@@ -68,7 +68,7 @@ try:
     run.fit(module, *data)
 except BaseException as error:
     for thread in set(threading.enumerate()) - {threading.main_thread()}:
-        thread.join(5.0)  # a queue's thread that was told to end, and is about to
+        thread.join(60.0)  # a queue's thread that was told to end, and is about to
     report = {
         "error": type(error).__name__,
         "errors": callback.errors,

@@ -46,7 +46,7 @@ print(json.dumps({"events": events, "weight": float(module.net[2].weight.double(
 def run(tmp_path: Path, *arguments: str) -> dict[str, object]:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return answer
