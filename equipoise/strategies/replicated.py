@@ -26,6 +26,7 @@ from equipoise.parallel.replicas import Replicas, check_replicable
 from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter, size_to_cut, split, why_not
 from equipoise.precision import Precision
+from equipoise.strategies.scalar_outputs import ScalarOutputs
 from equipoise.strategies.steps import EvaluationStep, StepResult, TrainingStep
 from equipoise.strategies.strategy import Strategy, Transfer
 
@@ -88,6 +89,7 @@ class ReplicatedStrategy(Strategy):
         self._inside = threading.local()
         self._computed: dict[int, int] = {}  # the samples of each device in the last computation
         self._failed: int | None = None  # the device that ran out of memory, by its index
+        self._scalars = ScalarOutputs()
         self._forwarded = parallelize == "step"  # whether forward has been called, or need not be
 
     # How a batch is shared out.
@@ -146,6 +148,7 @@ class ReplicatedStrategy(Strategy):
         super().setup(module, precision)
         self._splitter = Splitter(module, self.dim)
         self._cut_before = False
+        self._scalars = ScalarOutputs()
         self._replicas = Replicas(module, self.devices, always_connected=self.parallelize == "forward")
         self._threads = DeviceThreads(self.devices)
 
@@ -181,6 +184,7 @@ class ReplicatedStrategy(Strategy):
         if not isinstance(parts, _Parts) or parts.indices == (0,):
             with self._replicated_forward(step):
                 result = step(parts[0])
+            self._scalars.check(result.loss)
             self._expect_forward()
         else:
             result = self._run(step, parts)
@@ -351,4 +355,6 @@ class ReplicatedStrategy(Strategy):
         replicas.give_back(indices[0])
         outputs, logged = [out for out, _ in answers], [values for _, values in answers]
         step.log_together(logged, sizes, self._gathering, original=replicas.original)
-        return gather(outputs, sizes, self._gathering, dim=self.dim)
+        gathered = gather(outputs, sizes, self._gathering, dim=self.dim)
+        self._scalars.watch(outputs, gathered)
+        return gathered

@@ -112,7 +112,10 @@ class Backward:
 
 def _check_scalar(loss: Tensor) -> None:
     if loss.numel() != 1:
-        raise StepError(f"The loss must be a scalar, but is of shape {list(loss.shape)}. You can try `.mean()`.")
+        raise StepError(
+            f"The loss must be a scalar, but is of shape {list(loss.shape)}. Reduce it over the samples, for"
+            " instance with `.mean()`."
+        )
 
 
 def _explain(loss: Tensor, error: RuntimeError) -> None:

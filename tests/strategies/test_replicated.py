@@ -410,6 +410,42 @@ def test_the_step_runs_once_and_forward_in_parts() -> None:
     assert sizes == [4, 3, 4, 3, 3, 2, 1, 1]
 
 
+class LossInForward(Module):
+    """Computes its loss inside of `forward`, as models of transformers do."""
+
+    reduces = True
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> Any:
+        logits = super().forward(features)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self(*batch)["loss"]
+        return loss.mean() if self.reduces else loss
+
+
+def test_one_loss_for_each_part_of_a_batch_is_refused_with_advice_that_works() -> None:
+    module = seeded(LossInForward)
+    module.reduces = False
+    with pytest.raises(StepError, match=r"one loss for each of 2 parts.*after the call of the module.*'step'"):
+        trainer(DataParallelStrategy(parallelize="forward"), 2, limit_val_batches=0).fit(module, loader(), loader())
+
+
+def test_a_mean_over_the_losses_of_parts_is_noticed_once() -> None:
+    run = trainer(DataParallelStrategy(parallelize="forward"), 2, limit_val_batches=0)
+    with pytest.warns(UserWarning, match=r"for each part of the batch \(its output\['loss'\]\)") as caught:
+        run.fit(seeded(LossInForward), loader(), loader())
+    assert len(caught) == 1
+
+
+def test_scalars_beside_the_loss_are_no_reason_for_a_warning() -> None:
+    class Beside(LossInForward):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self(*batch)["logits"], batch[1])
+
+    trainer(DataParallelStrategy(parallelize="forward"), 2, limit_val_batches=0).fit(seeded(Beside), loader(), loader())
+
+
 def test_a_step_that_calls_no_forward() -> None:
     class Past(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
