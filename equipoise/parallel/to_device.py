@@ -1,4 +1,4 @@
-"""The one place that decides whether a copy between devices may run asynchronously.
+"""Copies between devices: the one place that decides whether they may run asynchronously.
 
 A copy to a CUDA device may: later work on that device is queued behind it. A copy to the CPU may not: the CPU would
 read the tensor before the values have arrived.
@@ -7,7 +7,7 @@ read the tensor before the values have arrived.
 import torch
 from torch import Tensor
 
-__all__ = ["to_device"]
+__all__ = ["ArrivingValue", "to_device"]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -24,3 +24,36 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+class ArrivingValue:
+    """A number on its way from a device to the host; nobody waits for it unless they say so.
+
+    Args:
+        tensor: A tensor of one element. It may change afterwards.
+
+    Example:
+        >>> ArrivingValue(torch.tensor(0.5)).read()
+        0.5
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach().reshape(())
+        self._copy = torch.empty((), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=tensor.is_cuda)
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self, *, wait: bool = False) -> float | None:
+        """Return the number; None if it has not arrived yet.
+
+        Args:
+            wait: Wait until it has arrived. Default: False.
+        """
+        if self._event is not None:
+            if wait:
+                self._event.synchronize()
+            elif not self._event.query():
+                return None
+        return float(self._copy)

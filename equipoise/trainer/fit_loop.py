@@ -13,6 +13,7 @@ from equipoise.trainer.batch_stream import BatchStream, length_of
 from equipoise.trainer.checks import check_monitors
 from equipoise.trainer.data import Loaders, has_state
 from equipoise.trainer.log_entry import Collection
+from equipoise.trainer.loss_watch import LossWatch
 from equipoise.trainer.optimizers import Schedulers
 from equipoise.trainer.progress import FitProgress
 from equipoise.trainer.resumption import Resumption, before_validation, random_state_of
@@ -43,6 +44,7 @@ class FitLoop:
         skip_backward: Run the forward only (stochastic weight averaging asks for that).
         resumption: Goes on in an epoch that an earlier process began.
         stream: The batches of the epoch; None before its order was drawn.
+        loss_watch: Reports a loss that is not finite; None outside of a run.
         epoch_random_state: Every RNG before that.
         before_validation: What the present or last validation changes, as it was before.
     """
@@ -62,6 +64,7 @@ class FitLoop:
         self.last_validation = 0.0
         self.told_to_wait = False
         self.stream: BatchStream | None = None
+        self.loss_watch: LossWatch | None = None
         self._loaded_at: float = -math.inf
 
     # One run.
@@ -86,6 +89,7 @@ class FitLoop:
             self.val_loop.load_data(context)  # so that a progress bar knows its length
             self.trainer.training = True
         self._warn_of_eval_mode()
+        self.loss_watch = LossWatch(context)
         hooks.call("on_train_start")
         if self.resumption is not None:
             self.resumption.go_on()
@@ -117,7 +121,10 @@ class FitLoop:
         )
 
     def release(self) -> None:
-        """Ends worker processes and lets go of what belongs to the run."""
+        """End worker processes and let go of what belongs to the run."""
+        if self.loss_watch is not None:
+            self.loss_watch.close()
+            self.loss_watch = None
         if self.stream is not None:
             self.stream.close()
             self.stream = None
@@ -141,12 +148,13 @@ class FitLoop:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one run."""
-        of_a_run = ("context", "schedulers", "weigh", "optimization")
+        of_a_run = ("context", "schedulers", "weigh", "optimization", "loss_watch")
         return {
             **{name: value for name, value in vars(self).items() if name not in of_a_run},
             "loaders": None,
             "stream": None,
             "resumption": None,
+            "loss_watch": None,
         }
 
     def load_data(self) -> None:
@@ -260,6 +268,7 @@ class FitLoop:
         batch_start, batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
         idle_end, before_transfer = hooks.bind_deciders("on_train_batch_end"), hooks.bind("on_before_batch_to_device")
         optimize, schedulers, after_batch = self._bind_optimization(), self.schedulers, AfterBatch(self)
+        watch = self.loss_watch.bind() if self.loss_watch is not None else None
         counts, index, wanted = progress.batch.current, progress.batch.current.ready - 1, hooks.uses_outputs()
         scheduled = self.trainer.lr_scheduler_configs  # the list itself: callbacks may add to it
         assert stream is not None
@@ -285,6 +294,8 @@ class FitLoop:
             last = ends or (index + 1) % window == 0
             result = run_batch(parts, index, last)
             counts.processed = index + 1
+            if watch is not None and there:
+                watch(result, batch, index, last)
             if last and scheduled:
                 schedulers.after_batch(index, ends=ends)
             outputs = optimize.outputs(result) if wanted and there else {}
@@ -305,7 +316,14 @@ class FitLoop:
     def _bind_optimization(self) -> AutomaticOptimization | ManualOptimization:
         """Asked anew each epoch, since callbacks change accumulation and optimisers between epochs."""
         self.window.parts = self.trainer.accumulate_grad_batches
-        self.optimization = make_optimization(self.context, self.window, self.weigh, skip_backward=self.skip_backward)
+        assert self.loss_watch is not None
+        self.optimization = make_optimization(
+            self.context,
+            self.window,
+            self.weigh,
+            skip_backward=self.skip_backward,
+            count_skipped=self.loss_watch.count_skipped,
+        )
         return self.optimization
 
     def _leave_epoch(self, index: int) -> None:

@@ -192,6 +192,7 @@ def check_barebones(barebones: bool, given: dict[str, Any]) -> dict[str, Any]:
         "num_sanity_val_steps": 2,
         "fast_dev_run": False,
         "detect_anomaly": False,
+        "detect_nonfinite": None,
         "profiler": None,
     }
     if not barebones:

@@ -25,6 +25,7 @@ from equipoise.parallel.weighting import Window
 from equipoise.strategies.steps import StepResult
 from equipoise.strategies.strategy import parameters_of
 from equipoise.trainer.failure import Failure, raise_with_advice
+from equipoise.trainer.second_attempt import with_second_attempt
 from equipoise.trainer.smaller_parts import Measure, Parts
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Recovery:
         """Computes the gradients of a batch; see `Strategy.forward_backward`."""
         opened = self._open
         if (fresh := step.batch_idx % self.window.parts == 0) or not self._marked:
-            self.rewind.mark()
+            with_second_attempt(self.rewind.mark, self.parts.let_go)
             opened.batches.clear()
             self._marked, self._start = True, None if fresh else self._state()  # or resumed in its midst
             self._weighed = self.window.has_reference or self.window.agree is not None  # agreed upon once, by all
@@ -170,7 +171,7 @@ class Recovery:
         """Brings everything back; returns whether other processes have a part of the gradients."""
         step = self.step
         del self.logs.pending[self._open.pending :]
-        self.rewind.restore()
+        with_second_attempt(self.rewind.restore, self.parts.let_go)
         self.window.reset()
         if not self._weighed:  # else the failed attempt's weight would show in the bits of this one
             self.window.forget_reference()
@@ -298,7 +299,7 @@ class EvaluationRecovery:
 
     def __call__(self, step: Any, parts: Sequence[Any]) -> Any:
         """The output of an evaluation step; see `Strategy.evaluate`."""
-        self.rewind.mark()
+        with_second_attempt(self.rewind.mark, self.parts.let_go)
         contents = BatchContents(tuple(parts))
         measured = self.parts.measure(parts)
         self._step, pending, count = step, len(self.logs.pending), self.parts.count(parts)
@@ -319,7 +320,7 @@ class EvaluationRecovery:
             event = self.parts.event(failure, "evaluation", step.indices[0], parts, count, refusal)
             answer = self.parts.ask(event)
             del self.logs.pending[pending:]
-            self.rewind.restore()
+            with_second_attempt(self.rewind.restore, self.parts.let_go)
             if refusal or answer is None or not answer.parts:  # what is left out would be missing in the metrics
                 raise_with_advice(failure, event, refusal)
             count = answer.parts

@@ -47,7 +47,7 @@ _made = tuple.__new__  # a named tuple without the way through its defaults
 
 
 def make_optimization(
-    context: "Context", window: Window, weigh: Weigher, *, skip_backward: bool
+    context: "Context", window: Window, weigh: Weigher, *, skip_backward: bool, count_skipped: Callable[[], None]
 ) -> "AutomaticOptimization | ManualOptimization":
     """The way of optimisation that the module asks for.
 
@@ -56,9 +56,10 @@ def make_optimization(
         window: The accumulation window.
         weigh: Finds the weight of a batch.
         skip_backward: Run the forward only.
+        count_skipped: Called when `training_step` has returned None.
     """
     if context.module.automatic_optimization:
-        return AutomaticOptimization(context, window, weigh, skip_backward=skip_backward)
+        return AutomaticOptimization(context, window, weigh, skip_backward=skip_backward, count_skipped=count_skipped)
     return ManualOptimization(context)
 
 
@@ -73,8 +74,10 @@ class _AutomaticStep(UserStep):
         zero_grad: Callable[[int], None],
         *,
         skip_backward: bool,
+        count_skipped: Callable[[], None],
     ) -> None:
         super().__init__(context, "training_step")
+        self.count_skipped = count_skipped
         self.batch_idx = 0
         self.alone = context.strategy.world_size == 1
         self.weigher = weigh
@@ -97,6 +100,7 @@ class _AutomaticStep(UserStep):
         loss, weight = out, None
         if not isinstance(out, Tensor):
             if out is None:
+                self.count_skipped()
                 return StepResult(None, 0, None)
             loss, weight = _loss_and_weight(out)
         if self.weigh is not None:
@@ -106,6 +110,7 @@ class _AutomaticStep(UserStep):
     def result(self, out: Any, size: int, logged: Sequence[Any]) -> StepResult:
         """What a step on a part came to; it weighs as many samples as it has unless the user says otherwise."""
         if out is None:
+            self.count_skipped()
             return StepResult(None, 0, None, logged)
         loss, weight = (out, None) if isinstance(out, Tensor) else _loss_and_weight(out)
         return StepResult(loss, size if weight is None else check_weight(weight), out, logged)
@@ -164,7 +169,15 @@ class AutomaticOptimization:
     Called with the parts of a batch, its index, and whether the accumulation window ends with it.
     """
 
-    def __init__(self, context: "Context", window: Window, weigh: Weigher, *, skip_backward: bool) -> None:
+    def __init__(
+        self,
+        context: "Context",
+        window: Window,
+        weigh: Weigher,
+        *,
+        skip_backward: bool,
+        count_skipped: Callable[[], None],
+    ) -> None:
         trainer, hooks = context.trainer, context.hooks
         self.trainer, self.module, self.strategy, self.window = trainer, context.module, context.strategy, window
         self.scaler, self.counts = context.precision.scaler, trainer.progress.optimizer_step.current
@@ -180,7 +193,7 @@ class AutomaticOptimization:
         self.optimizer: Optimizer = trainer.optimizers[0]
         armed = is_armed(context) and not skip_backward
         self.step = (_WatchedStep if armed else _AutomaticStep)(
-            context, window, weigh, self._zero_grad, skip_backward=skip_backward
+            context, window, weigh, self._zero_grad, skip_backward=skip_backward, count_skipped=count_skipped
         )
         self.recovery = Recovery(context, self.step) if armed else None
         self.forward_backward: ForwardBackward = self.recovery or self.strategy.forward_backward

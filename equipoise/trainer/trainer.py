@@ -75,6 +75,9 @@ class Trainer(PublicState):
         use_distributed_sampler: Let strategies with several processes share the data out among them.
         profiler: "simple", "advanced", "pytorch" or a Profiler of Lightning.
         detect_anomaly: Look for the operation that made a NaN, slowly.
+        detect_nonfinite: Report a loss that is NaN or infinite once, with its step and batch. True: also name the first
+            module whose output is not finite, which waits for the device in each step. None: look at the loss alone,
+            without waiting. False: look at nothing. Not one of Lightning's.
         barebones: Turn off everything that costs time, to measure the loop.
         plugins: A CheckpointIO of Lightning, to write and read checkpoints in another way.
         sync_batchnorm: Let strategies with several processes share batch statistics.
@@ -137,8 +140,10 @@ class Trainer(PublicState):
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
         activation_checkpointing: list[str] | None = None,
+        detect_nonfinite: bool | None = None,
     ) -> None:
         check.check_flags(
+            detect_nonfinite=detect_nonfinite,
             inference_mode=inference_mode,
             enable_autolog_hparams=enable_autolog_hparams,
             use_distributed_sampler=use_distributed_sampler,
@@ -160,10 +165,12 @@ class Trainer(PublicState):
                 "num_sanity_val_steps": num_sanity_val_steps,
                 "fast_dev_run": fast_dev_run,
                 "detect_anomaly": detect_anomaly,
+                "detect_nonfinite": detect_nonfinite,
                 "profiler": profiler,
             },
         )
         self.barebones, self.detect_anomaly, self.inference_mode = barebones, detect_anomaly, inference_mode
+        self.detect_nonfinite = given["detect_nonfinite"]
         self.enable_autolog_hparams = enable_autolog_hparams
         self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
 

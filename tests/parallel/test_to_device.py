@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import equipoise
-from equipoise.parallel.to_device import to_device
+from equipoise.parallel.to_device import ArrivingValue, to_device
 
 PACKAGE = Path(equipoise.__file__).parent
 
@@ -39,6 +39,25 @@ def test_only_copies_to_a_cuda_device_are_asynchronous(destination: str, asynchr
 def test_a_tensor_that_is_there_is_not_copied() -> None:
     tensor = torch.ones(2)
     assert to_device(tensor, torch.device("cpu")) is tensor
+
+
+def test_a_value_that_arrives_is_the_one_of_the_beginning() -> None:
+    tensor = torch.tensor([0.25], requires_grad=True)
+    value = ArrivingValue(tensor)
+    with torch.no_grad():
+        tensor.fill_(7.0)
+    assert value.read() == 0.25
+    assert value.read(wait=True) == 0.25
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_value_arrives_from_a_device() -> None:
+    tensor = torch.full((), 0.25, device="cuda")
+    value = ArrivingValue(tensor)
+    tensor.fill_(7.0)
+    assert value.read(wait=True) == 0.25
+    assert value.read() == 0.25
 
 
 def asynchronous_copies(tree: ast.AST) -> Iterator[int]:

@@ -21,7 +21,7 @@ from tests.trainer.small import Small, loader, trainer
 
 pytestmark = ignoring()
 LIGHTNINGS_ALONE = {"model_registry"}  # of Lightning's own cloud
-OURS_ALONE = {"activation_checkpointing"}
+OURS_ALONE = {"activation_checkpointing", "detect_nonfinite"}
 FOLLOWS_FROM_THE_PLACE = "num_nodes"  # 1 in Lightning; here nothing was said
 
 # The Trainer as a whole

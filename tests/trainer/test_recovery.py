@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
+from equipoise.parallel.rewind import Rewind
 from tests.conftest import ignoring
 from tests.test_transparency import (
     CLASSES,
@@ -404,6 +405,38 @@ def test_errors_in_the_step_of_the_optimizer(changes: bool) -> None:
     else:
         fit(Module(), [recovery], max_epochs=1)
         assert [event.phase for event in recovery.events] == ["optimizer step"]
+
+
+@pytest.mark.parametrize("method", ["mark", "restore"])
+@pytest.mark.parametrize("half_way", [False, True])
+def test_memory_that_runs_out_around_the_step_itself(
+    method: str, half_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noting and restoring the state takes memory, too. A failure in it that does not last changes nothing."""
+    injected = {"failing": (1,)} if method == "restore" else {}
+    reference = train(Noisy, OutOfMemory(**injected))
+    usual = getattr(Rewind, method)
+    calls = count()
+
+    def fails_once(self: Rewind) -> None:
+        first = next(calls) == 0
+        if half_way or not first:
+            usual(self)
+        if first:
+            raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(Rewind, method, fails_once)
+    assert_identical(reference, train(Noisy, OutOfMemory(**injected)))
+    assert next(calls) > 1
+
+
+def test_memory_that_stays_short_around_the_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Rewind) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(Rewind, "mark", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        train(Noisy, OutOfMemory())
 
 
 class LowOnMemory(torch.optim.SGD):

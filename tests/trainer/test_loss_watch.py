@@ -1,0 +1,218 @@
+"""A loss that is not finite, and a step that never returns one, are reported once."""
+
+import math
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from equipoise import OOMRecovery, Trainer
+from equipoise.errors import ConfigurationError
+from tests.conftest import ignoring
+
+pytestmark = ignoring("An epoch has")
+FOUND = r"The loss is nan in step 2, batch 2 of epoch 0 \(counted from 0\)\."
+
+
+class Poisoned(L.LightningModule):
+    """A network whose numbers turn bad at a chosen batch of the first epoch.
+
+    Args:
+        where: "batch", "layer", "parameter", "between", "loss" or None.
+        at: The number of the batch.
+        value: The bad number.
+    """
+
+    def __init__(self, where: str | None, at: int = 2, value: float = math.nan) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        self.spoil = Spoil()
+        self.head = nn.Linear(4, 1)
+        self.where = where
+        self.at = at
+        self.value = value
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        bad = batch_idx == self.at and self.trainer.current_epoch == 0
+        if bad and self.where == "batch":
+            batch[0, 0] = self.value
+        if bad and self.where == "parameter":
+            self.head.bias.data.fill_(self.value)
+        self.spoil.value = self.value if bad and self.where == "layer" else 0.0
+        hidden = self.spoil(self.encoder(batch))
+        if bad and self.where == "between":
+            hidden = hidden + self.value
+        loss = self.head(hidden).square().mean()
+        if bad and self.where == "loss":
+            loss = loss + self.value
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Spoil(nn.Module):
+    value = 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.value
+
+
+def loader(batches: int = 4) -> DataLoader[Any]:
+    return DataLoader(torch.randn(2 * batches, 3, generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+def trainer(**options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    run = {"max_epochs": 2, "enable_model_summary": False, "devices": ["cpu"]}
+    return Trainer(**{**quiet, **run, **options})
+
+
+def reports(module: L.LightningModule, **options: Any) -> list[str]:
+    """Train; return the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(**options).fit(module, loader())
+    return [str(warning.message) for warning in caught if "An epoch has" not in str(warning.message)]
+
+
+@pytest.mark.parametrize("where", ["layer", "parameter", "between", "loss"])
+def test_the_step_and_the_batch_are_reported_once(where: str) -> None:
+    (report,) = reports(Poisoned(where))
+    assert report.startswith("The loss is nan in step 2, batch 2 of epoch 0 (counted from 0). The batch is finite.")
+    assert "Trainer(detect_nonfinite=True)" in report
+
+
+def test_an_infinite_loss() -> None:
+    (report,) = reports(Poisoned("loss", value=math.inf))
+    assert report.startswith("The loss is inf in step 2")
+
+
+@pytest.mark.parametrize("detect", [None, True])
+def test_a_batch_that_is_not_finite_is_named(detect: bool | None) -> None:
+    (report,) = reports(Poisoned("batch"), detect_nonfinite=detect)
+    assert report.endswith("(counted from 0). The batch itself is not finite: batch.")
+
+
+CAUSES = {
+    "layer": "came from 'spoil' (Spoil); its input and its parameters were finite.",
+    "parameter": "came from 'head' (Linear); its parameters were not finite any more, so an earlier step spoiled them.",
+    "between": (
+        "came from 'head' (Linear); its input was not finite either, so an operation between two modules made it so."
+    ),
+    "loss": "All outputs of modules were finite, so the loss itself is the cause.",
+}
+
+
+@pytest.mark.parametrize("where", CAUSES)
+def test_the_first_module_whose_output_is_not_finite_is_named(where: str) -> None:
+    (report,) = reports(Poisoned(where), detect_nonfinite=True)
+    assert report.endswith(CAUSES[where])
+
+
+def test_the_first_module_under_dp() -> None:
+    (report,) = reports(Poisoned("layer"), detect_nonfinite=True, strategy="dp", devices=["cpu", "cpu"])
+    assert "Spoil" in report
+
+
+def test_no_hook_stays_behind() -> None:
+    hooks = nn.modules.module._global_forward_hooks
+    before = dict(hooks)
+    reports(Poisoned(None), detect_nonfinite=True)
+    assert dict(hooks) == before
+
+    class Raises(Poisoned):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise KeyError("on purpose")
+
+    with pytest.raises(KeyError, match="on purpose"):
+        trainer(detect_nonfinite=True).fit(Raises(None), loader())
+    assert dict(hooks) == before
+
+
+@pytest.mark.parametrize("where", [None, "loss"])
+def test_nothing_is_reported_where_nothing_is_looked_at(where: str | None) -> None:
+    assert not reports(Poisoned(where), detect_nonfinite=False)
+    assert not reports(Poisoned(where), barebones=True)
+
+
+def test_finite_losses_are_not_reported() -> None:
+    assert not reports(Poisoned(None))
+    assert not reports(Poisoned(None), detect_nonfinite=True)
+
+
+def test_a_device_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU only the choice of the moment can be tested: the loss of each second batch is looked at."""
+    from equipoise.trainer.loss_watch import LossWatch
+
+    monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
+    (report,) = reports(Poisoned("loss"), log_every_n_steps=2)
+    assert report.startswith(
+        "The loss is nan in step 2, batch 2 of epoch 0 (counted from 0). The loss is looked at every 2"
+    )
+    assert not reports(Poisoned("loss", at=1), log_every_n_steps=2, max_epochs=1)
+
+
+def test_the_last_loss_is_read_when_the_fit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from equipoise.trainer.loss_watch import LossWatch
+
+    monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
+    (report,) = reports(Poisoned("loss", at=3), log_every_n_steps=1, max_epochs=1)
+    assert "step 3, batch 3" in report
+
+
+# A step without a loss
+
+
+class Skips(Poisoned):
+    """Returns None for chosen batches.
+
+    Args:
+        batches: Their numbers.
+    """
+
+    def __init__(self, *batches: int) -> None:
+        super().__init__(None)
+        self.batches = batches
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in self.batches else loss
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "dp"])
+def test_a_step_that_always_returns_none(strategy: str) -> None:
+    devices = ["cpu"] * (2 if strategy == "dp" else 1)
+    (report,) = reports(Skips(0, 1, 2, 3), strategy=strategy, devices=devices)
+    assert report.startswith("`training_step` returned None for every batch so far, so nothing was trained.")
+
+
+@pytest.mark.parametrize(("skipped", "window"), [((1, 2, 3), 1), ((0, 2), 2), ((), 1)])
+def test_steps_that_return_none_now_and_then(skipped: tuple[int, ...], window: int) -> None:
+    assert not reports(Skips(*skipped), accumulate_grad_batches=window)
+
+
+def test_a_batch_that_memory_recovery_skipped_is_no_step_without_a_loss() -> None:
+    class TooLarge(Poisoned):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+            return super().training_step(batch, batch_idx)
+
+    messages = reports(TooLarge(None), callbacks=[OOMRecovery(policy="skip")])
+    assert not [message for message in messages if "returned None" in message]
+
+
+@pytest.mark.parametrize("wrong", [1, "yes"])
+def test_wrong_values(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"detect_nonfinite must be True or False, not"):
+        trainer(detect_nonfinite=wrong)
+
+
+def test_barebones_contradicts_the_search() -> None:
+    with pytest.raises(ConfigurationError, match=r"barebones=True.*contradicts detect_nonfinite=True"):
+        trainer(detect_nonfinite=True, barebones=True)
