@@ -54,6 +54,6 @@ class ArrivingValue:
         if self._event is not None:
             if wait:
                 self._event.synchronize()
-            elif not self._event.query():
+            elif not self._event.query():  # type: ignore[no-untyped-call]
                 return None
         return float(self._copy)

@@ -47,7 +47,7 @@ class ScalarOutputs:
         for path, tensor in entries_of(gathered):
             if path in scalars:
                 self.stacked.append(path)
-                tensor.register_hook(self._warn)
+                tensor.register_hook(self._warn)  # type: ignore[no-untyped-call]
 
     def check(self, loss: Tensor | None) -> None:
         """Refuse a loss that is no scalar because `forward` computed it in parts.
