@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import StepError
 
-__all__ = ["Splitter", "entries_of", "infer_batch_size", "rebuild", "size_to_cut", "split", "why_not"]
+__all__ = ["Splitter", "entries_of", "holds_samples", "infer_batch_size", "rebuild", "size_to_cut", "split", "why_not"]
 
 
 def entries_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -50,9 +50,27 @@ def infer_batch_size(batch: Any, dim: int = 0) -> int | None:
         if type(first) is Tensor and type(second) is Tensor and first.ndim and second.ndim:
             size = first.size(0)
             return size if second.size(0) == size else None
-    # Not shape[dim], which a tensor of nested layout does not have.
-    sizes = {tensor.size(dim) if tensor.ndim > dim else None for _, tensor in entries_of(batch) if tensor.ndim}
+    sizes = set(_lengths_of(batch, dim))
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _lengths_of(batch: Any, dim: int) -> Iterator[int | None]:
+    """Yield the length of every tensor of a batch along a dimension, None where it has no such dimension."""
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            # Not shape[dim], which a tensor of nested layout does not have.
+            yield batch.size(dim) if batch.ndim > dim else None
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _lengths_of(value, dim)
+    elif isinstance(batch, PackedSequence):
+        yield int(batch.batch_sizes[0])  # which lies on the CPU; its data are as long as all samples together
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from _lengths_of(value, dim)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from _lengths_of(getattr(batch, field.name), dim)
 
 
 def size_to_cut(batch: Any, dim: int = 0, *, cut_before: bool = False) -> int | None:
@@ -63,11 +81,11 @@ def size_to_cut(batch: Any, dim: int = 0, *, cut_before: bool = False) -> int | 
         dim: The dimension of the samples. Default: the first.
         cut_before: Whether another batch of its kind has been cut, so that equal images cannot be what its lists hold.
     """
-    return None if _holds_samples(batch, cut_before) else infer_batch_size(batch, dim)
+    return None if holds_samples(batch, cut_before) else infer_batch_size(batch, dim)
 
 
-def _holds_samples(batch: Any, cut_before: bool = False) -> bool:
-    """Whether a batch holds whole samples, whose first dimensions may be equal without being that of the batch.
+def holds_samples(batch: Any, cut_before: bool = False) -> bool:
+    """Return whether a batch holds whole samples, whose first dimensions may be equal without being that of the batch.
 
     Such are packed sequences and lists of images, `[C, H, W]` each. A list of two equal tensors `[3, H, W]` may as well
     be inputs and targets of three samples, as a loader gives them at the end of an epoch.
@@ -78,8 +96,8 @@ def _holds_samples(batch: Any, cut_before: bool = False) -> bool:
         first, equal = {item.size(0) for item in batch}, len({item.shape for item in batch}) == 1
         return (not cut_before and first <= {3, 4}) if equal else first <= {1, 3, 4}
     if isinstance(batch, Mapping):
-        return any(_holds_samples(value, cut_before) for value in batch.values())
-    return isinstance(batch, (tuple, list)) and any(_holds_samples(value, cut_before) for value in batch)
+        return any(holds_samples(value, cut_before) for value in batch.values())
+    return isinstance(batch, (tuple, list)) and any(holds_samples(value, cut_before) for value in batch)
 
 
 def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
@@ -174,7 +192,7 @@ class Splitter:
             StepError: If nobody can tell it, naming the entries that stand in the way.
         """
         size = self.size(batch)
-        if size is None or (self._split is None and _holds_samples(batch, self._cut_before)):
+        if size is None or (self._split is None and holds_samples(batch, self._cut_before)):
             raise StepError(why_not(batch, self.dim, "A batch") + _WAY_OUT)
         if self._split is None and self._size is not None and (found := infer_batch_size(batch, self.dim)) != size:
             raise StepError(
@@ -229,7 +247,7 @@ def why_not(batch: Any, dim: int, what: str, name: str = "batch") -> str:
     entries = [(f"{name}{path}", tensor) for path, tensor in entries_of(batch) if tensor.ndim]
     if not entries:
         return f"{what} must be cut into parts, but there is no tensor in this {type(batch).__name__}."
-    if _holds_samples(batch):
+    if holds_samples(batch):
         return (
             f"{what} must be cut into parts, but it holds whole samples, as a list of images or a packed sequence does,"
             f" and what belongs together cannot be told: {_listed(entries, dim)}."

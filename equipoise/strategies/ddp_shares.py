@@ -66,6 +66,7 @@ class ProcessShares:
         self._processes, self._rank, self._simulated = processes, rank, simulated.get(rank)
         # Two, since what a process learns of its own memory must not change a cut that others do not know of.
         self._plan, self._own = (Calibration([device] * processes, simulated) for _ in range(2))
+        self._planned: dict[int, int] = {}  # this process's samples of steps to come, by number, while it measures
         self._batch_idx: int | None = None
         self._again: int | None = None  # the step up to which a window is done again
         self._measured = self._before = self._asked = self._since = self._largest = 0
@@ -96,7 +97,15 @@ class ProcessShares:
         """
         if step == 0:  # an epoch begins
             self._before, self._since = self._measured, 0
+            self._planned.clear()
         self._asked, self._largest = step + 1, max(self._largest, size)
+        parts = self._cut(size, step)
+        if self.is_measuring or self._simulated is not None:
+            self._planned[step] = parts[self._rank]
+        return parts
+
+    def _cut(self, size: int, step: int) -> list[int]:
+        """Return the parts of a step of so many samples."""
         if self.shares is not None and step >= self._since:
             return sizes_by_shares(size, self.shares)
         if not self.measures or self.shares is not None or size < 4 * self._processes:
@@ -114,8 +123,11 @@ class ProcessShares:
         """Whether steps are being measured: only where `sizes` cuts them."""
         return self.measures and self.shares is None and self._largest >= 4 * self._processes
 
-    def _compute(self, function: Callable[[], _T], part: Any) -> _T:
+    def _compute(self, function: Callable[[], _T], part: Any, batch_idx: int) -> _T:
+        planned = self._planned.pop(batch_idx, None)
         size = infer_batch_size(part)
+        if size is None:
+            size = planned
         if size is None:
             return function()
         device, run = self._simulated, function
@@ -161,11 +173,11 @@ class ProcessShares:
 class _Timed:
     """A training step whose computation goes through somebody else."""
 
-    def __init__(self, step: TrainingStep, compute: Callable[[Callable[[], StepResult], Any], StepResult]) -> None:
+    def __init__(self, step: TrainingStep, compute: Callable[[Callable[[], StepResult], Any, int], StepResult]) -> None:
         self._step, self._compute = step, compute
 
     def __call__(self, part: Any) -> StepResult:
-        return self._compute(lambda: self._step(part), part)
+        return self._compute(lambda: self._step(part), part, self._step.batch_idx)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)

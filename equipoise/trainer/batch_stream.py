@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.parallel.internals import with_sampler
+from equipoise.trainer.sample_counts import SampleCounts, can_count
 
 __all__ = ["NOTHING", "BatchStream", "length_of"]
 
@@ -34,7 +35,14 @@ class BatchStream:
         sized = not math.isinf(limit) and (combined or length_of(loader) is not None)
         self.length: int | None = int(limit) if sized else None
         self.ahead: Any = NOTHING
+        self._counts: SampleCounts | None = None
         self._iterator: Iterator[Any] | None = None
+
+    def count_samples(self, counts: SampleCounts) -> None:
+        """Count the samples of each batch where the loader can tell; called before the stream starts."""
+        counts.begin()
+        if not self.combined and can_count(self.loader):
+            self._counts = counts
 
     def start(self) -> None:
         """Create the iterator; for a loader without length, fetch the first batch and warn if there is none."""
@@ -66,7 +74,8 @@ class BatchStream:
             stateful: Whether the loader itself goes on after them.
         """
         if not stateful and not self.combined and _can_skip(self.loader):
-            indices = _Skip(self.loader.batch_sampler, seen)
+            sampler = self.loader.batch_sampler
+            indices = _Skip(sampler if self._counts is None else self._counts.counting(sampler), seen)
             batches: Iterator[Any] = iter(with_sampler(self.loader, indices, batches=True))
             indices.settle()
         else:
@@ -92,7 +101,9 @@ class BatchStream:
         return iterator
 
     def _open(self) -> Iterator[Any]:
-        return (batch for batch, _, _ in self.loader) if self.combined else iter(self.loader)
+        if self.combined:
+            return (batch for batch, _, _ in self.loader)
+        return iter(self.loader) if self._counts is None else self._counts.opened(self.loader)
 
     def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:
         if self.length is not None:

@@ -4,6 +4,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.errors import ConfigurationError
@@ -73,7 +74,7 @@ class FitLoop:
         """Trains until `max_epochs`, `max_steps`, `max_time` or somebody's `should_stop`."""
         self.context, hooks = context, context.hooks
         self.schedulers = Schedulers(self.trainer, hooks, self.progress.scheduler)
-        self.weigh = Weigher(context.module, context.strategy.dim)
+        self.weigh = Weigher(context.module, context.strategy.dim, context.strategy.world_size)
         self.load_data()
         if self.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
@@ -246,6 +247,8 @@ class FitLoop:
         """
         assert self.loaders is not None
         self.stream = self.loaders.streams()[0]
+        if self._may_weigh():
+            self.stream.count_samples(self.weigh.counts)
         if self.resumption is not None:
             self.resumption.start_stream(self.stream)
         else:
@@ -255,6 +258,12 @@ class FitLoop:
             raise ConfigurationError(
                 f"{self.stream.describe_empty()} max_epochs=-1 would repeat empty epochs for ever: give a number."
             )
+
+    def _may_weigh(self) -> bool:
+        """Return whether steps of the epoch may be put together from several batches."""
+        trainer, strategy = self.trainer, self.context.strategy
+        scheduled = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)
+        return scheduled or trainer.accumulate_grad_batches > 1 or strategy.world_size > 1
 
     def epoch(self) -> None:
         """Runs the batches of one epoch."""

@@ -135,7 +135,8 @@ class Recovery:
             return nothing
         if batch.count <= 1:
             return self._compute(batch.parts if batch.count else (), True)
-        self.step.weigh, self._whole = self.step.weigher, self.parts.size(batch.parts)
+        self.step.weigh = self.step.weigher.of_piece
+        self._whole = self.parts.size(batch.parts)
         try:
             return self.parts.run(self.step, batch.parts, batch.count)
         finally:

@@ -42,6 +42,7 @@ __all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
 
 
 ForwardBackward = Callable[[Any, Sequence[Any], bool], StepResult]
+Weigh = Callable[[Any, int], int]  # a part of a batch and the batch's number, to its weight
 
 _made = tuple.__new__  # a named tuple without the way through its defaults
 
@@ -82,7 +83,8 @@ class _AutomaticStep(UserStep):
         self.alone = context.strategy.world_size == 1
         self.weigher = weigh
         unweighed = window.parts == 1 and self.alone and not context.strategy.goes_back_in_parts
-        self.weigh = self.usual_weigher = None if unweighed else weigh
+        self.weigh: Weigh | None = None if unweighed else weigh
+        self.usual_weigher = self.weigh
         self.window, self.zero_grad, self.skip_backward = window, zero_grad, skip_backward
         self.run_backward = Backward(context)
         self.first = True  # whether the gradients of an earlier window are still there
@@ -104,7 +106,7 @@ class _AutomaticStep(UserStep):
                 return StepResult(None, 0, None)
             loss, weight = _loss_and_weight(out)
         if self.weigh is not None:
-            weight = self.weigh(part) if weight is None else check_weight(weight)
+            weight = self.weigh(part, self.batch_idx) if weight is None else check_weight(weight)
         return _made(StepResult, (loss, weight, out, ()))
 
     def result(self, out: Any, size: int, logged: Sequence[Any]) -> StepResult:

@@ -1,0 +1,101 @@
+"""The numbers of samples of batches, as their loader's batch sampler deals them.
+
+A batch may hide its size, as a batch of graphs does, but whoever drew its samples knows it. Counting begins with the
+first pass and ends with the first batch whose tensors tell their number of samples.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+__all__ = ["SampleCounts", "can_count"]
+
+
+def can_count(loader: Any) -> bool:
+    """Return whether a loader's batch sampler tells how many samples each of its batches has, in their order."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    if callable(getattr(loader, "state_dict", None)):  # it saves the position of its sampler, which must be its own
+        return False
+    in_order = not loader.num_workers or getattr(loader, "in_order", True)
+    return loader.batch_sampler is not None and in_order
+
+
+class SampleCounts:
+    """Counts the samples of the batches of a pass.
+
+    Example:
+        >>> counts = SampleCounts()
+        >>> batches = list(counts.opened(DataLoader(range(5), batch_size=2)))
+        >>> [counts.of(batch_idx) for batch_idx in range(4)]
+        [2, 2, 1, None]
+    """
+
+    def __init__(self) -> None:
+        self.is_counting = True
+        self._counts: list[int | None] = []
+
+    def of(self, batch_idx: int) -> int | None:
+        """Return the number of samples of a batch of the present pass; None if it was not counted."""
+        return self._counts[batch_idx] if batch_idx < len(self._counts) else None
+
+    def stop(self) -> None:
+        """Count no more; what draws samples then passes batches on."""
+        self.is_counting = False
+        self._counts = []
+
+    def go_on(self) -> None:
+        """Count again, from the next pass on."""
+        self.is_counting = True
+
+    def begin(self) -> list[int | None]:
+        """Begin a pass, and return the list for its counts."""
+        self._counts = []
+        return self._counts
+
+    def opened(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Return a loader's iterator, whose samples are counted.
+
+        The loader has its batch sampler back when this returns. Its setter refuses another one, so the exchange goes
+        below it.
+        """
+        own = loader.batch_sampler
+        vars(loader)["batch_sampler"] = self.counting(own)
+        try:
+            return iter(loader)
+        finally:
+            vars(loader)["batch_sampler"] = own
+
+    def counting(self, batch_sampler: Any) -> "_Counting":
+        """Return a batch sampler that gives the batches of another and counts them."""
+        return _Counting(self, batch_sampler)
+
+
+class _Counting:
+    """A batch sampler that gives the batches of another.
+
+    Args:
+        counts: Where each pass is counted.
+        batch_sampler: The other.
+    """
+
+    def __init__(self, counts: SampleCounts, batch_sampler: Any) -> None:
+        self.counts = counts
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.batch_sampler)  # at once: some draw their order here
+        return self._counted(batches, self.counts.begin()) if self.counts.is_counting else batches
+
+    def _counted(self, batches: Iterator[Any], counts: list[int | None]) -> Iterator[Any]:
+        for batch in batches:
+            if not self.counts.is_counting:
+                yield batch
+                break
+            counts.append(len(batch) if hasattr(batch, "__len__") else None)
+            yield batch
+        yield from batches
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)

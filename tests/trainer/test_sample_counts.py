@@ -1,0 +1,160 @@
+"""Batches whose size no tensor tells weigh as many samples as their batch sampler has dealt."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from equipoise import DDPStrategy, Trainer
+from equipoise.trainer.sample_counts import SampleCounts
+from tests.conftest import ignoring
+
+pytestmark = ignoring()
+
+
+class Sequences(Dataset[Any]):
+    """Sequences of unequal lengths, the first of some shards among them alone in their batch."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        lengths = torch.randint(1, 6, (count,), generator=generator).tolist()
+        self.samples = [torch.randn(length, 3, generator=generator, dtype=torch.float64) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.samples[index]
+
+
+class Graphs:
+    """A batch that hides its tensors, as a library's own type does."""
+
+    def __init__(self, samples: list[torch.Tensor]) -> None:
+        self.samples = samples
+
+
+def images(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A list of pictures, whose first dimension is that of their colours."""
+    return [torch.cat([sample.mean(0, keepdim=True)] * 3).reshape(3, 3, 1) for sample in samples]
+
+
+class Mean(L.LightningModule):
+    """The mean loss of a batch's samples, however they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch, PackedSequence):
+            samples = nn.utils.rnn.unpack_sequence(batch)
+        elif isinstance(batch, Graphs):
+            samples = batch.samples
+        else:
+            samples = [image.reshape(-1, 3) for image in batch]
+        return torch.stack([self.net(sample.to(self.net.weight)).square().sum() for sample in samples]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fitted(strategy: Any, devices: int, loader: Any, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    module = Mean()
+    run = Trainer(
+        strategy=strategy, devices=["cpu"] * devices, precision="64-true", max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    run.fit(module, loader)
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def assert_exact(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for expected, actual in zip(one, other, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+def packed(samples: list[torch.Tensor]) -> PackedSequence:
+    return pack_sequence(samples, enforce_sorted=False)
+
+
+COLLATES: list[Callable[[Any], Any]] = [packed, Graphs, images]
+
+
+class Uneven:
+    """A batch sampler of the user's own: 3, 1, 4, 2 samples."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1, 2], [3], [4, 5, 6, 7], [8, 9])
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("collate", COLLATES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("shares", [None, [1, 3]])
+def test_the_last_step_of_ddp_is_that_of_one_device(collate: Any, shares: Any) -> None:
+    data = Sequences(13)  # the last step: 3 and 2 samples
+    one = fitted("single_device", 1, DataLoader(data, batch_size=8, collate_fn=collate))
+    many = fitted(DDPStrategy(shares=shares), 2, DataLoader(data, batch_size=4, collate_fn=collate))
+    assert_exact(one, many)
+
+
+def test_a_batch_sampler_of_the_users_own_under_ddp_with_workers() -> None:
+    data = Sequences(10)
+    one = fitted("single_device", 1, DataLoader(data, batch_sampler=[[0, 1, 2, 3], range(4, 10)], collate_fn=Graphs))
+    loader = DataLoader(data, batch_sampler=Uneven(), collate_fn=Graphs, num_workers=1, persistent_workers=True)
+    assert_exact(one, fitted("ddp", 2, loader))
+
+
+def test_accumulation_on_one_device() -> None:
+    data = Sequences(10)
+    one = fitted("single_device", 1, DataLoader(data, batch_sampler=[[0, 1, 2, 3], range(4, 10)], collate_fn=Graphs))
+    parts = DataLoader(data, batch_sampler=Uneven(), collate_fn=Graphs)
+    assert_exact(one, fitted("single_device", 1, parts, accumulate_grad_batches=2))
+
+
+class Stream(IterableDataset[Any]):
+    def shard(self, num_shards: int, index: int) -> "Stream":
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Sequences(5).samples)
+
+
+def test_a_stream_tells_nothing_and_the_warning_names_the_processes() -> None:
+    with pytest.raises(UserWarning, match=r"parts of a step in 2 processes have equal weights.*batch_size"):
+        fitted("ddp", 2, DataLoader(Stream(), batch_size=2, collate_fn=Graphs))
+
+
+def test_counting_ends_where_tensors_tell_their_size_and_leaves_the_loader_as_it_was() -> None:
+    loader = DataLoader(range(7), batch_size=2)  # type: ignore[arg-type]
+    sampler, counts = loader.batch_sampler, SampleCounts()
+    batches = counts.opened(loader)
+    assert loader.batch_sampler is sampler
+    assert next(batches).tolist() == [0, 1]
+    assert (counts.of(0), counts.of(1)) == (2, None)
+    counts.stop()
+    assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6]]
+    assert counts.of(1) is None
+    assert len(list(counts.opened(loader))) == 4
+    assert counts.of(0) is None
+    counts.go_on()
+    assert len(list(counts.opened(loader))) == 4
+    assert [counts.of(index) for index in range(5)] == [2, 2, 2, 1, None]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_packed_sequence_knows_how_many_sequences_it_holds(count: int) -> None:
+    from equipoise.parallel.split import infer_batch_size, size_to_cut
+
+    batch = packed(Sequences(count).samples)
+    assert infer_batch_size(batch) == infer_batch_size((batch, torch.zeros(count))) == count
+    assert infer_batch_size((batch, torch.zeros(count + 1))) is None
+    assert size_to_cut(batch) is None
