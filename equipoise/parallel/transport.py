@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import hooks_of
+from equipoise.parallel.module_reducers import reduce_module_or_function
 
 __all__ = ["Layout", "Package", "can_be_packed", "dumps", "find_unpicklable", "loads", "pickle_error"]
 
@@ -185,7 +186,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
             content: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
             return _storage, (PickleBuffer(content),)
-        return super().reducer_override(value)
+        reduced = reduce_module_or_function(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
 class _Unpickler(pickle.Unpickler):
@@ -335,5 +337,5 @@ def _explained(value: Any, error: Exception) -> str:
     what = f"{path} is a {kind}" if path != kind else f"A {kind}"
     return (
         f"{what}{', which' if path != kind else ''} cannot be sent to other processes: {error}. Create it in `setup` or"
-        " on first use, or leave it out in `__getstate__`."
+        " on first use, in `configure_model` if it is a layer, or leave it out in `__getstate__`."
     )
