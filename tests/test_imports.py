@@ -143,7 +143,7 @@ def test_only_the_application_knows_hydra() -> None:
             package = module.partition(".")[0]
             assert package != "hydra", relative(path)
             if package == "omegaconf":
-                assert relative(path) == "trainer/checkpoint_file.py", relative(path)
+                assert relative(path) == "trainer/safe_globals.py", relative(path)
                 assert in_function, f"{relative(path)} imports {module} before it is needed."
 
 
@@ -306,7 +306,7 @@ loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 trainer = Trainer(max_epochs=1, **options)
 trainer.fit(Module(folder=Path("here")), loader)
 path = trainer.checkpoint_callback.best_model_path
-assert Module.load_from_checkpoint(path).hparams == {"folder": "here"}
+assert Module.load_from_checkpoint(path, weights_only=False).hparams == {"folder": Path("here")}
 again = Trainer(max_epochs=2, **options)
 again.fit(Module(folder=Path("here")), loader, ckpt_path=path)
 print(again.global_step, "hydra" in sys.modules, "omegaconf" in sys.modules)

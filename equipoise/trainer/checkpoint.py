@@ -1,26 +1,22 @@
-"""What a checkpoint holds, which one is meant, and how a run takes it back.
+"""What a checkpoint holds, and how a run takes it back.
 
 The layout is Lightning's, so that either reads the other's; what exact resumption needs beyond it stands under the
 key "equipoise".
 """
 
-import os
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.migration import migrate_checkpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.trainer import interop
-from equipoise.trainer.checkpoint_file import plain, read_checkpoint
+from equipoise.trainer.checkpoint_layout import check_like, loading
 from equipoise.trainer.hooks import overrides, state_key_of
 from equipoise.trainer.progress import BatchProgress, Progress
 from equipoise.trainer.resumption import Resumption, position_of
@@ -32,10 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "OUR_KEY",
     "dump_checkpoint",
-    "load_checkpoint",
     "restore_modules_and_callbacks",
     "restore_training_state",
-    "select_checkpoint",
 ]
 
 OUR_KEY = "equipoise"
@@ -93,114 +87,19 @@ def _loop_states(trainer: "Trainer") -> dict[str, Any]:
 
 
 def _dump_hyperparameters(context: "Context", checkpoint: dict[str, Any]) -> None:
-    """Hyperparameters as plain containers, under the keys by which `load_from_checkpoint` finds them."""
+    """Add the hyperparameters as they are, under the keys by which `load_from_checkpoint` finds them."""
     for owner in (context.module, context.datamodule):
         if owner is None or not owner.hparams:
             continue
         checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = interop.hyperparameters_name(owner)
-        checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = plain(owner.hparams)
-        if not isinstance(owner.hparams, dict) and isinstance(owner, lightning.pytorch.LightningModule):
-            # A string stands for "a dictionary whose keys are attributes": a class could not be read back safely.
-            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams).__name__
-
-
-# Choosing
-
-
-def select_checkpoint(trainer: "Trainer", ckpt_path: Any, *, module_given: bool) -> Any:
-    """The path that `ckpt_path` stands for; None for none.
-
-    Args:
-        trainer: The trainer, whose checkpoint callbacks know the best and the last.
-        ckpt_path: A path, "best", "last" or None.
-        module_given: Whether a module was passed; without one, the best checkpoint of the last fit is meant.
-
-    Raises:
-        ConfigurationError: If there is no such checkpoint.
-    """
-    word = trainer.state.fn.value if trainer.state.fn is not None else "fit"
-    if ckpt_path is not None and not isinstance(ckpt_path, str | os.PathLike):
-        raise ConfigurationError(f"ckpt_path must be a path, 'best', 'last' or None, not {ckpt_path!r}.")
-    if ckpt_path is not None and not os.fspath(ckpt_path):
-        raise ConfigurationError("ckpt_path must be a path, 'best', 'last' or None, not empty.")
-    if ckpt_path is None and trainer.managed_ckpt_path is not None:
-        return trainer.managed_ckpt_path
-    if ckpt_path is None:
-        keepers = [callback for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]
-        if keepers and trainer.state.fn == TrainerFn.FITTING:
-            ckpt_path = "last"
-        elif module_given:
-            return None
-        else:
-            rank_zero_warn(
-                f"`{word}` was called without a module: the best checkpoint of the last fit is used. Say so with"
-                " ckpt_path='best'."
-            )
-            ckpt_path = "best"
-    if ckpt_path == "best":
-        return _best(trainer, word)
-    return _last(trainer, word) if ckpt_path == "last" else ckpt_path
-
-
-def _best(trainer: "Trainer", word: str) -> str:
-    keeper = trainer.checkpoint_callback
-    if keeper is None:
-        raise ConfigurationError(
-            f"`{word}(ckpt_path='best')` needs a ModelCheckpoint among the callbacks, but there is none. Give a path,"
-            f" or pass the module, `{word}(module)`, to use the weights that it has."
-        )
-    if len(trainer.checkpoint_callbacks) > 1:
-        rank_zero_warn(
-            f"`{word}(ckpt_path='best')`: {len(trainer.checkpoint_callbacks)} callbacks save checkpoints. The best of"
-            f" the first is used, which monitors {getattr(keeper, 'monitor', None)!r}. Give a path for another."
-        )
-    if not (path := getattr(keeper, "best_model_path", "")):
-        why = " With fast_dev_run nothing is saved." if trainer.fast_dev_run else ""
-        raise ConfigurationError(
-            f"`{word}(ckpt_path='best')`: no checkpoint was saved yet.{why} Give a path, or fit first."
-        )
-    return str(path)
-
-
-def _last(trainer: "Trainer", word: str) -> str | None:
-    """The newest of the files that callbacks call their last; none is no error: one may say "last" at the first fit."""
-    from lightning.fabric.utilities.cloud_io import get_filesystem
-
-    found: set[str] = set()
-    for callback in trainer.callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            found |= interop.last_checkpoints(callback, trainer)
-        elif isinstance(callback, OnExceptionCheckpoint):
-            found.add(str(callback.ckpt_path))
-    existing = {path: get_filesystem(path).modified(path) for path in found if get_filesystem(path).exists(path)}
-    if not existing:
-        rank_zero_warn(
-            f"`{word}(ckpt_path='last')`: there is no last checkpoint yet, so the module's present weights are used."
-            " ModelCheckpoint(save_last=True) writes one."
-        )
-        return None
-    return max(existing, key=lambda path: existing[path])
+        if isinstance(owner.hparams, dict):
+            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+        else:  # one of OmegaConf's containers
+            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
+            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
 
 
 # Reading
-
-
-def load_checkpoint(path: Any, checkpoint_io: CheckpointIO | None = None) -> dict[str, Any]:
-    """Reads a checkpoint and brings one of an older Lightning up to date.
-
-    Args:
-        path: Where it is.
-        checkpoint_io: The plugin that wrote it; None: it is a file of ours or of Lightning.
-    """
-    checkpoint: dict[str, Any]
-    if checkpoint_io is not None:
-        checkpoint = checkpoint_io.load_checkpoint(path, weights_only=True)
-    else:
-        checkpoint = read_checkpoint(path)
-    rank_zero_info(f"Restoring states from the checkpoint path at {path}")
-    if "pytorch-lightning_version" in checkpoint:
-        checkpoint, _ = migrate_checkpoint(checkpoint)
-    return checkpoint
 
 
 def restore_modules_and_callbacks(context: "Context", checkpoint: dict[str, Any]) -> None:
@@ -209,22 +108,26 @@ def restore_modules_and_callbacks(context: "Context", checkpoint: dict[str, Any]
     hooks.call_module("on_load_checkpoint", checkpoint)
     if module.strict_loading:
         check_fits(module, checkpoint["state_dict"])
-    context.strategy.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+    with loading("state_dict"):
+        context.strategy.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
     if datamodule is not None and (key := type(datamodule).__qualname__) in checkpoint:
-        hooks.call_datamodule("load_state_dict", checkpoint[key])
+        with loading(key, datamodule):
+            hooks.call_datamodule("load_state_dict", checkpoint[key])
     states = checkpoint.get("callbacks")
     if states is None:
         return
     callbacks = context.trainer.callbacks
     if absent := states.keys() - {state_key_of(callback) for callback in callbacks}:
         rank_zero_warn(
-            f"The checkpoint holds states of callbacks that are not there now: {sorted(absent)}. Add them to go on"
-            " with them."
+            f"The checkpoint holds states of callbacks that are not there now: {sorted(map(str, absent))}. Add them to"
+            " go on with them."
         )
     hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in callbacks:
-        if state := states.get(state_key_of(callback)):
-            callback.load_state_dict(deepcopy(state))
+        key = state_key_of(callback)
+        if state := states.get(key):
+            with loading(f"callbacks[{key!r}]", callback):
+                callback.load_state_dict(deepcopy(state))
 
 
 def check_fits(module: nn.Module, state: dict[str, Tensor]) -> None:
@@ -243,7 +146,17 @@ def check_fits(module: nn.Module, state: dict[str, Tensor]) -> None:
         and isinstance(state[key], Tensor)
         and state[key].shape != value.shape
     ]
-    problems = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    kinds = [
+        f"{key} is a {type(state[key]).__name__}"
+        for key, value in own.items()
+        if key in state and isinstance(value, Tensor) and not isinstance(state[key], Tensor)
+    ]
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": shapes,
+        "not tensors": kinds,
+    }
     if any(problems.values()):
         listed = "; ".join(
             f"{name}: {', '.join(keys[:6])}{' ...' * (len(keys) > 6)}" for name, keys in problems.items() if keys
@@ -263,7 +176,9 @@ def restore_training_state(context: "Context", checkpoint: dict[str, Any]) -> No
     """
     trainer = context.trainer
     if (key := context.precision.checkpoint_key) in checkpoint:
-        context.precision.load_state_dict(checkpoint[key])
+        with loading(key):
+            check_like(context.precision.state_dict(), checkpoint[key], key)
+            context.precision.load_state_dict(checkpoint[key])
     if trainer.state.fn != TrainerFn.FITTING:
         return
     if lacking := [key for key in ("loops", "optimizer_states", "lr_schedulers") if key not in checkpoint]:
@@ -322,6 +237,7 @@ def _check_kind(index: int, optimizer: Optimizer, state: dict[str, Any]) -> None
                 f"The state of optimiser {index} in the checkpoint is of another kind than {type(optimizer).__name__}:"
                 f" it lacks {', '.join(lacking)}. Let `configure_optimizers` return what it returned then."
             )
+        check_like(getattr(optimizer, "defaults", {}), group, f"optimizer_states[{index}]['param_groups']")
 
 
 def _restore_optimizers(context: "Context", checkpoint: dict[str, Any]) -> None:
@@ -332,17 +248,27 @@ def _restore_optimizers(context: "Context", checkpoint: dict[str, Any]) -> None:
             f" {len(trainer.optimizers)}."
         )
     for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
-        _check_kind(index, optimizer, state)
-        try:
-            context.strategy.load_optimizer_state(optimizer, state)
-        except ValueError as error:
-            raise CheckpointError(
-                f"The state of optimiser {index} ({type(optimizer).__name__}) in the checkpoint does not fit: {error}."
-                " Let `configure_optimizers` return what it returned then."
-            ) from error
-    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
-        _check_length(config.scheduler, state)
-        config.scheduler.load_state_dict(state)
+        with loading(f"optimizer_states[{index}]", optimizer):
+            _check_kind(index, optimizer, state)
+            _load_optimizer(context, index, optimizer, state)
+    for index, (config, state) in enumerate(
+        zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False)
+    ):
+        place = f"lr_schedulers[{index}]"
+        with loading(place, config.scheduler):
+            check_like(config.scheduler.state_dict(), state, place)
+            _check_length(config.scheduler, state)
+            config.scheduler.load_state_dict(state)
+
+
+def _load_optimizer(context: "Context", index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    try:
+        context.strategy.load_optimizer_state(optimizer, state)
+    except ValueError as error:
+        raise CheckpointError(
+            f"The state of optimiser {index} ({type(optimizer).__name__}) in the checkpoint does not fit: {error}."
+            " Let `configure_optimizers` return what it returned then."
+        ) from error
 
 
 def _check_length(scheduler: Any, state: dict[str, Any]) -> None:

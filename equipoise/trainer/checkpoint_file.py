@@ -1,119 +1,89 @@
-"""Checkpoint files: written at once or not at all, verified when read, and nothing in them is ever run.
+"""Checkpoint files: written at once or not at all, verified when read, and nothing in them is run by itself.
 
-Reading allows tensors, plain containers and OmegaConf's containers, which Lightning's checkpoints hold. So that our
-own can always be read back, hyperparameters are made plain before they are written.
+Objects are written as they are, as Lightning does. Safety is the reader's: it builds data, and puts a stand-in for any
+other object unless the user says otherwise.
 """
 
-import collections
 import os
-import sys
-import tempfile
-import typing
+import pickle
 import warnings
-import zipfile
-from argparse import Namespace
-from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.utilities.migration import pl_legacy_patch
 from torch import Tensor
 
 from equipoise.errors import CheckpointError
+from equipoise.trainer.archive import check_archive, is_archive, read_archive, read_legacy
+from equipoise.trainer.atomic_file import write_at_once
 
-__all__ = ["check_is_file", "is_plain", "plain", "read_checkpoint", "write_checkpoint"]
+__all__ = ["check_contents", "check_is_file", "is_plain", "read_checkpoint", "write_checkpoint"]
 
-_BASES = (str, int, float, bytes, complex)  # a class derived from one of them would come along into the file
-_PLAIN = (*_BASES, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
 # Writing
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a checkpoint; after a crash at any moment, the path holds the whole file or what it held before.
+    """Write a checkpoint; after a crash at any moment, the path holds the whole file or what it held before.
 
     Args:
         checkpoint: What to write.
         path: A local path, or a URL that fsspec knows.
+
+    Raises:
+        CheckpointError: If something in it cannot be pickled, or the disk is full.
     """
-    if _is_remote(path):
-        TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
-        return
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # a temporary file is private, a checkpoint need not be
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        if _is_remote(path):
+            TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
+        else:
+            write_at_once(Path(path), lambda file: torch.save(checkpoint, file))
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        place = _place_that_cannot_be_pickled(checkpoint)
+        if place is None:
+            raise
+        raise CheckpointError(
+            f"The checkpoint {os.fspath(path)!r} cannot be written: {place} cannot be pickled ({error}). Leave it"
+            " out, for hyperparameters with `save_hyperparameters(ignore=[...])`, or make it a class or function of a"
+            " module."
+        ) from error
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _place_that_cannot_be_pickled(value: Any, place: str = "the checkpoint") -> str | None:
+    """Return where in nested containers the first value is that cannot be pickled; None if all can."""
+    if isinstance(value, Tensor) or _can_be_pickled(value):
+        return None
+    children: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        children = list(value.items())
+    elif isinstance(value, list | tuple):
+        children = list(enumerate(value))
+    for key, child in children:
+        name = repr(key) if place == "the checkpoint" else f"{place}[{key!r}]"
+        if found := _place_that_cannot_be_pickled(child, name):
+            return found
+    return f"{place}, a {type(value).__name__},"
 
 
-def plain(value: Any, name: str = "hyper_parameters") -> Any:
-    """A copy made of plain containers, numbers, strings and tensors, which any reader can load without running code.
+def _can_be_pickled(value: Any) -> bool:
+    class Nowhere:
+        def write(self, data: Any) -> int:
+            return len(data)
 
-    Args:
-        value: Anything; OmegaConf's containers are resolved where they can be.
-        name: What to call it in the warning about a value that has no plain form, and is left out.
-    """
-    if type(value) in _PLAIN or isinstance(value, Tensor):
-        return value
-    if isinstance(value, Enum):
-        return plain(value.value, name)
-    if base := next((base for base in _BASES if isinstance(value, base)), None):
-        return base(value)
-    if (omegaconf := sys.modules.get("omegaconf")) is not None and isinstance(value, omegaconf.Container):
-        return plain(_resolved(value, omegaconf), name)
-    if isinstance(value, Namespace):
-        return plain(vars(value), name)
-    if isinstance(value, Mapping):
-        made = {key: plain(item, f"{name}[{key!r}]") for key, item in value.items()}
-        return {key: item for key, item in made.items() if item is not _NOTHING}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [
-            item
-            for item in (plain(item, f"{name}[{index}]") for index, item in enumerate(value))
-            if item is not _NOTHING
-        ]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if callable(getattr(value, "tolist", None)):  # numpy's arrays and numbers
-        return value.tolist()
-    rank_zero_warn(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold safely; it is left out. See"
-        " `save_hyperparameters(ignore=...)`."
-    )
-    return _NOTHING
-
-
-_NOTHING = object()
-
-
-def _resolved(config: Any, omegaconf: Any) -> Any:
-    """The containers of a configuration; as it was written, where a value is missing or refers to one that is."""
     try:
-        return omegaconf.OmegaConf.to_container(config, resolve=not omegaconf.OmegaConf.missing_keys(config))
-    except omegaconf.errors.OmegaConfBaseException:
-        return omegaconf.OmegaConf.to_container(config, resolve=False)
+        pickle.Pickler(Nowhere(), protocol=2).dump(value)
+    except Exception:
+        return False
+    return True
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value consists of plain containers, numbers, strings and tensors, and can be read back as it is."""
+    """Return whether a value consists of plain containers, numbers, strings and tensors."""
     if type(value) in (list, tuple):
         return all(map(is_plain, value))
     if type(value) is dict:
@@ -124,39 +94,51 @@ def is_plain(value: Any) -> bool:
 # Reading
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a checkpoint without running anything that stands in it.
+def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint, with all tensors on the CPU.
 
     Args:
         path: A local path, or a URL that fsspec knows.
+        weights_only: True: nothing in the file is run, and objects that are not data become stand-ins. False: objects
+            are created as they were, which runs whatever code the file names. Default: True.
 
     Raises:
-        CheckpointError: If the file is missing, damaged, holds objects that are not allowed, or is no checkpoint.
+        CheckpointError: If the file is missing, damaged, or is no checkpoint.
     """
-    if not _is_remote(path):
-        _verify(Path(path))
+    check_is_file(path)
+    read = _read_data if weights_only else _read_objects
     try:
-        with torch.serialization.safe_globals(_safe_globals()), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated.*")
-            checkpoint = TorchCheckpointIO().load_checkpoint(os.fspath(path), map_location=_on_cpu, weights_only=True)
+        with get_filesystem(os.fspath(path)).open(os.fspath(path), "rb") as file:
+            checkpoint: dict[str, Any] = read(file)
     except FileNotFoundError as error:
         raise CheckpointError(f"There is no checkpoint at {os.fspath(path)!r}.") from error
-    except Exception as error:
-        if "Weights only load failed" in str(error) or "Unsupported" in str(error):
-            raise _unsafe(path) from error
-        raise CheckpointError(
-            f"The checkpoint {os.fspath(path)!r} cannot be read: {str(error).rstrip('.')}."
-        ) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(
-            f"{os.fspath(path)!r} is no checkpoint of a Trainer: it has no 'state_dict'. Weights alone load with"
-            " `load_state_dict`."
-        )
+    except PermissionError as error:
+        raise CheckpointError(f"The checkpoint {os.fspath(path)!r} may not be read by this user.") from error
+    except MemoryError as error:
+        raise CheckpointError(f"The checkpoint {os.fspath(path)!r} does not fit into memory.") from error
+    except Exception as error:  # a damaged file fails in many ways
+        raise CheckpointError(_unreadable(path, error, weights_only=weights_only)) from error
+    check_contents(checkpoint, path)
     return checkpoint
 
 
+def _read_data(file: IO[bytes]) -> Any:
+    """Read a file without running anything that stands in it."""
+    return read_archive(file) if is_archive(file) else read_legacy(file)
+
+
+def _read_objects(file: IO[bytes]) -> Any:
+    """Read a file as torch does, with whatever code it names."""
+    if is_archive(file):
+        check_archive(file)  # torch does not compare check sums
+        file.seek(0)
+    with pl_legacy_patch(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated.*")
+        return torch.load(file, map_location=_on_cpu, weights_only=False)
+
+
 def _on_cpu(storage: Any, location: str) -> Any:
-    """Everything is read to the CPU: the devices of the writing run may not be there."""
+    """Read everything to the CPU: the devices of the writing run may not be there."""
     return storage
 
 
@@ -178,50 +160,39 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
 
 
 def _check_is_file(path: Path) -> None:
-    if not path.is_file():
-        what, folder = ("is a folder", path) if path.is_dir() else ("does not exist", path.parent)
-        beside = sorted(p.name for p in folder.glob("*.ckpt"))[:5]
-        hint = f" In that folder there are: {', '.join(beside)}." if beside else ""
-        raise CheckpointError(f"The checkpoint {str(path)!r} {what}.{hint}")
+    if path.is_file():
+        return
+    what = "does not exist"
+    folder = path.parent
+    if path.is_dir():
+        what = "is a folder"
+        folder = path
+    beside = sorted(p.name for p in folder.glob("*.ckpt"))[:5]
+    hint = f" In that folder there are: {', '.join(beside)}." if beside else ""
+    raise CheckpointError(f"The checkpoint {str(path)!r} {what}.{hint}")
 
 
-def _verify(path: Path) -> None:
-    """Checks that the file is there and whole; torch itself does not compare the check sums."""
-    _check_is_file(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-            # What is marked as a folder (0x10) torch leaves as it finds the memory.
-            damaged = damaged or next((i.filename for i in archive.infolist() if i.external_attr & 0x10), None)
-    except PermissionError as error:
-        raise CheckpointError(f"The checkpoint {str(path)!r} may not be read by this user.") from error
-    except Exception as error:  # a damaged archive fails in many ways
+def _unreadable(path: str | os.PathLike[str], error: Exception, *, weights_only: bool) -> str:
+    reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+    if isinstance(error, CheckpointError):
+        reason = str(error).rstrip(".")
+    size = ""
+    if not _is_remote(path):
+        size = f" ({Path(path).stat().st_size} bytes)"
+    advice = "It is damaged, truncated or no checkpoint at all. Take an earlier one."
+    if not weights_only:
+        advice = "It is damaged, or the code that it names has changed. Without weights_only=False it is read as data."
+    return f"The checkpoint {os.fspath(path)!r}{size} cannot be read: {reason}. {advice}"
+
+
+def check_contents(checkpoint: Any, path: str | os.PathLike[str]) -> None:
+    """Check that what was read is a checkpoint of a Trainer.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(
-            f"{str(path)!r} ({path.stat().st_size} bytes) is truncated or no checkpoint at all. Take an earlier one."
-        ) from error
-    if damaged is not None:
-        raise CheckpointError(
-            f"The checkpoint {str(path)!r} is damaged: {damaged!r} in it is not what was written. Take an earlier one."
+            f"{os.fspath(path)!r} is no checkpoint of a Trainer: it has no 'state_dict'. Weights alone load with"
+            " `load_state_dict`."
         )
-
-
-def _unsafe(path: str | os.PathLike[str]) -> CheckpointError:
-    with torch.serialization.safe_globals(_safe_globals()):
-        unsafe = [] if _is_remote(path) else torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    return CheckpointError(
-        f"The checkpoint {os.fspath(path)!r} holds {', '.join(unsafe) or 'objects'}, which could run code when read, so"
-        " it is refused. If you trust these classes, allow them with `torch.serialization.add_safe_globals([...])`."
-    )
-
-
-def _safe_globals() -> list[Any]:
-    """What may stand in a checkpoint beside tensors: OmegaConf's containers, if it is installed, and their parts."""
-    try:
-        import omegaconf
-        from omegaconf import base, nodes
-    except ModuleNotFoundError:
-        return []
-    leaves = [value for value in vars(nodes).values() if isinstance(value, type) and issubclass(value, base.Node)]
-    containers = [omegaconf.DictConfig, omegaconf.ListConfig, base.ContainerMetadata, base.Metadata]
-    builtin = [typing.Any, collections.defaultdict, dict, list, tuple, int, float, str, bool]
-    return [*containers, *leaves, *builtin]

@@ -73,6 +73,7 @@ class PublicState(Stages, Limits, LightningNames):
         self.predict_loop = PredictionLoop(trainer)
         self.loaded_ckpt_path: Any = None
         self.managed_ckpt_path: Any = None
+        self.objects_were_reported = False  # those in its checkpoints
         self._context: Context | None = None
         self._root_dir = root_dir
         self._view = StrategyView(strategy, trainer)

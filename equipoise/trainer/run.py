@@ -31,12 +31,9 @@ from equipoise.parallel.device_threads import on_device
 from equipoise.parallel.split import Splitter
 from equipoise.trainer import interop
 from equipoise.trainer.agreement import agree, agree_on_steps
-from equipoise.trainer.checkpoint import (
-    load_checkpoint,
-    restore_modules_and_callbacks,
-    restore_training_state,
-    select_checkpoint,
-)
+from equipoise.trainer.checkpoint import restore_modules_and_callbacks, restore_training_state
+from equipoise.trainer.checkpoint_choice import select_checkpoint
+from equipoise.trainer.checkpoint_reading import load_checkpoint
 from equipoise.trainer.checks import check_run
 from equipoise.trainer.context import Context
 from equipoise.trainer.data import Source
@@ -63,6 +60,7 @@ class Request:
         datamodule: The user's data module, if there is one.
         loaders: Loaders that were passed, by stage.
         ckpt_path: A path, "best", "last" or None.
+        weights_only: False: objects in the checkpoint are created, with whatever code it names.
     """
 
     fn: TrainerFn
@@ -71,6 +69,7 @@ class Request:
     datamodule: LightningDataModule | None = None
     loaders: dict[str, Any] = field(default_factory=dict)
     ckpt_path: Any = None
+    weights_only: bool | None = None
 
 
 def run(trainer: "Trainer", request: Request) -> Any:
@@ -123,7 +122,14 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     context = _prepare(trainer, request)
     path = select_checkpoint(trainer, request.ckpt_path, module_given=request.module_given)
     trainer.loaded_ckpt_path = path
-    checkpoint = None if path is None else load_checkpoint(path, trainer.checkpoint_io)
+    checkpoint: dict[str, Any] | None = None
+    if path is not None:
+        checkpoint = load_checkpoint(
+            path,
+            trainer.checkpoint_io,
+            weights_only=request.weights_only,
+            fitting=request.fn == TrainerFn.FITTING,
+        )
     _set_up(context)
     if checkpoint is not None:
         context.precision.convert_module(context.module)  # before loading: float64 must not pass through float32

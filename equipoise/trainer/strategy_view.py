@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer.checkpoint import load_checkpoint
 from equipoise.trainer.checkpoint_file import write_checkpoint
+from equipoise.trainer.checkpoint_reading import load_checkpoint
 
 if TYPE_CHECKING:
     from equipoise.strategies.strategy import Strategy
@@ -283,8 +283,8 @@ class StrategyView:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; as everywhere in Equipoise, no code in it runs."""
-        return load_checkpoint(checkpoint_path, self._of.checkpoint_io)
+        """Read a checkpoint; code in it runs only with `weights_only=False`."""
+        return load_checkpoint(checkpoint_path, self._of.checkpoint_io, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint file or folder, in the first process."""
@@ -298,8 +298,8 @@ class _CheckpointFiles(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         write_checkpoint(checkpoint, path)
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return load_checkpoint(path)
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return load_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
         filesystem = get_filesystem(path)

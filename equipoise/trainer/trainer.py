@@ -18,6 +18,7 @@ from equipoise.trainer import options as check
 from equipoise.trainer import selection as select
 from equipoise.trainer.checkpoint import dump_checkpoint
 from equipoise.trainer.checkpoint_file import write_checkpoint
+from equipoise.trainer.checkpoint_objects import warn_of_objects_written
 from equipoise.trainer.checks import as_module, data_of
 from equipoise.trainer.device_selection import Devices
 from equipoise.trainer.options import Duration
@@ -220,7 +221,9 @@ class Trainer(PublicState):
             val_dataloaders: A loader, or several, which are read one after the other.
             datamodule: Brings the loaders instead.
             ckpt_path: Go on from a checkpoint: a path, "best" or "last" of the last fit.
-            weights_only: Checkpoints are read without running code in them, always; False is refused.
+            weights_only: None or True: the checkpoint is read as data, and nothing in it is run; a stand-in takes the
+                place of each object that is no data. False: objects are created, which runs whatever code the file
+                names; only for files that you trust. Without a checkpoint it says nothing. Default: None.
 
         Raises:
             ConfigurationError: If module, data and options do not fit together.
@@ -322,15 +325,10 @@ class Trainer(PublicState):
         ckpt_path: Any,
         weights_only: bool | None,
     ) -> Any:
-        if weights_only is False:
-            raise ConfigurationError(
-                "weights_only=False would run code that stands in a checkpoint, which this Trainer never does. If a"
-                " checkpoint holds classes that you trust: `torch.serialization.add_safe_globals([MyClass])`."
-            )
         module = self.lightning_module if model is None else as_module(model)
         if module is None:
             raise ConfigurationError(f"`{fn.value}` needs a module: none was passed, and there was no run before.")
-        return run(self, Request(fn, module, model is not None, datamodule, loaders, ckpt_path))
+        return run(self, Request(fn, module, model is not None, datamodule, loaders, ckpt_path, weights_only))
 
     # What users call in the course of a run.
 
@@ -343,6 +341,9 @@ class Trainer(PublicState):
             filepath: Where to.
             weights_only: Leave out everything but the weights and the counters.
             storage_options: For the CheckpointIO plugin, if there is one.
+
+        Raises:
+            CheckpointError: If something in it cannot be pickled, or the disk is full.
         """
         if self._context is None:
             raise AttributeError(
@@ -351,6 +352,7 @@ class Trainer(PublicState):
         with self.profiler.profile("save_checkpoint"):
             checkpoint = dump_checkpoint(self._context, weights_only=bool(weights_only))
             if self.is_global_zero:
+                warn_of_objects_written(self, checkpoint)
                 if self.checkpoint_io is not None:
                     self.checkpoint_io.save_checkpoint(checkpoint, os.fspath(filepath), storage_options)
                 else:

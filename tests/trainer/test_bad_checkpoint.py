@@ -72,7 +72,7 @@ def test_a_truncated_checkpoint(saved: Path, tmp_path: Path, share: float) -> No
     content = (saved / "whole.ckpt").read_bytes()
     path = tmp_path / "cut.ckpt"
     path.write_bytes(content[: int(len(content) * share)])
-    parts = ["cut.ckpt", f"({path.stat().st_size} bytes)", "truncated or no checkpoint", "Take an earlier one"]
+    parts = ["cut.ckpt", f"({path.stat().st_size} bytes)", "truncated or no checkpoint at all", "Take an earlier one"]
     refuses(resume(path), *parts, error=CheckpointError)
 
 
@@ -95,7 +95,7 @@ def test_a_flipped_bit_is_named(saved: Path, tmp_path: Path) -> None:
     content = bytearray((saved / "whole.ckpt").read_bytes())
     content[len(content) // 2] ^= 4
     (tmp_path / "flipped.ckpt").write_bytes(content)
-    parts = ["flipped.ckpt", "is damaged", "'archive/data/", "Take an earlier one"]
+    parts = ["flipped.ckpt", "Bad CRC-32 for file 'archive/data/", "is damaged", "Take an earlier one"]
     refuses(resume(tmp_path / "flipped.ckpt"), *parts, error=CheckpointError)
 
 
@@ -106,7 +106,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save([1, 2], path)
     refuses(resume(path), "no checkpoint of a Trainer", error=CheckpointError)
     path.write_bytes(pickle.dumps({"state_dict": {}}))
-    refuses(resume(path), "no checkpoint at all", error=CheckpointError)
+    refuses(resume(path), "it is no file of torch", "no checkpoint at all", error=CheckpointError)
     path.write_text("hello")
     refuses(resume(path), "(5 bytes)", "no checkpoint at all", error=CheckpointError)
 
@@ -204,11 +204,11 @@ class Foreign:
     """A class that a checkpoint of somebody else may hold."""
 
 
-def test_unsafe_objects_are_named_and_not_made(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsafe_objects_are_named_and_not_created(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = changed(saved, tmp_path, lambda checkpoint: checkpoint.update(extra=[Foreign(), Unsafe()]))
-    parts = ["test_bad_checkpoint.Foreign", "posix.mkdir", "could run code", "is refused", "add_safe_globals([...])"]
-    refuses(resume(path), *parts, error=CheckpointError)
+    with pytest.warns(UserWarning, match=r"'extra'\[0\] \(.*\.Foreign\).*'extra'\[1\] \(posix\.mkdir\)"):
+        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=path)
     assert not Path("was_here").exists()
 
 

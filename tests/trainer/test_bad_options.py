@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import LBFGS
 
 from equipoise import SingleDeviceStrategy, Trainer
-from tests.trainer.small import Small, loader, refuses, refuses_fit, trainer, with_optimizers
+from tests.trainer.small import Small, refuses, refuses_fit, trainer, with_optimizers
 
 # Devices
 
@@ -251,12 +251,6 @@ def test_finders(finder: type, instead: str) -> None:
     refuses(lambda: trainer(callbacks=[finder()]), finder.__name__, "cannot run here", "Instead", instead)
     module = type("Module", (Small,), {"configure_callbacks": lambda self: finder()})()
     refuses_fit(module, finder.__name__, instead)
-
-
-@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
-def test_checkpoints_are_never_run(entry: str) -> None:
-    call = getattr(trainer(), entry)
-    refuses(lambda: call(Small(), loader(), weights_only=False), "weights_only=False", "add_safe_globals([MyClass])")
 
 
 def test_scaled_losses_and_lbfgs() -> None:

@@ -1,0 +1,223 @@
+"""Checks that a checkpoint has the layout of one, before any part of it is used.
+
+A file can be whole and yet hold a text where a counter belongs, written by another program or by hand. The error names
+the entry, as `loops['fit_loop']['epoch_progress']`, and what belongs there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.trainer.stand_in import StandIn
+
+__all__ = ["check_layout", "check_like", "check_version", "loading"]
+
+Check = Callable[[Any, str], None]
+
+_LARGEST_COUNT = 2**63
+_FROM_DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+
+
+def check_layout(checkpoint: dict[str, Any]) -> None:
+    """Check the types of the entries that the trainer uses; others may be anything.
+
+    Args:
+        checkpoint: What was read, brought up to date.
+
+    Raises:
+        CheckpointError: Naming the first entry that is of another type.
+    """
+    _CHECKPOINT(checkpoint, "")
+
+
+def check_version(checkpoint: dict[str, Any]) -> None:
+    """Check the version of Lightning that a checkpoint names, which decides how to bring it up to date."""
+    version = checkpoint["pytorch-lightning_version"]
+    if not isinstance(version, str):
+        raise _damaged("pytorch-lightning_version", "a text", version)
+
+
+def check_like(current: Mapping[str, Any], saved: Any, place: str) -> None:
+    """Check that a saved state has values of the kinds of the present ones, where both have one.
+
+    Args:
+        current: The options or the state of an object, as it is now.
+        saved: What a checkpoint holds for it.
+        place: The entry, for the error.
+
+    Raises:
+        CheckpointError: If a number, text, list or dictionary became something else.
+
+    Example:
+        >>> check_like({"lr": 0.1}, {"lr": 1, "new": None}, "lr_schedulers[0]")
+    """
+    _mapping(saved, place)
+    for name, value in current.items():
+        other = saved.get(name)
+        if value is None or other is None or isinstance(value, bool):
+            continue
+        for kinds, allowed, expected in _KINDS:
+            if isinstance(value, kinds) and not isinstance(other, allowed):
+                raise _damaged(f"{place}[{name!r}]", expected, other)
+
+
+# What a value is now, what it may be in a checkpoint, and how that is called.
+_KINDS: tuple[tuple[Any, Any, str], ...] = (
+    ((int, float), (int, float, Tensor), "a number"),
+    (str, str, "a text"),
+    ((list, tuple), (list, tuple), "a list"),
+    (dict, dict, "a dictionary"),
+)
+
+
+@contextmanager
+def loading(place: str, owner: object = None) -> Iterator[None]:
+    """Turn errors while an entry is loaded into a `CheckpointError` that names it.
+
+    Args:
+        place: The entry.
+        owner: The object that loads it. The errors of a class of the user stay what they are, with a note.
+
+    Raises:
+        CheckpointError: Instead of errors that a damaged entry causes.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigurationError):
+        raise
+    except _FROM_DAMAGE as error:
+        if owner is not None and not type(owner).__module__.startswith(("equipoise.", "lightning.", "torch.")):
+            error.add_note(f"This happened while {place} of the checkpoint was loaded.")
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        raise CheckpointError(
+            f"The checkpoint's entry {place} cannot be loaded ({reason}). Take another one."
+        ) from error
+
+
+def _damaged(place: str, expected: str, value: Any) -> CheckpointError:
+    shown = f"{value!r:.60}" if isinstance(value, str | int | float | StandIn | None) else f"a {type(value).__name__}"
+    return CheckpointError(f"The checkpoint is damaged: {place} must be {expected}, not {shown}. Take another one.")
+
+
+# Kinds of entries
+
+
+def _count(value: Any, place: str) -> None:
+    if type(value) is not int or not 0 <= value < _LARGEST_COUNT:
+        raise _damaged(place, "a non-negative integer", value)
+
+
+def _flag(value: Any, place: str) -> None:
+    if type(value) is not bool:
+        raise _damaged(place, "True or False", value)
+
+
+def _mapping(value: Any, place: str) -> None:
+    if not isinstance(value, dict):
+        raise _damaged(place, "a dictionary", value)
+
+
+def _named(value: Any, place: str) -> None:
+    _mapping(value, place)
+    for key in value:
+        if not isinstance(key, str):
+            raise _damaged(f"a key of {place}", "a text", key)
+
+
+def _list(value: Any, place: str) -> None:
+    if not isinstance(value, list | tuple):
+        raise _damaged(place, "a list", value)
+
+
+def _texts(value: Any, place: str) -> None:
+    _list(value, place)
+    for index, item in enumerate(value):
+        if not isinstance(item, str):
+            raise _damaged(f"{place}[{index}]", "a text", item)
+
+
+def _each(check: Check) -> Check:
+    def check_all(value: Any, place: str) -> None:
+        _list(value, place)
+        for index, item in enumerate(value):
+            check(item, f"{place}[{index}]")
+
+    return check_all
+
+
+def _optional(check: Check) -> Check:
+    def check_if_there(value: Any, place: str) -> None:
+        if value is not None:
+            check(value, place)
+
+    return check_if_there
+
+
+def _gradient(value: Any, place: str) -> None:
+    if value is not None and not isinstance(value, Tensor):
+        raise _damaged(place, "a tensor", value)
+
+
+def _fields(checks: dict[str, Check]) -> Check:
+    """Return a check of a dictionary, each of whose known entries has a check of its own."""
+
+    def check_fields(value: Any, place: str) -> None:
+        _mapping(value, place)
+        for name, check in checks.items():
+            if name in value:
+                check(value[name], f"{place}[{name!r}]" if place else name)
+
+    return check_fields
+
+
+# The layout
+
+_COUNTS = _fields(dict.fromkeys(("ready", "started", "processed", "completed"), _count))
+_PROGRESS = _fields({"total": _COUNTS, "current": _COUNTS, "is_last_batch": _flag})
+_OPTIMIZER = _fields({"optimizer": _fields({"step": _PROGRESS, "zero_grad": _PROGRESS})})
+_FIT_LOOP = _fields(
+    {
+        "state_dict": _mapping,
+        "epoch_progress": _PROGRESS,
+        "epoch_loop.state_dict": _fields({"_batches_that_stepped": _count}),
+        "epoch_loop.batch_progress": _PROGRESS,
+        "epoch_loop.scheduler_progress": _PROGRESS,
+        "epoch_loop.automatic_optimization.optim_progress": _OPTIMIZER,
+        "epoch_loop.manual_optimization.optim_step_progress": _PROGRESS,
+        "epoch_loop.val_loop.batch_progress": _PROGRESS,
+    }
+)
+_EVALUATION = _fields({"batch_progress": _PROGRESS})
+_RANDOM_STATE = _fields({"global": _named})
+_POSITION = _fields(
+    {
+        "random_state": _RANDOM_STATE,
+        "epoch_random_state": _optional(_RANDOM_STATE),
+        "order_drawn": _flag,
+        "ahead": _list,
+        "window": _named,
+        "gradients": _each(_gradient),
+        "logs": _named,
+        "metrics": _named,
+        "metrics_of_validation": _texts,
+        "before_validation": _optional(_fields({"random_state": _RANDOM_STATE, "metrics": _named})),
+    }
+)
+_CHECKPOINT = _fields(
+    {
+        "state_dict": _named,
+        "epoch": _count,
+        "global_step": _count,
+        "callbacks": _mapping,
+        "optimizer_states": _each(_mapping),
+        "lr_schedulers": _each(_mapping),
+        "loops": _fields(
+            {"fit_loop": _FIT_LOOP, "validate_loop": _EVALUATION, "test_loop": _EVALUATION, "predict_loop": _EVALUATION}
+        ),
+        "equipoise": _fields({"position": _optional(_POSITION), "positions": _each(_POSITION), "strategy": _named}),
+    }
+)
