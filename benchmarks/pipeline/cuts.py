@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.partition import choose_cuts
 from equipoise.parallel.stage_costs import Block, StageDevice
 from equipoise.parallel.stages import StageProgram, make_stages, map_tensors
-from equipoise.parallel.tracing import CallStructure, trace
+from equipoise.parallel.tracing import trace
 from equipoise.strategies.pipeline_profile import merge_blocks, profile_calls
 
 __all__ = ["Found", "best_slowest", "cut_network"]

@@ -7,6 +7,7 @@ backward allocates. `tests/memory/test_ledger.py` notices when they change.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,11 +18,14 @@ _Base: Any = TorchDispatchMode  # it has no types
 
 
 class _Mode(_Base):  # type: ignore[misc]
-    def __init__(self, seen: Callable[[str, Any, Any], None]) -> None:
+    def __init__(self, seen: Callable[[str, Any, Any], None], device: torch.device | None) -> None:
         super().__init__()
-        self._seen = seen
+        self._seen, self._device = seen, device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._device is not None:
+            args = _on(self._device, args)
+            kwargs = _on(self._device, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self._seen(func.overloadpacket.__name__, result, args)
         return result
@@ -35,6 +39,7 @@ class OperationWatch:
     Args:
         seen: Receives the operation's name, such as "addmm", what it returned, and its arguments without those given
             by name.
+        device: Where operations compute, wherever their arguments lie. Default: where these are.
 
     Example:
         >>> import torch
@@ -47,14 +52,14 @@ class OperationWatch:
         ['ones', 'add']
     """
 
-    def __init__(self, seen: Callable[[str, Any, Any], None]) -> None:
-        self._seen = seen
+    def __init__(self, seen: Callable[[str, Any, Any], None], device: torch.device | None = None) -> None:
+        self._seen, self._device = seen, device
         self._mode: Any = None
 
     def start(self) -> None:
         """Begins to watch; may be called twice."""
         if self._mode is None:
-            self._mode = _Mode(self._seen)
+            self._mode = _Mode(self._seen, self._device)
             self._mode.__enter__()
 
     def stop(self) -> None:
@@ -74,3 +79,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for item in value:
             yield from tensors_in(item)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """Return the arguments of an operation with tensors of other devices copied to a device."""
+    if isinstance(value, Tensor):
+        return value if value.device == device else value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)([_on(device, item) for item in value])
+    if isinstance(value, dict):
+        return {key: _on(device, item) for key, item in value.items()}
+    return value

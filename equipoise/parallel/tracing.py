@@ -5,33 +5,35 @@ numbers by itself, or keeps something of what it sees) stays whole: what was rec
 is one entry of the list. What remains are obstacles in the network's own forward, and those are told.
 """
 
-import copy
 import dis
 import inspect
+import linecache
 import operator
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from equipoise.errors import ConfigurationError
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.internals import has_module_hooks
 from equipoise.parallel.side_effects import SideEffects
-from equipoise.parallel.split import rebuild
 
-__all__ = ["CallStructure", "NotTraceable", "Traced", "trace", "writes_in_place"]
+__all__ = ["NotTraceable", "Traced", "line_of_user", "trace", "writes_in_place"]
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _IN_PLACE = {"setitem", "ilshift", "irshift", *(f"i{name}" for name in _ARITHMETIC)}
 _ENCODER_FORWARD = nn.TransformerEncoder.forward
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_NOT_THE_USERS = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 class NotTraceable(Exception):
@@ -44,78 +46,6 @@ class NotTraceable(Exception):
     def __init__(self, obstacle: str) -> None:
         super().__init__(obstacle)
         self.obstacle = obstacle
-
-
-class CallStructure:
-    """The arguments of a call, their tensors taken out.
-
-    Two calls of the same structure differ in their tensors alone.
-
-    Args:
-        args, kwargs: The arguments.
-
-    Raises:
-        ConfigurationError: If tensors hide in an object of a kind that nobody can take apart.
-    """
-
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.tensors: list[Tensor] = []
-        self._tree = self._take((tuple(args), kwargs))
-        self.key = repr(self._tree)
-
-    def _take(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-            return _Place(len(self.tensors) - 1)
-        if isinstance(value, torch.Size):
-            return value
-        if isinstance(value, tuple | list):
-            return rebuild(value, [self._take(item) for item in value])
-        if isinstance(value, Mapping):
-            return rebuild(value, [self._take(item) for item in value.values()])
-        if is_dataclass(value) and not isinstance(value, type):
-            return rebuild(value, [self._take(getattr(value, field.name)) for field in fields(value)])
-        if any(isinstance(held, Tensor) for held in getattr(value, "__dict__", {}).values()):
-            raise ConfigurationError(
-                f"The network is called with a {type(value).__name__}, whose tensors a pipeline cannot see. Pass"
-                " tensors, or tuples, lists, dictionaries or dataclasses of them."
-            )
-        return value
-
-    def without_tensors(self) -> "CallStructure":
-        """The structure alone, which keeps nothing of the call alive."""
-        other = copy.copy(self)
-        other.tensors = []
-        return other
-
-    def fill(self, tensors: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors in their places."""
-        args, kwargs = _filled(self._tree, tensors)
-        return args, kwargs
-
-
-class _Place:
-    """Where a tensor goes."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"<{self.index}>"
-
-
-def _filled(tree: Any, tensors: Any) -> Any:
-    if isinstance(tree, _Place):
-        return tensors[tree.index]
-    if isinstance(tree, torch.Size):
-        return tree
-    if isinstance(tree, tuple | list):
-        return rebuild(tree, [_filled(item, tensors) for item in tree])
-    if isinstance(tree, Mapping):
-        return rebuild(tree, [_filled(item, tensors) for item in tree.values()])
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return rebuild(tree, [_filled(getattr(tree, field.name), tensors) for field in fields(tree)])
-    return tree
 
 
 class _Call(nn.Module):
@@ -156,13 +86,19 @@ class Traced:
         return tuple(f"{node.name} {node.op} {node.target}" for node in self.calls)
 
 
-def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStructure) -> Traced:
+def trace(
+    network: nn.Module,
+    forward: Callable[..., Any],
+    structure: CallStructure,
+    whole: Mapping[type[nn.Module], str] | None = None,
+) -> Traced:
     """Follows a forward.
 
     Args:
         network: The network, in the mode (training or evaluation) in which it is to run.
         forward: Its own forward.
         structure: How it is called.
+        whole: Classes of submodules that stay whole, each with the reason. Default: those that cannot be followed.
 
     Raises:
         NotTraceable: If the network's own code stands in the way.
@@ -174,7 +110,7 @@ def trace(network: nn.Module, forward: Callable[..., Any], structure: CallStruct
     try:
         # In an evaluation, too, whose trace may serve for training.
         with torch.enable_grad(), _without_saving_hooks(), _functions_kept():
-            tracer = _Tracer(before)
+            tracer = _Tracer(before, whole or {})
             graph = tracer.trace(root)
     except Exception as error:
         before.restore()
@@ -242,9 +178,10 @@ for _name in sorted(_IN_PLACE):
 class _Tracer(fx.Tracer):
     """Follows what can be followed and takes back what cannot."""
 
-    def __init__(self, effects: SideEffects) -> None:
+    def __init__(self, effects: SideEffects, whole: Mapping[type[nn.Module], str]) -> None:
         super().__init__()
         self.opaque: dict[str, str] = {}
+        self.whole = whole
         self.effects = [effects]  # of the modules in whose forward it is
         self._modes = _modes()
 
@@ -252,11 +189,13 @@ class _Tracer(fx.Tracer):
         """A call; where torch is in another mode than around the forward, the call would lose it."""
         if _modes() != self._modes:
             raise TypeError("computed under torch.no_grad, torch.autocast or their like, which cannot be followed")
-        return super().create_node(*args, **kwargs)
+        node = super().create_node(*args, **kwargs)
+        node.meta["line"] = line_of_user(inspect.currentframe())
+        return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Torch's own layers are one call; so is what has hooks, which must run at each call, or is checkpointed."""
-        if is_checkpointed(m):
+        if is_checkpointed(m) or type(m) in self.whole:
             return True
         if isinstance(m, _CONTAINERS) and not has_module_hooks(m):
             return False
@@ -283,6 +222,8 @@ class _Tracer(fx.Tracer):
     ) -> Any:
         """A call of a submodule."""
         name = self.path_of_module(m)
+        if type(m) in self.whole:
+            self.opaque[name.removeprefix("network.")] = self.whole[type(m)]
         if self.is_leaf_module(m, name):
             return super().call_module(m, forward, args, kwargs)
         if isinstance(m, nn.TransformerEncoder):
@@ -343,9 +284,30 @@ def _obstacle(error: Exception, forward: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(forward), "__code__", None)
     for frame in reversed(frames):
         if code is not None and frame.frame.f_code is code:
-            line = (frame.code_context or [""])[0].strip()
-            return f"{frame.frame.f_code.co_qualname}, line {frame.lineno}: `{line}` ({text})"
+            return f"{_told(frame.frame.f_code, frame.lineno)} ({text})"
     return text
+
+
+def line_of_user(frame: FrameType | None, last: CodeType | None = None) -> str:
+    """Return the line that a call goes back to, of the innermost function that is neither torch's nor ours.
+
+    Args:
+        frame: The frame of the call.
+        last: Code at which to stop. Default: the search goes on to the outermost frame.
+
+    Returns:
+        Function, number and text of the line; empty if there is none.
+    """
+    while frame is not None and frame.f_code is not last:
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            return _told(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def _told(code: CodeType, number: int) -> str:
+    line = linecache.getline(code.co_filename, number).strip()
+    return f"{code.co_qualname}, line {number}: `{line}`"
 
 
 def writes_in_place(node: fx.Node, root: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.internals import is_compiled, set_device_of
 from equipoise.parallel.micro_steps import MicroStep
 from equipoise.parallel.process_pipeline import ProcessPipeline
@@ -18,7 +19,6 @@ from equipoise.parallel.schedule import check_schedule, check_stages, splits
 from equipoise.parallel.shares import even_sizes
 from equipoise.parallel.split import Splitter
 from equipoise.parallel.timeline import Timeline
-from equipoise.parallel.tracing import CallStructure
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
 from equipoise.strategies.pipeline_cut import CutOptions, PinnedCut

@@ -145,11 +145,7 @@ def cut_automatically(
     try:
         chosen = choose_cuts(blocks, devices, **plan)
     except ValueError:
-        raise ConfigurationError(
-            f"The network has {len(blocks)} block{'s' * (len(blocks) != 1)} to cut between, which is not enough for"
-            f" {len(devices)} stages. Give fewer devices{' or stages_per_device' * (options.stages_per_device > 1)}."
-            f"{_why_whole(traced)}"
-        ) from None
+        raise ConfigurationError(_too_few(len(blocks), options, traced, prefix)) from None
     except DoesNotFit as error:
         stages, peaks = describe_stages(blocks, devices, error.best, **plan)
         raise ConfigurationError(_does_not_fit(options, devices, peaks)) from None
@@ -161,12 +157,38 @@ def cut_automatically(
     return replace(made, samples=samples, peaks=peaks, beside=_seconds(beside))
 
 
-def _why_whole(traced: Traced) -> str:
-    """Of the first submodule that stayed whole, why it did; empty where none did."""
-    for name, reason in traced.opaque.items():
-        kind = type(traced.root.get_submodule(f"network.{name}")).__name__
-        return f" {name!r} ({kind}) is one block, since it cannot be followed: {reason}. Move that into a submodule."
-    return ""
+def _too_few(blocks: int, options: CutOptions, traced: Traced, prefix: str) -> str:
+    """Say that there are more stages than blocks, and what may be done about that."""
+    told = (
+        f"The network has {blocks} block{'s' * (blocks != 1)} to cut between, which is not enough for"
+        f" {len(options.devices)} stages."
+    )
+    whole = _largest_whole(traced, prefix)
+    if blocks > 1:
+        told += f" Give fewer devices{' or stages_per_device' * (options.stages_per_device > 1)}."
+        return f"{told} Or: {whole}" if whole else told
+    return f"{told} {whole or 'Write it as several submodules'}, or choose another strategy, such as 'dp' or 'ddp'."
+
+
+def _largest_whole(traced: Traced, prefix: str) -> str:
+    """Say of the largest submodule that stayed whole why it did, and how it could be cut; empty where none did."""
+    outermost = {
+        name: reason
+        for name, reason in traced.opaque.items()
+        if not any(outer in traced.opaque for outer in with_parents(name)[:-1])
+    }
+    parts = {name: traced.root.get_submodule(f"network.{name}") for name in outermost}
+    sizes = {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
+    if not sizes:
+        return ""
+    name = max(sizes, key=lambda name: sizes[name])
+    whole = sum(parameter.numel() for parameter in traced.root.parameters())
+    share = f"{sizes[name] / whole:.0%}" if whole else "none"
+    return (
+        f"{_shown(name, True, prefix)!r} ({type(parts[name]).__name__}), which has {share} of the parameters, is one"
+        f" block, since it cannot be followed: {outermost[name]}. Let a submodule of its own, without the large layers,"
+        " do what that line does; or call the network without the argument for which it asks, such as an attention mask"
+    )
 
 
 def _as_measured(rest: Block, options: CutOptions) -> Block:

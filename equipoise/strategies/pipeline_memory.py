@@ -5,12 +5,18 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.memory.dispatch import OperationWatch, tensors_in
 
 __all__ = ["Storages", "moment"]
+
+
+def storages_of(tensor: Tensor) -> list[UntypedStorage]:
+    """Return where the values of a tensor lie; empty for a sparse one, whose parts are tensors of their own."""
+    return [tensor.untyped_storage()] if tensor.layout is torch.strided else []
 
 
 class Storages:
@@ -30,9 +36,9 @@ class Storages:
         """Notes the places and bytes of what is saved."""
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._parameters:
-                seen[storage.data_ptr()] = storage.nbytes()
+            for storage in storages_of(tensor):
+                if storage.data_ptr() not in self._parameters:
+                    seen[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         return saved_tensors_hooks(pack, lambda packed: packed)
@@ -82,7 +88,7 @@ def moment(function: Callable[[], Any], existing: Iterable[Tensor]) -> int:
         function: The function.
         existing: Tensors that are there already.
     """
-    there = [tensor.untyped_storage() for tensor in existing]
+    there = [storage for tensor in existing for storage in storages_of(tensor)]
     known = {id(storage) for storage in there}
     live = most = 0
 
@@ -94,11 +100,11 @@ def moment(function: Callable[[], Any], existing: Iterable[Tensor]) -> int:
     def saw(name: str, result: Any, args: Any) -> None:
         nonlocal live, most
         for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            if id(storage) not in known:
-                known.add(id(storage))
-                live += storage.nbytes()
-                weakref.finalize(storage, gone, id(storage), storage.nbytes()).atexit = False
+            for storage in storages_of(tensor):
+                if id(storage) not in known:
+                    known.add(id(storage))
+                    live += storage.nbytes()
+                    weakref.finalize(storage, gone, id(storage), storage.nbytes()).atexit = False
         most = max(most, live)
 
     watch = OperationWatch(saw)

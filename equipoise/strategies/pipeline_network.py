@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.micro_steps import current_step, is_inside_stage
 from equipoise.parallel.pipeline import Pipeline
@@ -17,7 +18,8 @@ from equipoise.parallel.process_pipeline import ProcessPipeline
 from equipoise.parallel.schedule import splits
 from equipoise.parallel.stage_processes import StageProcesses
 from equipoise.parallel.stages import StageProgram, homes_of, make_stages
-from equipoise.parallel.tracing import CallStructure, NotTraceable, Traced, trace
+from equipoise.parallel.tracing import NotTraceable, Traced, trace
+from equipoise.strategies.pipeline_comparison import Comparison, Parting
 from equipoise.strategies.pipeline_cut import (
     Cut,
     CutOptions,
@@ -85,6 +87,8 @@ class StagedNetwork:
         self._originals: dict[str, Callable[..., Any]] = {}
         self._own: dict[str, Any] = {}  # forwards that the user has set in an instance
         self._pipelines: dict[tuple[Any, ...], Pipeline | ProcessPipeline] = {}
+        self._compared: set[tuple[Any, ...]] = set()  # calls of which what was followed has been compared
+        self._whole: dict[type[nn.Module], str] = {}  # submodules that were followed wrongly, with the reason
         self._named = dict(module.named_modules())
 
     # Calls.
@@ -167,7 +171,7 @@ class StagedNetwork:
                 return step.hand_over(args, kwargs)
             structure = CallStructure(args, kwargs)
             if self._waits():
-                traced = self._trace(name, self._named[name], structure)
+                traced = self._compared_trace(name, structure)
                 with self._uncovered():
                     return compute_uncut(traced, structure.tensors, self.options.devices[-1])
             self.running = pipeline = self.pipeline(name, structure, whole=True)
@@ -204,15 +208,15 @@ class StagedNetwork:
             ConfigurationError: If the network cannot be cut.
         """
         network = self._named[name]
-        key = (name, structure.key, tuple(part.training for part in network.modules()))
+        key = self._key(name, structure)
         found = self._pipelines.get(key)
         if found is None:
             if self.cut is None:
                 self.placement.stop_waiting()
                 with self._as_trained():
-                    self._choose(name, self._trace(name, network, structure), self._sample(structure, whole))
+                    self._choose(name, structure, whole=whole)
             assert self.cut is not None
-            traced = self._trace(name, network, structure)
+            traced = self._compared_trace(name, structure)
             if traced.signature == self._signature:
                 ends = self.cut.ends
             else:
@@ -221,8 +225,13 @@ class StagedNetwork:
             found = self._make(traced, stages)
             if len(self._pipelines) > 64:
                 self._pipelines.clear()  # calls with ever other numbers among their arguments
+                self._compared.clear()
             self._pipelines[key] = found
         return found
+
+    def _key(self, name: str, structure: CallStructure) -> tuple[Any, ...]:
+        """Return what calls have in common that are followed in the same way."""
+        return name, structure.key, tuple(part.training for part in self._named[name].modules())
 
     def _make(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
         if self.processes is None:
@@ -247,7 +256,7 @@ class StagedNetwork:
     def _trace(self, name: str, network: nn.Module, structure: CallStructure) -> Traced:
         try:
             with self._uncovered():
-                return trace(network, self._originals[name], structure)
+                return trace(network, self._originals[name], structure, self._whole)
         except NotTraceable as error:
             kind = type(network).__name__
             raise ConfigurationError(
@@ -255,6 +264,39 @@ class StagedNetwork:
                 " stays whole; or write the network as a sequence of blocks (nn.Sequential); or place its parts by"
                 " hand and train with strategy='single_device'."
             ) from error
+
+    def _compared_trace(self, name: str, structure: CallStructure) -> Traced:
+        """Follow a call, and make sure that this computes what the forward does.
+
+        A submodule of the user's in which the two part stays whole, and the call is followed once more.
+
+        Raises:
+            ConfigurationError: If they part in the network's own forward.
+        """
+        network, key = self._named[name], (*self._key(name, structure), torch.is_grad_enabled())
+        while True:
+            traced = self._trace(name, network, structure)
+            if key in self._compared:
+                return traced
+            comparison = Comparison(self.module, network, self._originals[name], structure, self.options.devices[-1])
+            with self._uncovered(), self._all_here():
+                parting = comparison.parting(traced)
+            if parting is None:
+                self._compared.add(key)
+                return traced
+            kinds = [type(part) for part in parting.owners if type(part) not in self._whole]
+            if not kinds:
+                raise ConfigurationError(_cannot_be_followed(network, parting)) from parting.error
+            self._whole[kinds[0]] = f"what was followed of it {parting}"
+
+    @contextmanager
+    def _all_here(self) -> Iterator[None]:
+        """While values of all layers are in this process."""
+        if self.processes is None or not self.processes.elsewhere():
+            yield
+            return
+        with self.processes.all_at_home():
+            yield
 
     @contextmanager
     def _as_trained(self) -> Iterator[None]:
@@ -277,8 +319,9 @@ class StagedNetwork:
         size = -(-sizes.pop() // self.options.micro_batches)
         return [tensor.narrow(dim, 0, size) if tensor.ndim > dim else tensor for tensor in tensors]
 
-    def _choose(self, name: str, traced: Traced, tensors: Sequence[Tensor]) -> None:
+    def _choose(self, name: str, structure: CallStructure, *, whole: bool) -> None:
         """Cuts, and places every part on the device of its stage."""
+        traced = self._trace(name, self._named[name], structure)
         names = self.names
         if names is None and callable(own := getattr(self.module, "pipeline_cuts", None)):
             names = list(own())
@@ -287,8 +330,19 @@ class StagedNetwork:
         else:
             cut = None if self.pinned is None else cut_as_pinned(traced, self.pinned, name, len(self.options.devices))
         if cut is None:
+            traced = self._compared_trace(name, structure)
+            tensors = self._sample(structure, whole)
             with self._uncovered():
                 cut = cut_automatically(traced, self.module, tensors, self.options, name, self.rest)
         sizes = self.placement.place(self._named[name], traced, cut.ends)
         self.cut, self._signature = cut, traced.signature
         rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table_of(cut, self.options, sizes)}")
+
+
+def _cannot_be_followed(network: nn.Module, parting: Parting) -> str:
+    return (
+        f"{type(network).__name__} cannot be cut into stages: what was followed of its forward {parting}. Before that"
+        " the forward asks something that a followed value answers wrongly, such as isinstance(x, Tensor), hasattr(x,"
+        " ...), `x.dtype is ...`, or an error that `try` waits for. Move the question, with what depends on it, into a"
+        " submodule, which then stays whole; or choose another strategy."
+    )

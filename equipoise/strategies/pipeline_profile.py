@@ -6,7 +6,7 @@ moment, or memory that is touched for the first time, disturbs one pass and not 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,9 @@ from equipoise.parallel.tracing import Traced, writes_in_place
 from equipoise.strategies.pipeline_memory import Storages, moment
 from equipoise.strategies.pipeline_placement import move
 
-__all__ = ["add_rest", "compute_uncut", "merge_blocks", "now", "profile_calls", "used_tensors"]
+__all__ = ["add_rest", "compute_uncut", "merge_blocks", "now", "placed", "profile_calls", "used_tensors"]
+
+Placed = Callable[[nn.Module | None, torch.device], AbstractContextManager[None]]
 
 _LEAST, _MOST = 3, 8  # passes
 _FINEST = 200  # a block takes at least such a part of an average stage, where it may be cut
@@ -120,7 +122,7 @@ def _measure(
         parameters = [held]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     run = _Run(node, traced, values, trained, device)
-    with _placed(owner, device):
+    with placed(owner, device):
         run.once(storages)
         most = moment(run.again, [*_tensors(list(values.values())), *parameters]) if first else 0
         left = run.left() if split else 0
@@ -252,7 +254,7 @@ def _attribute(root: nn.Module, name: str) -> Any:
 
 
 @contextmanager
-def _placed(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
+def placed(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
     """A layer on the device, for a while."""
     with ExitStack() as stack:
         for tensor in () if owner is None else [*owner.parameters(), *owner.buffers()]:
@@ -269,13 +271,22 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def compute_uncut(traced: Traced, tensors: Sequence[Tensor], device: torch.device) -> Any:
+def compute_uncut(
+    traced: Traced,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    *,
+    place_layer: Placed = placed,
+    seen: Callable[[fx.Node, Any], None] | None = None,
+) -> Any:
     """The output of a network that does not lie on any device yet: each layer is on one while it is called.
 
     Args:
         traced: Its forward.
         tensors: What it is called with.
         device: Where.
+        place_layer: Makes a context in which a layer is there. Default: it is moved there and back.
+        seen: Receives each call and its value. Default: nothing does.
     """
     calls = traced.calls
     (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
@@ -284,8 +295,10 @@ def compute_uncut(traced: Traced, tensors: Sequence[Tensor], device: torch.devic
     for node, needed in zip(calls, crossing(traced, range(1, len(calls) + 1)), strict=True):
         owner = traced.root.get_submodule(str(node.target)) if node.op == "call_module" else None
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with _placed(owner, device):
+        with place_layer(owner, device):
             values[node] = _call(node, traced.root, args, kwargs, device)
+        if seen is not None:
+            seen(node, values[node])
         values = {kept: values[kept] for kept in needed}
     return plain(fx.map_arg(output.args[0], values.__getitem__))
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.micro_steps import MicroStep, current_step
 from equipoise.parallel.pipeline import Pipeline
 from equipoise.parallel.schedule import SCHEDULES, actions_of
 from equipoise.parallel.stages import StageProgram, make_stages
-from equipoise.parallel.tracing import CallStructure, trace
+from equipoise.parallel.tracing import trace
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.stage_graphs import StageGraphs, go_back
 from equipoise.parallel.stage_recipes import describe, rebuild, used_parts
 from equipoise.parallel.stages import StageProgram, make_stages
-from equipoise.parallel.tracing import CallStructure, trace
+from equipoise.parallel.tracing import trace
 from equipoise.parallel.transport import dumps, loads
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import StepError
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.stages import (
     check_exchanged,
     crossing,
@@ -21,7 +22,7 @@ from equipoise.parallel.stages import (
     owners,
     taking_inputs,
 )
-from equipoise.parallel.tracing import CallStructure, Traced, trace
+from equipoise.parallel.tracing import Traced, trace
 
 Pair = namedtuple("Pair", "one other")
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.stages import make_stages
-from equipoise.parallel.tracing import CallStructure, trace
+from equipoise.parallel.tracing import trace
 
 
 class Reversal(torch.autograd.Function):

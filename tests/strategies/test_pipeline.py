@@ -232,6 +232,28 @@ def test_copies_of_tied_layers(make, threads):
     assert_same(reference(make, accumulate_grad_batches=2), run)
 
 
+class Sparse(Base):
+    """The gradients of its embedding are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.EmbeddingBag(VOCABULARY, 6, sparse=True), nn.Tanh(), nn.Linear(6, CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch["tokens"]), batch["label"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "interleaved_zero_bubble"}, {"engine": "processes"}])
+def test_sparse_gradients(options):
+    options = pipelined(2, micro_batches=2, stages_per_device=1, **options)
+    expected, run = fit(Sparse, [13, 5], callbacks=[]), fit(Sparse, [13, 5], callbacks=[], **options)
+    for name, value in expected[0].state_dict().items():
+        torch.testing.assert_close(run[0].state_dict()[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
 class Noting(nn.Linear):
     """Notes the weights with which it computes, and is one call for the pipeline, since it asks for a value."""
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy
-from equipoise.parallel.tracing import CallStructure
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.strategies.pipeline_cut import CutOptions
 from equipoise.strategies.pipeline_network import StagedNetwork
 from equipoise.strategies.pipeline_placement import Placement

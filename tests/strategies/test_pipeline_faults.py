@@ -421,3 +421,58 @@ def test_hooks_on_tied_weights_would_see_a_part():
 def test_memory_that_is_not_enough(monkeypatch):
     monkeypatch.setattr("equipoise.strategies.pipeline_cut._RESERVE", 1e-9)
     refused(Mlp(), "No cut of the network fits into memory; the best would need: stage 0 on cpu")
+
+
+# Refusals that name a way out
+
+
+class Asks(nn.Module):
+    """Asks for a value, and so stays whole."""
+
+    def __init__(self, width: int, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(30, width), inner
+
+    def forward(self, features: Any) -> Any:
+        hidden = self.layer(features.flatten(1))
+        hidden = hidden if self.inner is None else self.inner(hidden)
+        return hidden * 2 if hidden.sum() > 1e9 else hidden
+
+
+def refusal(*blocks: nn.Module) -> str:
+    """The message for a network in so few blocks that five devices cannot share them."""
+    module = Mlp()
+    module.net = nn.Sequential(*blocks)
+    with pytest.raises(ConfigurationError, match="not enough for 5 stages") as raised:
+        quiet(**pipelined(5, micro_batches=2)).fit(module.double(), DataLoader(Batches(SIZES), batch_size=None))
+    return str(raised.value)
+
+
+def test_too_few_blocks_names_the_largest_that_stays_whole_and_is_not_in_another() -> None:
+    told = refusal(Asks(30), Asks(30, Asks(60)), nn.Linear(60, CLASSES))
+    assert "Give fewer devices" in told
+    assert "'net.1' (Asks), which has " in told
+    assert "Asks.forward, line" in told
+    assert "`return hidden * 2 if hidden.sum() > 1e9 else hidden`" in told
+
+
+def test_one_block_is_not_told_to_take_fewer_devices() -> None:
+    told = refusal(Asks(CLASSES))
+    assert "fewer devices" not in told
+    assert "choose another strategy, such as 'dp' or 'ddp'" in told
+
+
+class Packing(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(6, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        lengths = torch.tensor([2] * len(batch["features"]))
+        packed = nn.utils.rnn.pack_padded_sequence(batch["features"], lengths, batch_first=True)
+        return self.net(packed)[1][0].sum()
+
+
+def test_a_packed_sequence_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"called with a PackedSequence.*pack within a submodule"):
+        quiet(**pipelined(2)).fit(Packing().double(), DataLoader(Batches(SIZES), batch_size=None))

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import PipelineStrategy, StepError, Trainer
+from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.stage_costs import Block
-from equipoise.parallel.tracing import CallStructure, trace
+from equipoise.parallel.tracing import trace
 from equipoise.strategies.pipeline_cut import CutOptions, _as_measured
 from equipoise.strategies.pipeline_rest import RestOfStep
 from equipoise.strategies.steps import StepResult
