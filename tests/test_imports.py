@@ -21,12 +21,23 @@ FOREIGN = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pyt
 LAYERS = {
     "public_names": set(),
     "errors": set(),
+    "notices": set(),
     "precision": {"errors"},
     "parallel": {"parallel", "errors"},
     "memory": {"memory", "errors"},
-    "strategies": {"strategies", "parallel", "memory", "precision", "errors", "public_names"},
-    "callbacks": {"callbacks", "parallel", "memory", "precision", "errors", "public_names"},
-    "trainer": {"trainer", "strategies", "callbacks", "parallel", "memory", "precision", "errors", "public_names"},
+    "strategies": {"strategies", "parallel", "memory", "precision", "errors", "notices", "public_names"},
+    "callbacks": {"callbacks", "parallel", "memory", "precision", "errors", "notices", "public_names"},
+    "trainer": {
+        "trainer",
+        "strategies",
+        "callbacks",
+        "parallel",
+        "memory",
+        "precision",
+        "errors",
+        "notices",
+        "public_names",
+    },
 }
 APP = {"__main__", "app", "app_build", "app_devices", "app_messages", "app_output", "app_sweep", "conf"}
 MAY_NAME_PRIVATE_THINGS = {

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
@@ -29,6 +28,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.leaks import Leak, LeakWatch
 from equipoise.memory.ledger import Ledger
 from equipoise.memory.records import Composition, MemoryPoint
+from equipoise.notices import rank_zero_warn
 
 __all__ = ["MemoryLogger"]
 

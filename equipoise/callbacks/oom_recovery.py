@@ -4,11 +4,11 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
+from equipoise.notices import rank_zero_warn
 
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer

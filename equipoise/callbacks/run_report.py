@@ -14,7 +14,6 @@ import rich
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.text import Text
 
 from equipoise.callbacks.callback import Callback
@@ -27,6 +26,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import DeviceInfo, list_devices
 from equipoise.memory.report import write_report
 from equipoise.memory.run_record import Outcome
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.split import Splitter
 
 __all__ = ["RunReport"]

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.device_threads import DeviceThreads
 from equipoise.parallel.gather import gather
 from equipoise.parallel.replicas import Replicas, check_replicable

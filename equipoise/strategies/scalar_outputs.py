@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from equipoise.errors import StepError
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.split import entries_of
 
 __all__ = ["ScalarOutputs"]

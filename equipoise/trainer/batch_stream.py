@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.internals import with_sampler
 from equipoise.trainer.sample_counts import SampleCounts, can_count
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer import interop
 from equipoise.trainer.checkpoint_layout import check_like, loading
 from equipoise.trainer.hooks import overrides, state_key_of

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from equipoise.errors import ConfigurationError
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer import interop
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer.safe_pickle import load_pickle
 from equipoise.trainer.stand_in import stand_ins_in
 

@@ -7,9 +7,10 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.migration import migrate_checkpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import CheckpointError
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpoint_file import check_contents, read_checkpoint
 from equipoise.trainer.checkpoint_layout import check_layout, check_version, loading
 from equipoise.trainer.checkpoint_objects import warn_of_objects_read

@@ -11,10 +11,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.hook_names import warn_of_mistyped_hooks
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -70,6 +71,7 @@ def check_run(context: "Context") -> None:
             raise ConfigurationError(
                 f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`."
             )
+    warn_of_mistyped_hooks(context)
     context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
     if fn == TrainerFn.FITTING:
         _check_fit(context)

@@ -5,9 +5,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.weighting import Window
 from equipoise.trainer.after_batch import AfterBatch
 from equipoise.trainer.batch_stream import BatchStream, length_of
@@ -394,7 +395,4 @@ class FitLoop:
 
     def _warn_of_eval_mode(self) -> None:
         if count := sum(not module.training for module in self.context.module.modules()):
-            rank_zero_warn(
-                f"Found {count} module(s) in eval mode at the start of training. If that is intended, ignore this"
-                " warning."
-            )
+            rank_zero_warn(f"Found {count} module(s) in eval mode at the start of training. Is that intended?")

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.split import infer_batch_size
 from equipoise.trainer import interop
 from equipoise.trainer.interop import LogOptions
@@ -387,6 +387,7 @@ def _single(name: str, value: Tensor) -> Tensor:
     """A tensor of one element without dimensions."""
     if value.numel() != 1:
         raise ValueError(
-            f"`self.log({name!r}, {value})` was called, but the tensor must have a single element. Try `.mean()`."
+            f"`self.log({name!r}, ...)` was called with a tensor of shape {tuple(value.shape)}, but it must have a"
+            " single element. Try `.mean()`."
         )
     return value.squeeze()

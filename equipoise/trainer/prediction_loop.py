@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.internals import with_sampler
 from equipoise.parallel.sampling import in_turn
 from equipoise.trainer.batch_stream import BatchStream

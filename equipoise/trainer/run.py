@@ -23,8 +23,9 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel import random_state
 from equipoise.parallel.checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.device_threads import on_device

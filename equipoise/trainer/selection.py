@@ -186,6 +186,7 @@ def select_callbacks(
     enable_progress_bar: bool,
     enable_model_summary: bool,
     max_time: Duration | None,
+    barebones: bool = False,
 ) -> list[Callback]:
     """The user's callbacks and the default ones, in the order in which they fire.
 
@@ -196,7 +197,9 @@ def select_callbacks(
     chosen: list[Callback] = [] if callbacks is None else list(callbacks) if several else [callbacks]  # type: ignore
     for callback in chosen:
         _check_callback(callback)
-    chosen += _default(chosen, Checkpoint, ModelCheckpoint, "enable_checkpointing", enable_checkpointing)
+    cause = "barebones=True sets {}=False, which" if barebones else "{}=False"
+    why = cause.format("enable_checkpointing")
+    chosen += _default(chosen, Checkpoint, ModelCheckpoint, why, enable_checkpointing)
     if max_time is not None:
         seconds_of("max_time", max_time)
         if any(isinstance(callback, Timer) for callback in chosen):
@@ -209,7 +212,8 @@ def select_callbacks(
             f"There can be one progress bar, but callbacks hold {len(bars)}: {', '.join(bars)}. Keep one of them."
         )
     # The bar is first, so that what others print at the end stands below its last line.
-    chosen = _default(chosen, LightningProgressBar, ProgressBar, "enable_progress_bar", enable_progress_bar) + chosen
+    why = cause.format("enable_progress_bar")
+    chosen = _default(chosen, LightningProgressBar, ProgressBar, why, enable_progress_bar) + chosen
     if enable_model_summary and not any(isinstance(callback, ModelSummary) for callback in chosen):
         chosen.append(RichModelSummary())
     _check_state_keys(chosen)
@@ -242,15 +246,20 @@ def _check_callback(callback: Any) -> None:
     refuse_finder(callback)
 
 
-def _default(
-    chosen: list[Callback], kind: type, default: type[Callback], argument: str, enabled: bool
-) -> list[Callback]:
-    """The default callback of a kind, unless there is one or none is wanted."""
+def _default(chosen: list[Callback], kind: type, default: type[Callback], why: str, enabled: bool) -> list[Callback]:
+    """Return the default callback of a kind, unless there is one or none is wanted.
+
+    Args:
+        chosen: The user's callbacks.
+        kind: The kind.
+        default: The class of the default one.
+        why: The beginning of the message where the user's callbacks contradict `enabled`.
+        enabled: Whether there is to be one of that kind.
+    """
     present = [callback for callback in chosen if isinstance(callback, kind)]
     if present and not enabled:
         raise ConfigurationError(
-            f"{argument}=False, which barebones=True implies, contradicts {type(present[0]).__name__} among the"
-            " callbacks. Leave one of them out."
+            f"{why} contradicts {type(present[0]).__name__} among the callbacks. Leave one of them out."
         )
     return [default()] if enabled and not present else []
 

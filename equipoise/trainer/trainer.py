@@ -16,6 +16,7 @@ from equipoise.precision import make_precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import options as check
 from equipoise.trainer import selection as select
+from equipoise.trainer.arguments import suggests_arguments
 from equipoise.trainer.checkpoint import dump_checkpoint
 from equipoise.trainer.checkpoint_file import write_checkpoint
 from equipoise.trainer.checkpoint_objects import warn_of_objects_written
@@ -97,6 +98,7 @@ class Trainer(PublicState):
         >>> trainer.fit(module, train_dataloaders=train_loader, val_dataloaders=val_loader)  # doctest: +SKIP
     """
 
+    @suggests_arguments
     def __init__(
         self,
         *,
@@ -200,6 +202,7 @@ class Trainer(PublicState):
             enable_progress_bar=given["enable_progress_bar"],
             enable_model_summary=given["enable_model_summary"],
             max_time=max_time,
+            barebones=barebones,
         )
 
     # Entry points.

@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from equipoise.errors import StepError
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.split import Splitter, holds_samples, infer_batch_size
 from equipoise.parallel.weighting import Weight
 from equipoise.trainer.sample_counts import SampleCounts

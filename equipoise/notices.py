@@ -1,0 +1,95 @@
+"""Warnings that point at the user's line, and come from the first process alone.
+
+Python shows where a warning was raised. For a user that place is the line of their own that led to it: the call of
+`fit`, say, or of `self.log`.
+"""
+
+import inspect
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+__all__ = ["rank_zero_warn", "warn_of_method"]
+
+_LIBRARIES = ("equipoise", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra")
+_warned: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # methods
+
+
+def rank_zero_warn(message: str, *, category: type[Warning] = UserWarning) -> None:
+    """Warn in the first process of a run, at the innermost line that belongs to none of the libraries.
+
+    Args:
+        message: The text.
+        category: The class of the warning. Default: UserWarning.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     rank_zero_warn("Too few batches.")
+        >>> str(caught[0].message)
+        'Too few batches.'
+    """
+    if _is_first_process():
+        warnings.warn(message, category, stacklevel=_level_of_user())
+
+
+def warn_of_method(method: Callable[..., Any], message: str) -> None:
+    """Warn in the first process of a run, at the line that defines a method; once for each method.
+
+    Args:
+        method: The function.
+        message: The text.
+    """
+    if method in _warned or not _is_first_process():
+        return
+    _warned.add(method)
+    code = inspect.unwrap(method).__code__
+    warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno, module=method.__module__)
+
+
+def _is_first_process() -> bool:
+    """Return whether this is the first process, as far as Lightning knows; there is one where it is not loaded."""
+    for name in ("lightning.fabric.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"):
+        module = sys.modules.get(name)
+        if module is not None:
+            return int(getattr(module.rank_zero_only, "rank", None) or 0) == 0
+    return True
+
+
+def _level_of_user() -> int:
+    """Return the `stacklevel` of the user's frame, counted from the caller of this function; its own if there is none.
+
+    A worker process has no line of the user's, since its main program belongs to the libraries.
+    """
+    first = inspect.currentframe()
+    assert first is not None
+    frame: FrameType | None = first.f_back
+    level = 1
+    while frame is not None:
+        if not _is_of_library(frame.f_code.co_filename):
+            return level
+        frame = frame.f_back
+        level += 1
+    return 2
+
+
+@cache
+def _is_of_library(filename: str) -> bool:
+    if filename.startswith("<"):  # compiled from a text, as a notebook's cells and what is typed are, or frozen
+        return filename.startswith("<frozen")
+    is_installed = any(part in filename for part in ("site-packages", "dist-packages"))
+    if filename.startswith(f"{Path(inspect.__file__).parent}/") and not is_installed:
+        return True  # Python's own
+    return filename.startswith(_folders())
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    """Return the folders of the libraries, with a separator at the end."""
+    modules = [sys.modules.get(name) for name in _LIBRARIES]
+    return tuple(f"{folder}/" for module in modules for folder in getattr(module, "__path__", ()))

@@ -1,0 +1,213 @@
+"""Methods that look like a hook and are none: told once, with the nearest right name."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import equipoise
+from equipoise import ConfigurationError, Trainer
+
+OPTIONS: dict[str, Any] = {
+    "max_epochs": 1,
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: Module, *callbacks: L.Callback, datamodule: L.LightningDataModule | None = None) -> list[Any]:
+    """Train, and return the warnings of hooks."""
+    loader = DataLoader(torch.ones(2, 1)) if datamodule is None else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(callbacks=list(callbacks), **OPTIONS).fit(module, loader, datamodule=datamodule)
+    return [each for each in caught if "no hook has that name" in str(each.message)]
+
+
+def mistyped() -> type[Module]:
+    """Make a class that is new: a method is warned of once."""
+
+    class Mistyped(Module):
+        def on_training_epoch_end(self):
+            raise AssertionError("is never called")
+
+    return Mistyped
+
+
+class MistypedCallback(equipoise.Callback):
+    def on_trian_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        raise AssertionError("is never called")
+
+
+class MistypedData(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.ones(2, 1))
+
+    def on_exceptoin(self, exception):
+        raise AssertionError("is never called")
+
+
+def test_a_mistyped_hook_of_a_module():
+    kind = mistyped()
+    (found,) = fit(kind())
+    assert "`Mistyped.on_training_epoch_end` is never called" in str(found.message)
+    assert "did you mean `on_train_epoch_end`?" in str(found.message)
+    method = next(value for name, value in vars(kind).items() if name.startswith("on_"))  # a name here is a use
+    assert (found.filename, found.lineno) == (__file__, method.__code__.co_firstlineno)
+
+
+def test_a_mistyped_hook_of_a_callback_and_of_data():
+    first, second = fit(Module(), MistypedCallback(), datamodule=MistypedData())
+    assert "did you mean `on_exception`?" in str(first.message)
+    assert "did you mean `on_train_batch_end`?" in str(second.message)
+
+
+def test_a_mistyped_hook_of_a_base_class_of_the_users():
+    class Heir(mistyped()):  # type: ignore[misc]
+        pass
+
+    (found,) = fit(Heir())
+    assert "`Heir.on_training_epoch_end`" in str(found.message)
+
+
+def test_a_method_is_warned_of_once():
+    kind = mistyped()
+    assert [len(fit(kind())) for _ in range(3)] == [1, 0, 0]
+
+
+class CallsItself(Module):
+    def on_training_epoch_end(self):
+        """Called by this class."""
+
+    def on_train_epoch_end(self):
+        self.on_training_epoch_end()
+
+
+class CalledByACallback(Module):
+    def on_train_epoch_ended(self):
+        """Called by the callback below."""
+
+
+class Caller(L.Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.on_train_epoch_ended()
+
+
+class CalledByName(Module):
+    def on_train_epoch_ended(self):
+        """Called by a function of this file."""
+
+
+def call_by_name(module: Any) -> None:
+    getattr(module, "on_train_epoch_" + "ended", None)
+    getattr(module, "on_train_epoch_ended", None)
+
+
+class OfItsOwn(Module):
+    def on_new_best_score(self):
+        """Resembles no hook."""
+
+    def _on_training_epoch_end(self):
+        """Is private."""
+
+
+class NewHooks(equipoise.Callback):
+    def on_out_of_memory(self, trainer, pl_module, event):
+        return None
+
+    def on_before_batch_to_device(self, trainer, pl_module, batch_idx):
+        """Is one of ours."""
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks"),
+    [
+        (CallsItself, []),
+        (CalledByACallback, [Caller]),
+        (CalledByName, []),
+        (OfItsOwn, []),
+        (Module, [NewHooks]),
+        (Module, [L.callbacks.ModelCheckpoint, L.callbacks.EarlyStopping]),
+    ],
+)
+def test_a_method_of_ones_own_is_left_alone(module, callbacks, tmp_path: Path):
+    made = []
+    for kind in callbacks:
+        options = {"monitor": "x", "strict": False} if kind is L.callbacks.EarlyStopping else {}
+        options = {"dirpath": tmp_path} if kind is L.callbacks.ModelCheckpoint else options
+        made.append(kind(**options))
+    trainer = Trainer(callbacks=made, **{**OPTIONS, "enable_checkpointing": True, "default_root_dir": tmp_path})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module(), DataLoader(torch.ones(2, 1)))
+    assert not [each for each in caught if "no hook has that name" in str(each.message)]
+
+
+# Arguments of the trainer.
+
+
+@pytest.mark.parametrize("error", [TypeError, ConfigurationError])
+def test_a_mistyped_argument(error: type[Exception]):
+    with pytest.raises(error, match=r"^Trainer takes no argument 'max_epoch'; did you mean 'max_epochs'\?$"):
+        Trainer(max_epoch=3)
+
+
+def test_an_argument_that_resembles_none():
+    with pytest.raises(TypeError, match=r"^Trainer takes no argument 'zzz'; there are: accelerator, strategy, "):
+        Trainer(zzz=3)
+
+
+def test_an_heir_hands_arguments_on():
+    class Heir(Trainer):
+        def __init__(self, extra: int, **options: Any) -> None:
+            super().__init__(**options)
+            self.extra = extra
+
+    assert Heir(3, **OPTIONS).max_epochs == 1
+    with pytest.raises(TypeError, match=r"^Heir takes no argument 'max_epoch'; did you mean"):
+        Heir(3, max_epoch=1)
+
+
+# Messages that name what the user typed.
+
+
+@pytest.mark.parametrize(
+    ("options", "beginning"),
+    [
+        ({"enable_checkpointing": False}, "enable_checkpointing=False contradicts ModelCheckpoint"),
+        ({"barebones": True}, "barebones=True sets enable_checkpointing=False, which contradicts ModelCheckpoint"),
+    ],
+)
+def test_a_checkpoint_callback_that_is_switched_off(options, beginning):
+    with pytest.raises(ConfigurationError, match=f"^{beginning} among the callbacks"):
+        Trainer(callbacks=[L.callbacks.ModelCheckpoint()], **options)
+
+
+def test_a_large_tensor_is_not_printed_whole():
+    class Logs(Module):
+        def training_step(self, batch, batch_idx):
+            self.log("a", torch.ones(1000, 20))
+
+    with pytest.raises(ValueError, match=r"`self\.log\('a', \.\.\.\)` was called with a tensor of") as caught:
+        Trainer(**OPTIONS).fit(Logs(), DataLoader(torch.ones(2, 1)))
+    assert "(1000, 20)" in str(caught.value)
+    assert len(str(caught.value)) < 200
