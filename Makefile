@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help train test lint format bench clean
+.PHONY: help train test test-all lint format bench clean
 
 help:
 	@echo "make train   create the environment and train the digits example"
-	@echo "make test    create the environment and run the tests"
+	@echo "make test    create the environment and run the tests but the slow ones"
+	@echo "make test-all all tests, as continuous integration does"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   the overhead benchmark"
@@ -27,6 +28,9 @@ train: $(READY)
 	$(BIN)/equipoise fit
 
 test: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: $(READY)
 	$(BIN)/python -m pytest -n 2
 
 lint: $(READY)

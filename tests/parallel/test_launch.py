@@ -371,6 +371,7 @@ print("the script ends")
 """
 
 
+@pytest.mark.slow
 def test_a_script_runs_once(tmp_path: Path) -> None:
     """Without a guard around what it does; what it defines goes to the workers and comes back."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -153,6 +153,7 @@ trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(number: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

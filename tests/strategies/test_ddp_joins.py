@@ -76,6 +76,7 @@ def same(expected: Any, actual: Any) -> None:
     assert actual["predicted"] == expected["predicted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [{"strategy": "ddp", "devices": 2, "num_nodes": 1}, {}], ids=["said", "auto"])
 def test_torchrun(tmp_path: Path, said: dict[str, Any]) -> None:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -87,6 +88,7 @@ def test_torchrun(tmp_path: Path, said: dict[str, Any]) -> None:
         same(expected, result)
 
 
+@pytest.mark.slow
 def test_two_machines(tmp_path: Path) -> None:
     """Two calls of torchrun that know of one another, on one."""
     with socket.socket() as free:
@@ -102,6 +104,7 @@ def test_two_machines(tmp_path: Path) -> None:
         same(expected, result)
 
 
+@pytest.mark.slow
 def test_slurm(tmp_path: Path) -> None:
     """Two processes as `srun` starts them; they meet where Slurm's list of machines says."""
     with socket.socket() as free:

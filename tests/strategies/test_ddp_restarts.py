@@ -124,6 +124,7 @@ def assert_each_once(seen: list[tuple[int, list[int]]]) -> None:
     assert drawn == {(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "accumulate"), [("torch", 1), ("native", 2)])
 def test_killed_and_started_anew(engine: Any, accumulate: int, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
@@ -157,6 +158,7 @@ if module.global_rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_torchrun_starts_anew(tmp_path: Path) -> None:
     """Rank 1 is killed in the middle of the second epoch, and torchrun starts both once more."""
     script, marker = tmp_path / "script.py", tmp_path / "marker"

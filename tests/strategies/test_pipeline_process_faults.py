@@ -22,7 +22,7 @@ from equipoise import PipelineStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
 from tests.strategies.test_ddp_faults import Mistake, hangs, is_killed, raises
 
-pytestmark = ignoring()
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 
 class FailsBackward(torch.autograd.Function):
@@ -203,11 +203,13 @@ def check_joined(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
         assert result["predicted"] == pytest.approx(expected["predicted"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     check_joined(tmp_path, [start(tmp_path, run, ["3", "1", "processes"])])
 
 
+@pytest.mark.slow
 def test_two_machines(tmp_path: Path) -> None:
     """Two calls of torchrun that know of one another, on one."""
     with socket.socket() as free:
@@ -218,6 +220,7 @@ def test_two_machines(tmp_path: Path) -> None:
     check_joined(tmp_path, [start(tmp_path, [*run, node], ["1", "2", "processes"]) for node in ("0", "1")])
 
 
+@pytest.mark.slow
 def test_torchrun_with_an_error(tmp_path: Path) -> None:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = start(tmp_path, run, ["2", "1", "processes"], FAILS="1")
@@ -253,6 +256,7 @@ trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64, 3)), batch_size=4
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all(number: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -93,6 +93,7 @@ write_checkpoint({"state_dict": {name: torch.zeros(2_500) for name in "abcdefghi
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["half", "before it takes its name"])
 def test_a_killed_writer_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
     path = tmp_path / "x.ckpt"

@@ -152,6 +152,7 @@ def check(report: dict[str, Any], error: str) -> None:
     assert report["left"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["train", "validation", "callback"])
 def test_ctrl_c(where: str) -> None:
     with running(where) as run:
@@ -165,6 +166,7 @@ def test_ctrl_c(where: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_impatient_user_does_not_disturb_the_release() -> None:
     with running("train", "slow") as run:
         run.signal_all(signal.SIGINT)
@@ -176,6 +178,7 @@ def test_an_impatient_user_does_not_disturb_the_release() -> None:
     assert report["status"] == -signal.SIGINT
 
 
+@pytest.mark.slow
 def test_sigterm_ends_after_the_batch() -> None:
     """As under Lightning: the run ends by SystemExit, so that schedulers of clusters see it end of its own accord."""
     with running("train") as run:

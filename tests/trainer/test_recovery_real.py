@@ -64,6 +64,7 @@ def check(tmp_path: Path, device: str) -> None:
     assert limited["weight"] == pytest.approx(free["weight"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_little_address_space(tmp_path: Path) -> None:
     check(tmp_path, "cpu")
 
