@@ -47,6 +47,7 @@ T = TypeVar("T")
 preload(__name__)
 _HIDING = threading.Lock()  # one thread's workers must not start while another shows the script again
 _GATHERING = 1.0  # seconds in which the causes of a failure are gathered
+_ANSWERING = 10.0  # seconds in which a hung process begins to tell where it is, on a busy machine as well
 _LEAVING = 3.0  # seconds that an interrupted worker has to release what it holds
 
 
@@ -193,7 +194,7 @@ class _Worker:
         """What a hung process is doing."""
         self.send_signal(signal.SIGUSR1)
         told = b""
-        while connection.wait([self.stack], 0.2 if told else 1.0):  # it writes line by line
+        while connection.wait([self.stack], 0.2 if told else _ANSWERING):  # it writes line by line
             if not (piece := os.read(self.stack.fileno(), 1 << 16)):
                 break
             told += piece

@@ -22,6 +22,7 @@ from torch import nn
 from equipoise import ConfigurationError, WorkerError
 from equipoise.parallel.launch import launch
 from equipoise.parallel.process_group import follows_from_another
+from tests.conftest import threads_that_stay
 from tests.parallel.test_process_group import in_group
 
 
@@ -37,25 +38,26 @@ def servers() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left(servers: None) -> Iterator[None]:
-    """No descriptor, thread, process or handler that was not there before."""
-    gc.collect()  # what earlier tests have left to it
-    before = held()
+    """No descriptor, thread, process or handler that was not there before; what earlier tests have left may go."""
+    gc.collect()
+    threads, processes, descriptors, changeable = threading.enumerate(), running(), psutil.Process().num_fds(), state()
     yield
     gc.collect()
-    assert held() == before
+    assert not threads_that_stay(threads, daemons=True)
+    assert running() <= processes
+    assert psutil.Process().num_fds() <= descriptors
+    assert state() == changeable
 
 
-def held() -> dict[str, Any]:
-    me = psutil.Process()
-    servers = [child for child in me.children() if "multiprocessing" in " ".join(child.cmdline())]
-    return {
-        "descriptors": me.num_fds(),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "processes": [child.pid for child in me.children()],
-        "workers": [child.pid for server in servers for child in server.children()],
-        "handler": signal.getsignal(signal.SIGTERM),
-        "main": (getattr(sys.modules["__main__"], "__file__", None), sys.modules["__main__"].__spec__),
-    }
+def running() -> set[int]:
+    """The ids of this process's children and of their workers."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def state() -> tuple[Any, ...]:
+    """What a launch changes for a moment."""
+    main = sys.modules["__main__"]
+    return signal.getsignal(signal.SIGTERM), getattr(main, "__file__", None), main.__spec__
 
 
 # What comes back

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.strategies.ports import unused_port
 
 SCRIPT = """
 import json, sys
@@ -91,9 +92,7 @@ def test_torchrun(tmp_path: Path, said: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_two_machines(tmp_path: Path) -> None:
     """Two calls of torchrun that know of one another, on one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     run += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
     found = results(tmp_path, [start(tmp_path, [*run, node], {}) for node in ("0", "1")])
@@ -107,9 +106,7 @@ def test_two_machines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_slurm(tmp_path: Path) -> None:
     """Two processes as `srun` starts them; they meet where Slurm's list of machines says."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "1234", "MASTER_PORT": str(port)}
     slurm |= {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
     processes = [start(tmp_path, [], {}, SLURM_PROCID=rank, SLURM_LOCALID=rank, **slurm) for rank in ("0", "1")]

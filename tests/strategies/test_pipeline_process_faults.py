@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import PipelineStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
+from tests.strategies.ports import unused_port
 from tests.strategies.test_ddp_faults import Mistake, hangs, is_killed, raises
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
@@ -212,9 +212,7 @@ def test_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_machines(tmp_path: Path) -> None:
     """Two calls of torchrun that know of one another, on one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     run += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
     check_joined(tmp_path, [start(tmp_path, [*run, node], ["1", "2", "processes"]) for node in ("0", "1")])
