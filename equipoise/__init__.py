@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from equipoise.strategies import SingleDeviceStrategy as SingleDeviceStrategy
     from equipoise.strategies import StepResult as StepResult
     from equipoise.strategies import Strategy as Strategy
+    from equipoise.trainer import CLITrainer as CLITrainer
     from equipoise.trainer import Trainer as Trainer
 else:
     __getattr__ = lazy_getattr(__name__)

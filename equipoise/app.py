@@ -38,6 +38,7 @@ from equipoise.app_output import keep_metrics, without_empty_folder
 from equipoise.app_sweep import check_first_trial, check_sweep, is_sweep, sweep_value
 from equipoise.callbacks.run_facts import shorten
 from equipoise.conf.checks import GROUPS, did_you_mean
+from equipoise.conf.lightning_names import translate
 from equipoise.conf.schema import config_class, option_name
 from equipoise.errors import ConfigurationError
 
@@ -102,6 +103,7 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     Raises:
         ConfigurationError: If the command line or the configuration is wrong; it names the nearest right key or option.
     """
+    arguments = translate(arguments, folders)
     failures: list[Exception] = []
 
     def task(config: DictConfig) -> float | list[float] | None:

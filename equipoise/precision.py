@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["Precision", "make_precision"]
+__all__ = ["SHORT_NAMES", "Precision", "make_precision"]
 
 _DTYPES = {
     "32-true": torch.float32,
@@ -40,7 +40,7 @@ _DTYPES = {
     "bf16-true": torch.bfloat16,
     "64-true": torch.float64,
 }
-_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+SHORT_NAMES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 # What other libraries call them: not accepted, but understood well enough to name the right one.
 _FOREIGN = {
     "fp16": "16-mixed",
@@ -180,13 +180,13 @@ def _full_name(value: object) -> str:
     if value is None:
         return "32-true"
     text = str(value) if isinstance(value, str | int) else repr(value)
-    name = _ALIASES.get(text, text)
+    name = SHORT_NAMES.get(text, text)
     if name in _DTYPES:
         return name
-    near = get_close_matches(text.lower(), [*_DTYPES, *_ALIASES, *_FOREIGN], n=1)
-    hint = f" Did you mean {(_ALIASES | _FOREIGN).get(near[0], near[0])!r}?" if near else ""
+    near = get_close_matches(text.lower(), [*_DTYPES, *SHORT_NAMES, *_FOREIGN], n=1)
+    hint = f" Did you mean {(SHORT_NAMES | _FOREIGN).get(near[0], near[0])!r}?" if near else ""
     raise ConfigurationError(
-        f"precision is one of {', '.join(map(repr, _DTYPES))}, or short {', '.join(map(repr, _ALIASES))},"
+        f"precision is one of {', '.join(map(repr, _DTYPES))}, or short {', '.join(map(repr, SHORT_NAMES))},"
         f" but {value!r} was given.{hint}"
     )
 

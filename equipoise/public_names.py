@@ -30,6 +30,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "equipoise.strategies.single_device": ("SingleDeviceStrategy",),
     "equipoise.strategies.steps": ("StepResult",),
     "equipoise.strategies.strategy": ("Strategy",),
+    "equipoise.trainer.cli_trainer": ("CLITrainer",),
     "equipoise.trainer.trainer": ("Trainer",),
     "lightning.pytorch": ("LightningDataModule", "LightningModule"),
 }
@@ -53,7 +54,7 @@ def names_of(package: str) -> list[str]:
 
     Example:
         >>> names_of("equipoise.trainer")
-        ['Trainer']
+        ['CLITrainer', 'Trainer']
     """
     return sorted(_homes_of(package))
 

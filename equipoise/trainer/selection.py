@@ -35,6 +35,7 @@ from equipoise.trainer.device_selection import Devices, select_devices, select_n
 from equipoise.trainer.finders import refuse_finder
 from equipoise.trainer.hooks import overrides, state_key_of
 from equipoise.trainer.options import Duration, check_choice, check_count, check_flags, seconds_of
+from equipoise.trainer.strategy_names import lightning_strategy, refuse_object
 
 __all__ = [
     "connect_strategy",
@@ -104,16 +105,23 @@ def select_strategy(
         choose_devices: Whether these are all that there are, of which the strategy may choose. Default: False.
     """
     if not isinstance(strategy, Strategy):
-        if not isinstance(strategy, str):
-            raise ConfigurationError(
-                f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {strategy!r}."
-            )
-        name = check_choice("strategy", strategy, ["auto", *_STRATEGIES])
-        strategy = _strategy_for(devices, place) if name == "auto" else _STRATEGIES[name]()
+        strategy = _strategy_named(strategy, devices, place)
     if choose_devices and place is None:
         devices = strategy.default_devices(devices)
     strategy.connect(devices, num_nodes)
     return strategy
+
+
+def _strategy_named(name: Any, devices: Sequence[torch.device], place: Place | None) -> Strategy:
+    if not isinstance(name, str):
+        refuse_object(name)
+    if name == "auto":
+        return _strategy_for(devices, place)
+    found = None if name in _STRATEGIES else lightning_strategy(name)
+    if found is not None:
+        ours, options = found
+        return _STRATEGIES[ours](**options)
+    return _STRATEGIES[check_choice("strategy", name, ["auto", *_STRATEGIES])]()
 
 
 def _strategy_for(devices: Sequence[torch.device], place: Place | None) -> Strategy:

@@ -1,0 +1,29 @@
+"""Our trainer as `LightningCLI` accepts it: that asks for a subclass of Lightning's Trainer."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer as LightningTrainer
+
+from equipoise.trainer.trainer import Trainer
+
+__all__ = ["CLITrainer"]
+
+
+class CLITrainer(LightningTrainer):
+    """Makes an `equipoise.Trainer` where Lightning's command line takes only subclasses of Lightning's.
+
+    It has the arguments of `equipoise.Trainer`, which become flags.
+
+    Args:
+        options: Those of `equipoise.Trainer`.
+
+    Example:
+        >>> from lightning.pytorch.cli import LightningCLI
+        >>> cli = LightningCLI(Model, Data, trainer_class=CLITrainer)  # doctest: +SKIP
+    """
+
+    __init__ = Trainer.__init__  # type: ignore[assignment]
+
+    def __new__(cls, **options: Any) -> Trainer:  # type: ignore[misc]
+        """Return a trainer of Equipoise, whose `__init__` alone is called."""
+        return Trainer(**options)
