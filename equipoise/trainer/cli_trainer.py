@@ -22,7 +22,7 @@ class CLITrainer(LightningTrainer):
         >>> cli = LightningCLI(Model, Data, trainer_class=CLITrainer)  # doctest: +SKIP
     """
 
-    __init__ = Trainer.__init__  # type: ignore[assignment]
+    __init__ = Trainer.__init__
 
     def __new__(cls, **options: Any) -> Trainer:  # type: ignore[misc]
         """Return a trainer of Equipoise, whose `__init__` alone is called."""
