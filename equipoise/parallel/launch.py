@@ -36,6 +36,7 @@ import torch
 
 from equipoise.errors import WorkerError
 from equipoise.parallel import log_forwarding
+from equipoise.parallel.place import slurm_job
 from equipoise.parallel.preloading import preload, preloaded_modules
 from equipoise.parallel.surroundings import Surroundings
 from equipoise.parallel.transport import Layout, Package, pickle_error
@@ -203,7 +204,7 @@ class _Worker:
 
 def _supervise(workers: list[_Worker]) -> Layout:
     """Waits for all workers; returns the first one's answer."""
-    with _forwarded_sigterm(workers):
+    with _forwarded_signals(workers):
         try:
             _gather(workers, None)
         except KeyboardInterrupt:
@@ -293,21 +294,25 @@ class _RemoteTraceback(Exception):
 
 
 @contextlib.contextmanager
-def _forwarded_sigterm(workers: list[_Worker]) -> Iterator[None]:
-    """Hands a SIGTERM on to the workers, whose trainers end after the batch."""
+def _forwarded_signals(workers: list[_Worker]) -> Iterator[None]:
+    """Hands SIGTERM, and SIGUSR1 in a job of Slurm, on to the workers, whose trainers end after the batch."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handed_on = {signal.SIGTERM: signal.SIGTERM}
+    if slurm_job() is not None and not callable(signal.getsignal(signal.SIGUSR1)):
+        handed_on[signal.SIGUSR1] = signal.SIGUSR2  # SIGUSR1 asks a worker where it is
 
     def forward(number: int, frame: Any) -> None:
         for worker in workers:
-            worker.send_signal(number)
+            worker.send_signal(handed_on[signal.Signals(number)])
 
-    before = signal.signal(signal.SIGTERM, forward)
+    before = {number: signal.signal(number, forward) for number in handed_on}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 # The worker's side.
@@ -328,6 +333,7 @@ def _enter(options: _Options, package: Package, answer: Package, stack: Connecti
     gc.freeze()  # what the server has imported lives as long as the process; a collection need not look through it
     os.setpgid(0, 0)  # Ctrl-C is the parent's to hand on, and what a worker starts ends with it
     faulthandler.register(signal.SIGUSR1, stack.fileno())
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until a trainer listens
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     code, rank, send = 0, options.rank, log_forwarding.one_at_a_time(parent.send)
     is_consequence: Any = None

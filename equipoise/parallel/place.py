@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["Place", "find_place"]
+__all__ = ["Place", "find_place", "slurm_job"]
 
 _SHELLS = ("bash", "interactive")  # names of Slurm jobs in which a person types commands
 _SPECIAL_STEPS = 0xFFFFFFF0  # Slurm's steps from this number on: the batch script, an interactive shell
@@ -135,6 +135,25 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
     origin = f"Slurm says SLURM_PROCID={rank} and SLURM_NTASKS={size}"
     local = _needed(environment, "SLURM_LOCALID")
     return Place(rank, local, node, size, _tasks_on_node(environment, node), nodes, origin)
+
+
+def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name by which Slurm knows the job of this process; None outside of a job, and in a person's shell.
+
+    Args:
+        environment: The variables to look at.
+
+    Example:
+        >>> slurm_job({"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "2"})
+        '10_2'
+    """
+    if environment.get("SLURM_JOB_NAME") in _SHELLS:
+        return None
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    task = environment.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environment.get("SLURM_JOB_ID")
 
 
 def _started_by_srun(environment: Mapping[str, str]) -> bool:

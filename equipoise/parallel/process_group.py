@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.place import Place
 
-__all__ = ["StoreServer", "follows_from_another", "host_group", "joined"]
+__all__ = ["StoreServer", "follows_from_another", "group_store", "host_group", "joined"]
 
 LOOPBACK = "127.0.0.1"
 _GROUPS = count()  # joined so far, as many in every process
@@ -83,9 +83,27 @@ def joined(
                 backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
             )
             hosts.enter_context(_beside(timeout))
+        hosts.enter_context(_kept(store))
         yield
         dist.barrier(device_ids=[device.index or 0] if backend == "nccl" else None)
     dist.destroy_process_group()
+
+
+_stores: list[Store] = []  # of this process, while it belongs to a group that it has joined
+
+
+def group_store() -> Store | None:
+    """Return the store of the group that this process has joined; None outside of one, and in a group of others."""
+    return _stores[-1] if _stores else None
+
+
+@contextlib.contextmanager
+def _kept(store: Store) -> Iterator[None]:
+    _stores.append(store)
+    try:
+        yield
+    finally:
+        _stores.pop()
 
 
 _host_groups: list[dist.ProcessGroup] = []  # of this process, while it belongs to a group that knows devices only

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.parallel.agreed_end import agree_to_end
 from equipoise.parallel.calibration import SimulatedDevice
 from equipoise.parallel.launch import launch
 from equipoise.parallel.place import Place, find_place
@@ -198,6 +199,10 @@ class DDPStrategy(Strategy):
         """Replaces BatchNorm layers while the run lasts; see `Strategy.share_batch_statistics`."""
         if self.world_size > 1:
             self._restore_layers = share_batch_statistics(module, self.root_device)
+
+    def ends_after(self, batch: int, window: int) -> bool:
+        """Return whether all processes end after this batch; see `Strategy.ends_after`."""
+        return self._is_alone() or agree_to_end(self.global_rank, self.world_size, self.root_device, batch, window)
 
     def fail(self, error: BaseException) -> None:
         """From now on this process asks nobody: the others do not know yet; see `Strategy.fail`."""

@@ -128,6 +128,15 @@ class Strategy:
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Lets BatchNorm layers compute over all processes (`sync_batchnorm`); called after `setup`."""
 
+    def ends_after(self, batch: int, window: int) -> bool:
+        """Return whether a run ends after this batch; called after each batch once a signal has asked for its end.
+
+        Args:
+            batch: The number of training batches so far.
+            window: The number of batches from one optimiser step to the next.
+        """
+        return True
+
     def fail(self, error: BaseException) -> None:
         """This process has failed and is about to tell callbacks; others may not know, and must not be waited for."""
 

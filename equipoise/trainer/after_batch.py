@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.trainer.signals import leave_training
+
 if TYPE_CHECKING:
     from equipoise.trainer.fit_loop import FitLoop
 
@@ -59,7 +61,7 @@ class AfterBatch:
                 logger.save()
             done = done or self.may_stop()
         if trainer.received_sigterm and not done:
-            trainer.raise_if_terminated()
+            leave_training(trainer)
         return done
 
     def validation_due(self, index: int) -> bool:

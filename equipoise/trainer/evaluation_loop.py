@@ -13,6 +13,7 @@ from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_datal
 from equipoise.trainer.log_entry import Collection
 from equipoise.trainer.progress import BatchProgress
 from equipoise.trainer.results import print_results
+from equipoise.trainer.signals import leave_evaluation
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -158,7 +159,7 @@ class EvaluationLoop:
             if not sanity:
                 self._after_batch(context, dataloader_idx)
             if trainer.received_sigterm and not progress.is_last_batch:
-                trainer.raise_if_terminated()
+                leave_evaluation(trainer)
 
     def _after_batch(self, context: "Context", dataloader_idx: int) -> None:
         self.has_run = True

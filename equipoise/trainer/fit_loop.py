@@ -19,6 +19,7 @@ from equipoise.trainer.loss_watch import LossWatch
 from equipoise.trainer.optimizers import Schedulers
 from equipoise.trainer.progress import FitProgress
 from equipoise.trainer.resumption import Resumption, before_validation, random_state_of
+from equipoise.trainer.signals import leave_training
 from equipoise.trainer.step import AutomaticOptimization, ManualOptimization, make_optimization
 from equipoise.trainer.weights import Weigher
 
@@ -367,7 +368,8 @@ class FitLoop:
         progress.batches_that_stepped += 1
         logs.reset()
         progress.epoch.current.completed = progress.epoch.current.processed
-        trainer.raise_if_terminated()
+        if trainer.received_sigterm:
+            leave_training(trainer)
 
     # Validation.
 

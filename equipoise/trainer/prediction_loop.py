@@ -17,6 +17,7 @@ from equipoise.trainer.data import Loaders
 from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, evaluator, without_gradients
 from equipoise.trainer.lightning_view import SourceView
 from equipoise.trainer.progress import BatchProgress
+from equipoise.trainer.signals import leave_evaluation
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -158,7 +159,7 @@ class PredictionLoop:
                 self._predictions[dataloader_idx].append(move_data_to_device(output, cpu))
             del output, batch, parts
             if self.trainer.received_sigterm and not self.progress.is_last_batch:
-                self.trainer.raise_if_terminated()
+                leave_evaluation(self.trainer)
 
 
 class _RecordedPass:

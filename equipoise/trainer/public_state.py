@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
@@ -50,7 +49,8 @@ class PublicState(Stages, Limits, LightningNames):
         datamodule: The user's data module, if there is one.
         callbacks, loggers: In the order in which they are called.
         optimizers, lr_scheduler_configs: What `configure_optimizers` returned.
-        received_sigterm: Whether a SIGTERM came.
+        received_sigterm: Whether a SIGTERM came, or a SIGUSR1 in a job of Slurm.
+        requeues: Whether this job of Slurm goes back into the queue when it ends, since SIGUSR1 came.
     """
 
     callbacks: list[Callback]
@@ -64,6 +64,7 @@ class PublicState(Stages, Limits, LightningNames):
         self.state = TrainerState()
         self.should_stop = False
         self.received_sigterm = False
+        self.requeues = False
         self.datamodule: LightningDataModule | None = None
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
@@ -97,11 +98,6 @@ class PublicState(Stages, Limits, LightningNames):
         self.predict_loop.forget_data()
         for loop in (self.fit_loop_state.val_loop, *self.evaluations.values()):
             loop.forget_data()
-
-    def raise_if_terminated(self) -> None:
-        """Ends the run if a SIGTERM came."""
-        if self.received_sigterm:
-            raise SIGTERMException
 
     @property
     def current_context(self) -> Context | None:

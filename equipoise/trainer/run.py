@@ -9,10 +9,6 @@ the loop
 release everything, on_fit_end, teardown
 """
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -30,7 +26,7 @@ from equipoise.parallel import random_state
 from equipoise.parallel.checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.device_threads import on_device
 from equipoise.parallel.split import Splitter
-from equipoise.trainer import interop
+from equipoise.trainer import interop, slurm
 from equipoise.trainer.agreement import agree, agree_on_steps
 from equipoise.trainer.checkpoint import restore_modules_and_callbacks, restore_training_state
 from equipoise.trainer.checkpoint_choice import select_checkpoint
@@ -43,6 +39,7 @@ from equipoise.trainer.finders import refuse_tuner
 from equipoise.trainer.hooks import Hooks
 from equipoise.trainer.optimizers import move_state, parse_optimizers
 from equipoise.trainer.selection import merge_callbacks
+from equipoise.trainer.signals import signals_noted, uninterrupted
 
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
@@ -106,7 +103,7 @@ def _carry_out(trainer: "Trainer", request: Request, known: list[Any]) -> Effect
                 return collect(trainer, known, result)
             return Effects(result)
         except BaseException as error:
-            with _uninterrupted():
+            with uninterrupted():
                 _release_after(trainer, request, error)
             raise
 
@@ -121,7 +118,9 @@ _STAGE = {
 
 def _run(trainer: "Trainer", request: Request) -> Any:
     context = _prepare(trainer, request)
-    path = select_checkpoint(trainer, request.ckpt_path, module_given=request.module_given)
+    path = slurm.interrupted_checkpoint(trainer) or select_checkpoint(
+        trainer, request.ckpt_path, module_given=request.module_given
+    )
     trainer.loaded_ckpt_path = path
     checkpoint: dict[str, Any] | None = None
     if path is not None:
@@ -155,8 +154,9 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         )
     checkpoint = None  # its memory is not needed during the run
     context.strategy.barrier("resume_end")
-    with _sigterm_noted(trainer):
+    with signals_noted(trainer):
         results = _run_stage(context)
+    slurm.forget_checkpoint(trainer)
     _tear_down(context)
     return results
 
@@ -360,40 +360,3 @@ def _release(trainer: "Trainer", module: LightningModule, error: BaseException |
     for optimizer in trainer.optimizers:
         move_state(optimizer, torch.device("cpu"))
     trainer.connected_strategy.empty_cache()  # for others; what a run needs again it takes again
-
-
-# Signals.
-
-
-@contextmanager
-def _sigterm_noted(trainer: "Trainer") -> Iterator[None]:
-    """Notes a SIGTERM, upon which the loops end after the batch; a handler that was there is called, and restored."""
-    trainer.received_sigterm = False
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-
-    def note(number: int, frame: Any) -> None:
-        trainer.received_sigterm = True
-        if callable(before):
-            before(number, frame)
-
-    signal.signal(signal.SIGTERM, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Lets an impatient second Ctrl-C pass while everything is being released."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: Callable[..., Any] | int | None = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
