@@ -35,13 +35,15 @@ fails or is interrupted, `on_out_of_memory` when a batch does not fit.
 
 from typing import TYPE_CHECKING
 
-from lightning.pytorch import Callback as _LightningCallback
 from lightning.pytorch import LightningModule
 
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
 
 if TYPE_CHECKING:
+    from equipoise.callbacks.declared_hooks import DeclaredHooks as _LightningCallback
     from equipoise.trainer.trainer import Trainer
+else:
+    from lightning.pytorch import Callback as _LightningCallback
 
 __all__ = ["Callback"]
 

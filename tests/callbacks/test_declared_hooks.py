@@ -1,0 +1,27 @@
+"""The hooks that type checkers see are those that Lightning has, with the same arguments."""
+
+import inspect
+
+import lightning.pytorch as L
+import pytest
+
+import equipoise
+from equipoise.callbacks.declared_hooks import DeclaredHooks
+
+HOOKS = [name for name in vars(L.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_each_of_lightnings_hooks_is_declared(name: str) -> None:
+    declared, lightnings = (inspect.signature(getattr(owner, name)).parameters for owner in (DeclaredHooks, L.Callback))
+    assert list(declared) == list(lightnings)
+    assert [each.default for each in declared.values()] == [each.default for each in lightnings.values()]
+
+
+def test_no_other_hook_is_declared() -> None:
+    assert [name for name in vars(DeclaredHooks) if not name.startswith("__")] == HOOKS
+
+
+def test_a_callback_is_lightnings_when_it_runs() -> None:
+    assert issubclass(equipoise.Callback, L.Callback)
+    assert DeclaredHooks not in equipoise.Callback.__mro__
