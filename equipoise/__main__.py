@@ -34,6 +34,7 @@ fit, validate, test and predict read the configuration in ./conf; --config-dir F
 either they run the digits example. Each run writes to a folder of its own, outputs/DATE/TIME.
 
   equipoise fit --help       the groups, keys and flags of a run
+  equipoise fit --help KEY   the type, default and meaning of a key, such as trainer.max_epochs
   equipoise --version        the version
   --debug                    show the traceback of an error
 """
@@ -121,10 +122,23 @@ def _stage(stage: str, rest: Sequence[str]) -> None:
             )
     # Hydra takes overrides on one side of its flags only; what belongs to a flag stays behind it.
     overrides, folders = _folders(["--help" if argument == "-h" else argument for argument in rest])
+    keys = _keys_to_explain(overrides)
+    if keys:
+        others = [argument for argument in overrides if argument != "--help" and argument not in keys]
+        _app().explain_keys(keys, [_quoted(argument) for argument in others], folders)
+        return
     overrides.sort(key=lambda argument: argument[:1] == "-" or ("=" not in argument and argument[:1] not in "~+"))
     if folders[0] == _starter() / "conf":
         _announce_example()
     _app().main(stage, [_quoted(argument) for argument in overrides], folders)
+
+
+def _keys_to_explain(arguments: Sequence[str]) -> list[str]:
+    """Return the keys that follow `--help`, of which the meaning is asked."""
+    if "--help" not in arguments:
+        return []
+    following = arguments[arguments.index("--help") + 1 :]
+    return [argument for argument in following if "=" not in argument and argument[:1] not in ("-", "~", "+")]
 
 
 def _announce_example() -> None:
@@ -226,7 +240,7 @@ def _init(rest: Sequence[str]) -> None:
         raise ConfigurationError(
             f"equipoise init writes into a new or empty folder, but {rest[0]!r} is there and not empty. Name another."
         )
-    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", "multirun", ".*")
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", "multirun", ".*_cache", ".hypothesis")
     try:
         shutil.copytree(_starter(), folder, ignore=ignore, dirs_exist_ok=True)
     except OSError as error:

@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
 from equipoise.app_build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
+from equipoise.app_help import describe_key
 from equipoise.app_messages import explain, options
 from equipoise.app_output import keep_metrics, without_empty_folder
 from equipoise.app_sweep import check_first_trial, check_sweep, is_sweep, sweep_value
@@ -42,7 +43,7 @@ from equipoise.conf.lightning_names import translate
 from equipoise.conf.schema import config_class, option_name
 from equipoise.errors import ConfigurationError
 
-__all__ = ["complete", "main", "run"]
+__all__ = ["complete", "explain_keys", "main", "run"]
 
 _LOADERS = {
     "fit": "train_dataloader",
@@ -161,6 +162,26 @@ def complete(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         folders: As for `main`.
     """
     _hydra(run, ["--shell-completion", *arguments], folders)
+
+
+def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequence[Path]) -> None:
+    """Print the type, default, present value and meaning of keys.
+
+    Args:
+        keys: The keys, such as "trainer.max_epochs".
+        arguments: The overrides of the command line.
+        folders: As for `main`.
+
+    Raises:
+        ConfigurationError: If there is no such key, or the configuration cannot be composed.
+    """
+    _SearchPath.folders = folders[1:]
+    try:
+        with _paths_of(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
+            config = hydra.compose("config", overrides=list(arguments))
+            print("\n\n".join(describe_key(config, key) for key in keys))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigurationError(explain(error, folders)) from error
 
 
 def _first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:

@@ -15,6 +15,12 @@ __all__ = ["build", "build_trainer", "check_values", "chosen_checkpoint", "overr
 
 # What the trainer takes and the configuration has as a group of its own.
 _GROUPS_OF_THE_TRAINER = {"callbacks": "callbacks=[NAME]", "logger": "logger=[NAME]", "strategy": "strategy=NAME"}
+_PACKAGES_OF_LOGGERS = {
+    "CometLogger": "comet-ml",
+    "MLFlowLogger": "mlflow",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+}
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:
@@ -85,7 +91,15 @@ def build(values: Mapping[str, Any], key: str, **more: Any) -> Any:
         ConfigurationError: If the target cannot be imported or does not take an argument.
     """
     check_targets(values, key, more)
-    return hydra.utils.instantiate(values, _partial_=True, _convert_="all")(**more)
+    try:
+        return hydra.utils.instantiate(values, _partial_=True, _convert_="all")(**more)
+    except ModuleNotFoundError as error:
+        package = _PACKAGES_OF_LOGGERS.get(values["_target_"].rpartition(".")[2])
+        if package is None:
+            raise
+        raise ConfigurationError(
+            f"{key} needs {package}, which is not installed: pip install {package}. Or leave it out: logger=csv."
+        ) from error
 
 
 def build_trainer(values: Mapping[str, Any]) -> Any:

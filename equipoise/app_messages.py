@@ -2,14 +2,16 @@
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 import equipoise
@@ -31,11 +33,12 @@ def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
         if isinstance(link, MissingConfigException) and link.missing_cfg_file:
             group, _, option = link.missing_cfg_file.rpartition("/")
             hint = did_you_mean(option, link.options or options(group, folders))
-            return f"There is no {option!r} in the group {group!r}{hint}"
+            more = f" A file conf/{group}/{option}.yaml adds one." if group in ("callbacks", "logger") else ""
+            return f"There is no {option!r} in the group {group!r}{hint}{more}"
         if isinstance(link, OverrideParseException):
             return f"Cannot read {link.override!r}: write key=value, special characters in quotes, as in key='\"a=b\"'."
         if isinstance(link, ConfigKeyError | ConfigAttributeError) and link.full_key:
-            return start + _unknown_key(link.full_key, list(link.parent_node or ()), folders)
+            return start + _unknown_key(link.full_key, link.parent_node or {}, folders)
         if isinstance(link, OmegaConfBaseException) and link.full_key:
             return f"{start}{link.full_key}: {str(link).splitlines()[0].rstrip('.')}."
     return _explain_text(str(error), folders)
@@ -53,7 +56,8 @@ def _explain_text(text: str, folders: Sequence[Path]) -> str:
     return text.partition("\nConfig search path")[0].strip()
 
 
-def _unknown_key(key: str, names: Sequence[str], folders: Sequence[Path]) -> str:
+def _unknown_key(key: str, holder: Mapping[Any, Any], folders: Sequence[Path]) -> str:
+    names = [str(name) for name in holder]
     parent, _, name = key.rpartition(".")
     if parent in ("callbacks", "logger") and name in options(parent, folders):
         return f"{key!r} is not part of the configuration: choose it first, by {parent}=[{name}]."
@@ -64,6 +68,9 @@ def _unknown_key(key: str, names: Sequence[str], folders: Sequence[Path]) -> str
         return f"{key!r} is not a key of the trainer: {name} is a group of its own, given by {name}=NAME."
     if not parent:
         names = [*names, *GROUPS]
+        for part in ("module", "data"):
+            if part in holder and OmegaConf.is_dict(holder[part]) and name in holder[part]:
+                return f"There is no key {key!r} in the configuration; did you mean '{part}.{name}'?"
         below = get_close_matches(name, inspect.signature(equipoise.Trainer).parameters, n=1)
         if below and not get_close_matches(name, names):
             return f"There is no key {key!r} in the configuration; did you mean 'trainer.{below[0]}'?"

@@ -39,7 +39,7 @@ LAYERS = {
         "public_names",
     },
 }
-APP = {"__main__", "app", "app_build", "app_devices", "app_messages", "app_output", "app_sweep", "conf"}
+APP = {"__main__", "app", "app_build", "app_devices", "app_help", "app_messages", "app_output", "app_sweep", "conf"}
 MAY_NAME_PRIVATE_THINGS = {
     "trainer/interop.py",
     "parallel/foreach.py",

@@ -27,6 +27,7 @@ STAGES = ("fit", "validate", "test", "predict")
 GROUPS = ("trainer", "strategy", "precision", "callbacks", "logger", "module", "data", "experiment")
 KEYS = (*GROUPS, "stage", "seed", "ckpt_path", "test", "objective", "output_dir", "hydra")
 _OPTIONAL = ("precision", "module", "data", "experiment", "objective", "hydra")
+_PACKAGES = {"sklearn": "scikit-learn", "cv2": "opencv-python", "PIL": "pillow", "yaml": "pyyaml"}  # by import name
 
 
 def did_you_mean(name: str, options: Iterable[str], prefix: str = "") -> str:
@@ -163,7 +164,10 @@ def _import(name: str, package: ModuleType | None, wrong: str) -> ModuleType:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:  # the module is there, and imports something that is not
-            raise ConfigurationError(f"{wrong}{name} failed with: {error}.") from error
+            missing = (error.name or "").partition(".")[0]
+            is_other = bool(missing) and missing != name.partition(".")[0]
+            way_out = f" Install it: pip install {_PACKAGES.get(missing, missing)}." if is_other else ""
+            raise ConfigurationError(f"{wrong}{name} failed with: {error}.{way_out}") from error
     except ImportError as error:
         raise ConfigurationError(f"{wrong}{name} failed with: {error}.") from error
     last = name.rpartition(".")[2]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from equipoise import __version__
+from equipoise.app_help import arguments_in
+from equipoise.conf.checks import KEYS
 from equipoise.memory.devices import list_devices
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +48,50 @@ def test_help_where_no_module_is_chosen_yet(project, equipoise, capfd):
         equipoise("fit", "--help")
     assert ended.value.code == 0
     assert "module: line" in capfd.readouterr().out
+
+
+def test_help_of_a_key(project, equipoise):
+    code, out, _ = equipoise("fit", "--help", "trainer.max_epochs", "trainer.max_epochs=7")
+    assert code == 0
+    first, *meaning = out.splitlines()
+    assert first == "trainer.max_epochs: type int | None, default null, here 7"
+    assert "End after" in " ".join(meaning)
+    assert equipoise("fit", "module.lr=0.5", "-h", "module.lr")[1].startswith("module.lr: type float, here 0.5")
+
+
+def test_help_of_a_part_explains_its_arguments(project, equipoise):
+    code, out, _ = equipoise("fit", "--help", "callbacks.run_summary", "seed")
+    assert code == 0
+    assert "builds equipoise.callbacks.run_summary.RunSummary" in out
+    assert "callbacks.run_summary.curves: type bool, default true, here true" in out
+    assert "seed: here null\n  Seeds Python" in out
+
+
+def test_help_of_every_key_of_ours(project, equipoise):
+    keys = [key for key in KEYS if key != "hydra"]
+    code, out, _ = equipoise("fit", "--help", *keys)
+    assert code == 0
+    assert all(f"\n\n{key}" in f"\n\n{out}" for key in keys)
+
+
+def test_help_of_a_key_that_does_not_exist(project, equipoise):
+    code, _, err = equipoise("fit", "--help", "trainer.max_epoch")
+    assert code == 2
+    assert "no key 'trainer.max_epoch' in the configuration; did you mean 'trainer.max_epochs'?" in err
+    code, _, err = equipoise("fit", "--help", "seed", "trainer=nothing")
+    assert code == 2
+    assert "no 'nothing' in the group 'trainer'" in err
+
+
+def test_arguments_of_a_docstring():
+    assert arguments_in(
+        "One.\n\nArgs:\n    a: First,\n        goes on.\n    b, c (int): Both.\n\nReturns:\n    d: No.\n"
+    ) == {
+        "a": "First, goes on.",
+        "b": "Both.",
+        "c": "Both.",
+    }
+    assert arguments_in("Nothing here.") == {}
 
 
 def test_devices_are_listed_with_their_memory(equipoise, monkeypatch):
@@ -147,7 +193,14 @@ def test_init_writes_a_project(tmp_path, equipoise, monkeypatch, there):
     assert code == 0
     assert "cd mine && equipoise fit" in out
     written = {path.relative_to(tmp_path / "mine").as_posix() for path in (tmp_path / "mine").rglob("*")}
-    assert {"digits/module.py", "digits/data.py", "conf/config.yaml", "tests/test_digits.py", "README.md"} <= written
+    assert {
+        "digits/module.py",
+        "digits/data.py",
+        "conf/config.yaml",
+        "tests/test_digits.py",
+        "README.md",
+        ".gitignore",
+    } <= written
     assert not any("__pycache__" in name or "outputs" in name for name in written)
 
 

@@ -31,6 +31,23 @@ def test_the_first_module_and_the_callback(tmp_path, monkeypatch, capfd):
     assert len(first_module[start:].split("\nimages, labels")[0].strip().splitlines()) <= 20
 
 
+@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
+def test_the_first_module_prints_no_warning_and_fits_a_pipeline(tmp_path, monkeypatch, capfd):
+    """Both as pasted; of warnings that are errors here, none but Lightning's advice on workers is passed over."""
+    monkeypatch.chdir(tmp_path)
+    first_module, _ = blocks(README, "python")
+    pipeline = next(line for line in README.splitlines() if line.startswith('    Trainer(strategy="pipeline"'))
+    constructor = pipeline.split("#")[0].strip().removeprefix("Trainer(").removesuffix(")")
+    assert constructor
+    names: dict[str, object] = {"__name__": "readme"}
+    exec(compile(first_module, "first module", "exec"), names)  # noqa: S102
+    again = first_module[first_module.index("Trainer(max_epochs") :].replace(
+        "max_epochs=5", f"max_epochs=1, {constructor}"
+    )
+    exec(compile(again, "pipeline", "exec"), names)  # noqa: S102
+    assert "train_loss" in capfd.readouterr().out
+
+
 def test_every_command_of_the_readme_is_understood(tmp_path, equipoise, monkeypatch):
     monkeypatch.chdir(tmp_path)
     section = README[README.index("## Changing the configuration") : README.index("## A callback")]
