@@ -145,6 +145,8 @@ def folder(tmp_path: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # starts programs three times
 def test_a_task_is_put_back_into_the_queue_and_goes_on(tmp_path: Path) -> None:
     expected = Job(folder(tmp_path, "undisturbed")).run()
     job = Job(folder(tmp_path, "interrupted"))
@@ -158,6 +160,8 @@ def test_a_task_is_put_back_into_the_queue_and_goes_on(tmp_path: Path) -> None:
     assert not checkpoint.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # starts programs three times
 def test_tasks_end_after_the_same_batch(tmp_path: Path) -> None:
     expected = Job(folder(tmp_path, "undisturbed"), tasks=2).run()
     job = Job(folder(tmp_path, "interrupted"), tasks=2)
@@ -167,6 +171,8 @@ def test_tasks_end_after_the_same_batch(tmp_path: Path) -> None:
     assert job.run(restarts=1) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # starts programs three times
 def test_processes_of_the_trainer_end_after_the_same_batch(tmp_path: Path) -> None:
     """One task, whose trainer has started two processes; Slurm knows the task alone."""
     options = {"strategy": "ddp", "devices": 2}
