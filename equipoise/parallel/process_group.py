@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.place import Place
 
-__all__ = ["StoreServer", "follows_from_another", "group_store", "host_group", "joined"]
+__all__ = ["StoreServer", "another_group", "follows_from_another", "group_store", "host_group", "joined"]
 
 LOOPBACK = "127.0.0.1"
 _GROUPS = count()  # joined so far, as many in every process
@@ -127,6 +127,20 @@ def _beside(timeout: timedelta) -> Iterator[None]:
         dist.destroy_process_group(group)
     finally:
         _host_groups.remove(group)
+
+
+@contextlib.contextmanager
+def another_group(timeout: timedelta, *, local: bool) -> Iterator[dist.ProcessGroup]:
+    """Begin one more group of the same processes, for the host's tensors, with connections of its own.
+
+    Args:
+        timeout: How long processes wait for one another in it.
+        local: Whether all processes are on this machine, and meet over the loopback interface only.
+    """
+    with _loopback(only=local):
+        group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
+    yield group
+    dist.destroy_process_group(group)
 
 
 def _meet(place: Place, timeout: timedelta) -> Store:

@@ -98,6 +98,7 @@ class Messenger:
 
     Attributes:
         broken: Whether a message was broken off in its midst, so that nothing that follows could be understood.
+        waits: Whether a value is waited for, or that one leaves; for either there is the timeout.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -107,6 +108,7 @@ class Messenger:
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._coming: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         self.broken = False
+        self.waits = False
 
     def send(self, to: int, tag: int, value: Any) -> None:
         """Sends a value without waiting.
@@ -188,7 +190,7 @@ class Messenger:
         if way not in self._coming:
             self.expect(source, tag)
         known, _ = self._received.get(way, (b"", 0))
-        with self._whole():
+        with self._whole(), self._waiting():
             work, first = self._coming.pop(way)
             work.wait(_FOREVER if idle else self._timeout)
             length = int(first[:8].view(torch.int64))
@@ -219,9 +221,17 @@ class Messenger:
 
     def flush(self) -> None:
         """Waits until everything has left, so that it may be changed."""
-        with self._whole():
+        with self._whole(), self._waiting():
             while self._leaving:
                 self._leaving.popleft()[0].wait(self._timeout)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.waits = False
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

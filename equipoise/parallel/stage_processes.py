@@ -1,8 +1,9 @@
 """The other processes of a pipeline, seen from the first, which computes the last stage.
 
 Each holds the parameters and buffers that its stage uses. Of those that only others use, this process keeps the shapes
-alone: their values are NaN here, and come home where the whole module is asked for. A parameter that several stages use
-lies in each of them; their gradients are added up before the optimisers step, which then do the same everywhere.
+alone: reading one is an error (`parallel.elsewhere`), and their values come home where the whole module is asked for. A
+parameter that several stages use lies in each of them; their gradients are added up before the optimisers step, which
+then do the same everywhere.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.elsewhere import bring_back, send_elsewhere
 from equipoise.parallel.internals import has_hooks
 from equipoise.parallel.stage_messages import Failure, Messenger
 from equipoise.parallel.stage_orders import (
@@ -143,7 +145,7 @@ class StageProcesses:
         """Fetches the whole module; until `send_away` all of it is here as well."""
         for key, value in self.fetch(self.elsewhere()).items():
             tensor = self.tensors[key]
-            tensor.data = value.to(tensor.device)
+            bring_back(tensor, value.to(tensor.device))
 
     def send_away(self, *, changed: bool = False) -> None:
         """Lets go of what only other processes need.
@@ -178,6 +180,7 @@ class StageProcesses:
     def _drop(tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter):  # buffers are small, and may be noted and brought back
             tensor.data = nothing_like(tensor.shape, tensor.dtype).to(tensor.device)
+            send_elsewhere(tensor)
 
     def tell_what_learns(self) -> None:
         """Tells the others which parameters are frozen, where that has changed."""
@@ -234,7 +237,7 @@ class StageProcesses:
         if new or away:
             self.moved()
         for key, value in self.fetch(away).items():
-            self.tensors[key].data = value
+            bring_back(self.tensors[key], value)
         self._own |= needs[-1]
         if not new:
             return

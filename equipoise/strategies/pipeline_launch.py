@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from equipoise.errors import StepError
+from equipoise.parallel.heartbeat import heard, sending
 from equipoise.parallel.launch import launch
 from equipoise.parallel.place import Place, find_place
 from equipoise.parallel.preloading import preload
-from equipoise.parallel.process_group import StoreServer, follows_from_another
+from equipoise.parallel.process_group import StoreServer, another_group, follows_from_another
 from equipoise.parallel.stage_messages import Messenger
 from equipoise.parallel.stage_processes import StageProcesses
 from equipoise.parallel.stage_worker import StageWorker
@@ -101,12 +103,16 @@ class StageLaunch:
         """
         self.device, rank = self._device_of(place.local_rank), place.global_rank
         strategy.global_rank, strategy.local_rank, strategy.node_rank = rank, place.local_rank, place.node_rank
-        with in_group(place, self.device, timeout=self._timeout, port=port, backend="gloo"):
+        limit = timedelta(seconds=self._timeout)
+        with (
+            in_group(place, self.device, timeout=self._timeout, port=port, backend="gloo"),
+            another_group(limit, local=port is not None) as beats,
+        ):
             devices: list[Any] = [None] * self.count
             dist.all_gather_object(devices, str(self.device))
             messenger = Messenger(self._timeout)
             if rank:
-                with _unsignalled():
+                with _unsignalled(), heard(beats, self._timeout):
                     content = StageWorker(
                         messenger, rank - 1, self.count, self.device, torch.device(devices[rank - 1])
                     ).serve()
@@ -115,7 +121,8 @@ class StageLaunch:
                 return loads(content, known or ()) if known is not None else None  # type: ignore[return-value]
             self.processes = StageProcesses(messenger, [torch.device(name) for name in (*devices[1:], devices[0])])
             strategy.enter(self)
-            return self._lead(self.processes, function, known)
+            with sending(beats, self.count, self._timeout, lambda: messenger.waits):
+                return self._lead(self.processes, function, known)
 
     def _lead(self, processes: StageProcesses, function: Callable[[], T], known: Sequence[Any] | None) -> T:
         content: Any = None

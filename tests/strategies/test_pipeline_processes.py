@@ -1,5 +1,6 @@
 """The pipeline in real processes over gloo: exact, and everything home again."""
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -296,8 +297,28 @@ class Clamps(Callback):
 
 
 def test_writing_to_parameters_of_other_stages_is_refused() -> None:
-    with pytest.raises(StepError, match=r"parameter of another stage was written to.*engine='threads'"):
+    with pytest.raises(StepError, match=r"parameter of another stage.* written to by `clamp_`.*engine='threads'"):
         fit_features(Normalised, PipelineStrategy(engine="processes", cut_before=["net.2"]), callbacks=[Clamps()])
+
+
+class MeanTeacher(Normalised):
+    """Follows its network slowly, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+
+
+def test_reading_parameters_of_other_stages_is_refused() -> None:
+    with pytest.raises(
+        StepError, match=r"parameter of another stage.* read .*by `lerp_`.*module_state.*engine='threads'"
+    ):
+        fit_features(MeanTeacher, PipelineStrategy(engine="processes", cut_before=["net.2"]))
 
 
 # Evaluations
@@ -417,14 +438,24 @@ def test_parameters_that_are_trained_later() -> None:
 
 
 class Looks(L.Callback):
-    """Reads the weights of another process, which are none here, and the whole, which are."""
+    """Reads the weights of another process, which is refused, and the whole, which is not."""
+
+    def cannot_read(self, pl_module: Any) -> None:
+        weight = pl_module.net.blocks[0].linear.weight
+        with pytest.raises(StepError, match=r"shape \(8, 8\), torch.float64.*by `isnan`"):
+            weight.isnan()
+        with pytest.raises(StepError, match="by `clone`"):
+            copy.deepcopy(pl_module.net.blocks[0])
+        assert (weight.shape, weight.dtype, weight.numel(), weight.grad) == ((8, 8), torch.float64, 64, None)
+        assert pl_module.state_dict()["net.blocks.0.linear.weight"].shape == (8, 8)
+        assert "another process" in repr(weight)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        assert pl_module.net.blocks[0].linear.weight.isnan().all()
+        self.cannot_read(pl_module)
         assert not pl_module.net.blocks[3].linear.weight.isnan().any()
         before = trainer.strategy.module_state(pl_module)
         assert not before["net.blocks.0.linear.weight"].isnan().any()
-        assert pl_module.net.blocks[0].linear.weight.isnan().all()
+        self.cannot_read(pl_module)
         if trainer.global_step == 2:
             before["net.blocks.0.linear.weight"] = torch.full_like(before["net.blocks.0.linear.weight"], 0.25)
             trainer.strategy.load_module_state(pl_module, before)
@@ -535,7 +566,7 @@ def test_what_no_process_can_be_sent_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (Beside, StepError, "uses net.blocks.0.linear.weight beside the network's call"),
+        (Beside, StepError, "of another stage .* by `square`.*within the network's forward"),
         (WithGradient, StepError, "Gradients of the network are computed in `training_step` alone"),
         (Lbfgs, (ConfigurationError, StepError), "LBFGS computes a batch several times"),
     ],
