@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from equipoise.callbacks.lightning_classes import base_of, is_a, is_overridden
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import with_sampler
 from equipoise.parallel.sampling import BatchesInTurn, SameOrder, UnpaddedDistributedSampler
@@ -127,7 +127,7 @@ def _unpadded(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Data
 
 def _transfer(module: nn.Module, datamodule: Any, device: torch.device) -> Callable[[Any], Any]:
     """The way of a batch to the device, with the user's hooks: the data module's if it has any, else the module's."""
-    if not isinstance(module, LightningModule):
+    if not is_a(module, LightningModule):
         return lambda batch: move_data_to_device(batch, device)
 
     def owner(hook: str) -> Any:
@@ -182,7 +182,7 @@ def find_loader(given: Any, module: nn.Module, trainer: Any) -> Iterable[Any]:
 
 def _defines(owner: Any, name: str) -> bool:
     """Whether something has a method of its own by that name; that of a base class of Lightning only raises."""
-    base = LightningModule if isinstance(owner, LightningModule) else LightningDataModule
+    base = base_of(owner, LightningModule if is_a(owner, LightningModule) else LightningDataModule)
     return callable(getattr(owner, name, None)) and getattr(type(owner), name, None) is not getattr(base, name, None)
 
 

@@ -13,6 +13,7 @@ from torchmetrics import Metric, MetricCollection
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.evaluation_pass import EvaluationPass, EvaluationResult
 from equipoise.callbacks.evaluation_surroundings import Surroundings, find_loader
+from equipoise.callbacks.lightning_classes import is_a
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.gather import gather
 from equipoise.parallel.internals import with_own_iterator
@@ -273,7 +274,7 @@ def _check_counts(**counts: Any) -> None:
 def _silence(module: nn.Module) -> None:
     """Lets `self.log` in forward do nothing, until attributes are put back: training would log what was evaluated."""
     for part in module.modules():
-        if isinstance(part, LightningModule):
+        if is_a(part, LightningModule):
             vars(part).update(log=_log_nothing, log_dict=_log_nothing)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from equipoise.callbacks.lightning_classes import is_a
 from equipoise.callbacks.progress_display import format_time
 
 __all__ = ["checkpoint_callbacks", "device_name", "devices_of", "format_duration", "shorten"]
@@ -29,7 +30,7 @@ def device_name(device: torch.device) -> str:
 
 def checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
     """The callbacks that save checkpoints."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+    return [callback for callback in trainer.callbacks if is_a(callback, ModelCheckpoint)]
 
 
 def format_duration(seconds: float) -> str:

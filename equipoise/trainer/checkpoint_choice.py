@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from equipoise.callbacks.lightning_classes import is_a
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer import interop
@@ -35,7 +36,7 @@ def select_checkpoint(trainer: "Trainer", ckpt_path: Any, *, module_given: bool)
     if ckpt_path is None and trainer.managed_ckpt_path is not None:
         return trainer.managed_ckpt_path
     if ckpt_path is None:
-        keepers = [callback for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]
+        keepers = [callback for callback in trainer.callbacks if is_a(callback, OnExceptionCheckpoint)]
         if keepers and trainer.state.fn == TrainerFn.FITTING:
             ckpt_path = "last"
         elif module_given:
@@ -77,9 +78,9 @@ def _last(trainer: "Trainer", word: str) -> str | None:
 
     found: set[str] = set()
     for callback in trainer.callbacks:
-        if isinstance(callback, ModelCheckpoint):
+        if is_a(callback, ModelCheckpoint):
             found |= interop.last_checkpoints(callback, trainer)
-        elif isinstance(callback, OnExceptionCheckpoint):
+        elif is_a(callback, OnExceptionCheckpoint):
             found.add(str(callback.ckpt_path))
     existing = {path: get_filesystem(path).modified(path) for path in found if get_filesystem(path).exists(path)}
     if not existing:

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from equipoise.callbacks.lightning_classes import is_a, is_overridden
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hook_names import warn_of_mistyped_hooks
@@ -36,7 +36,7 @@ def as_module(model: Any) -> LightningModule:
     Raises:
         ConfigurationError: If it is none; also a TypeError, as in Lightning.
     """
-    if isinstance(model, LightningModule):
+    if is_a(model, LightningModule):
         return model
     if isinstance(model, torch.nn.Module) and hasattr(model, "dynamo_ctx"):
         return from_compiled(model)  # type: ignore[arg-type]
@@ -46,12 +46,9 @@ def as_module(model: Any) -> LightningModule:
         )
     import lightning
 
-    hint = ""
-    if any(base.__module__.startswith("pytorch_lightning") for base in type(model).__mro__):
-        hint = " It is one of `pytorch_lightning`; import it from `lightning.pytorch` instead."
     raise ConfigurationTypeError(
         f"The Trainer takes a LightningModule (lightning {lightning.__version__}), not"
-        f" {type(model).__module__}.{type(model).__name__}.{hint}"
+        f" {type(model).__module__}.{type(model).__name__}."
     )
 
 
@@ -158,11 +155,11 @@ def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
 
 def data_of(loaders: Any, datamodule: Any, others: Any = None) -> tuple[Any, LightningDataModule | None]:
     """Loaders or a data module, whichever was passed; also where the data module stands in the place of the loaders."""
-    if isinstance(loaders, LightningDataModule):
+    if is_a(loaders, LightningDataModule):
         if datamodule is not None:
             raise ConfigurationError("Two data modules were passed. Pass one.")
         loaders, datamodule = None, loaders
-    if datamodule is not None and not isinstance(datamodule, LightningDataModule):
+    if datamodule is not None and not is_a(datamodule, LightningDataModule):
         raise ConfigurationError(f"datamodule must be a LightningDataModule, not a {type(datamodule).__name__}.")
     if datamodule is not None and (loaders is not None or others is not None):
         raise ConfigurationError("Both loaders and a datamodule were passed. Pass one of them.")

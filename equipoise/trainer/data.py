@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from equipoise.callbacks.lightning_classes import is_overridden
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.internals import with_sampler

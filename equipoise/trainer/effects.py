@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from equipoise.callbacks.lightning_classes import is_a
 from equipoise.errors import WorkerError
 from equipoise.parallel import random_state
 from equipoise.parallel.internals import STRUCTURE
@@ -154,7 +155,7 @@ def take_over(trainer: "Trainer", known: list[Any], effects: Effects) -> Any:
 def _take_state(module: nn.Module, state: dict[str, Any]) -> None:
     """Loads the state of a module of which some layers could not be sent; `configure_model` makes them here, too."""
     try:
-        if set(module.state_dict()) != set(state) and isinstance(module, LightningModule):
+        if set(module.state_dict()) != set(state) and is_a(module, LightningModule):
             module.configure_model()
         module.load_state_dict(state)
         for name, tensor in module.state_dict(keep_vars=True).items():

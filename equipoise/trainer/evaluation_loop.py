@@ -4,9 +4,7 @@ import math
 from collections import ChainMap, defaultdict
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
-
+from equipoise.callbacks.lightning_classes import is_overridden
 from equipoise.trainer.batch_stream import BatchStream
 from equipoise.trainer.data import Loaders
 from equipoise.trainer.evaluation_step import EvaluationStep, Modes, check_dataloader_idx, evaluator, without_gradients
@@ -120,7 +118,7 @@ class EvaluationLoop:
             context.logs.end_batches(show=not self.trainer.sanity_checking)
             outputs.append({} if self.trainer.sanity_checking else context.logs.metrics())
         outputs = self._finish(context, outputs)
-        if is_overridden(f"on_{word}_model_train", module, parent=LightningModule):
+        if is_overridden(f"on_{word}_model_train", module):
             hooks.call_module(f"on_{word}_model_train")
         else:
             modes.restore(module)

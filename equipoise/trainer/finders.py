@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
+from equipoise.callbacks.lightning_classes import is_a
 from equipoise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def refuse_finder(callback: Any) -> None:
     Raises:
         ConfigurationError: Naming what to do instead.
     """
-    kind = next((kind for kind in _FINDERS if isinstance(callback, kind)), None)
+    kind = next((kind for kind in _FINDERS if is_a(callback, kind)), None)
     if kind is None:
         return
     instead = (
@@ -45,7 +46,7 @@ def refuse_tuner(trainer: "Trainer") -> None:
     Raises:
         ConfigurationError: If the tuner has added one of its callbacks.
     """
-    found = [callback for callback in trainer.callbacks if isinstance(callback, _FINDERS)]
+    found = [callback for callback in trainer.callbacks if is_a(callback, *_FINDERS)]
     if found:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback not in found]
         refuse_finder(found[0])

@@ -14,6 +14,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from equipoise.callbacks.callback import Callback
+from equipoise.callbacks.lightning_classes import base_of, is_a
 from equipoise.trainer import interop
 
 __all__ = ["Hooks", "overrides", "state_key_of"]
@@ -28,7 +29,7 @@ def overrides(owner: object, name: str, base: type) -> bool:
     Attributes set on the instance count, and so do mocks and wrapped functions.
     """
     own = getattr(owner, name, None)
-    return callable(own) and getattr(own, "__func__", own) is not getattr(base, name, None)
+    return callable(own) and getattr(own, "__func__", own) is not getattr(base_of(owner, base), name, None)
 
 
 def state_key_of(callback: Any) -> str:
@@ -75,7 +76,7 @@ class Hooks:
         self.datamodule = datamodule
         self.profiler = profiler
         self._name = type(module).__name__
-        self.is_profiled = not isinstance(profiler, PassThroughProfiler)
+        self.is_profiled = not is_a(profiler, PassThroughProfiler)
 
     @property
     def callbacks(self) -> list[LightningCallback]:
@@ -96,9 +97,7 @@ class Hooks:
             monitoring: True: only those that monitor a metric (early stopping, checkpoints). False: all others. None:
                 all.
         """
-        chosen = [
-            c for c in self.callbacks if monitoring is None or monitoring == isinstance(c, (EarlyStopping, Checkpoint))
-        ]
+        chosen = [c for c in self.callbacks if monitoring is None or monitoring == is_a(c, EarlyStopping, Checkpoint)]
         return self._fire(name, self._of_callbacks(name, chosen), None)
 
     def bind_deciders(self, name: str) -> Hook | None:
@@ -106,7 +105,7 @@ class Hooks:
 
         See `equipoise.Callback.fires_without_batch`.
         """
-        chosen = [c for c in self.callbacks if isinstance(c, _DECIDERS) or getattr(c, "fires_without_batch", False)]
+        chosen = [c for c in self.callbacks if is_a(c, *_DECIDERS) or getattr(c, "fires_without_batch", False)]
         return self._fire(name, self._of_callbacks(name, chosen), None)
 
     def bind_module(self, name: str) -> Hook | None:

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from equipoise.callbacks.lightning_classes import base_of, is_a
+
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
 
@@ -121,7 +123,7 @@ def bind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:
         callbacks: They log through the module.
     """
     own = vars(module).get("log")
-    if type(module).log is LightningModule.log and (own is None or _was_bound(own)):
+    if type(module).log is base_of(module, LightningModule).log and (own is None or _was_bound(own)):
         log = _log
         if (
             module._compiler_ctx is not None
@@ -198,8 +200,8 @@ def cannot_fire(callback: Callback, hook: str) -> bool:
     """Whether a checkpoint callback's per-batch hook would do nothing, at 14 µs; only private names tell."""
     return (
         hook == "on_train_batch_end"
-        and isinstance(callback, ModelCheckpoint)
-        and type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end
+        and is_a(callback, ModelCheckpoint)
+        and type(callback).on_train_batch_end is base_of(callback, ModelCheckpoint).on_train_batch_end
         and callback._every_n_train_steps < 1
         and callback._train_time_interval is None
     )
@@ -227,7 +229,7 @@ def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | 
 def pretend_device(module: LightningModule, device: torch.device) -> None:
     """Lets `self.device` say in `setup` where the module will be; it has no setter."""
     for child in module.modules():
-        if isinstance(child, _DeviceDtypeModuleMixin):
+        if is_a(child, _DeviceDtypeModuleMixin):
             child._device = device
 
 
@@ -268,6 +270,8 @@ def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> Comb
     """A CombinedLoader of what the user gave; a warning of torch about Lightning's own code concerns nobody here."""
     if isinstance(loaders, CombinedLoader):
         return loaders
+    if is_a(loaders, CombinedLoader):  # of the other package
+        return CombinedLoader(loaders.iterables, loaders._mode)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         return CombinedLoader(loaders, mode)

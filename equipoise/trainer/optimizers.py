@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from equipoise.callbacks.lightning_classes import is_overridden
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer import interop

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.callbacks.lightning_classes import is_a
 from equipoise.errors import ConfigurationError
 
 __all__ = [
@@ -166,7 +167,7 @@ def make_profiler(profiler: Profiler | str | None) -> Profiler:
         return PassThroughProfiler()
     if isinstance(profiler, str):
         return _PROFILERS[check_choice("profiler", profiler.lower(), list(_PROFILERS))]()
-    if not isinstance(profiler, Profiler):
+    if not is_a(profiler, Profiler):
         raise ConfigurationError(f"profiler must be a name, one of Lightning's profilers, or None, not {profiler!r}.")
     return profiler
 

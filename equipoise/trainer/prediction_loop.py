@@ -8,6 +8,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 
+from equipoise.callbacks.lightning_classes import is_a
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.internals import with_sampler
@@ -95,7 +96,7 @@ class PredictionLoop:
 
     def _run(self, context: "Context", loaders: Loaders, modes: Modes) -> list[Any] | None:
         hooks, module, strategy = context.hooks, context.module, context.strategy
-        writers = [c for c in hooks.callbacks if isinstance(c, BasePredictionWriter)]
+        writers = [c for c in hooks.callbacks if is_a(c, BasePredictionWriter)]
         self._keep = self.return_predictions or any(writer.interval.on_epoch for writer in writers)
         self.progress.begin()
         loaders.set_epoch(self.trainer.progress.epoch.current.processed)

@@ -13,11 +13,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
+from equipoise.callbacks.lightning_classes import is_a, is_overridden
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
@@ -335,7 +335,7 @@ class PublicState(Stages, Limits, LightningNames):
         if logger is None:
             folder: str | None = self.default_root_dir
         else:
-            folder = logger.log_dir if isinstance(logger, (TensorBoardLogger, CSVLogger)) else logger.save_dir
+            folder = logger.log_dir if is_a(logger, TensorBoardLogger, CSVLogger) else logger.save_dir
         return self.connected_strategy.broadcast(folder)
 
     @property
@@ -352,7 +352,7 @@ class PublicState(Stages, Limits, LightningNames):
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
         """All checkpoint callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+        return [callback for callback in self.callbacks if is_a(callback, Checkpoint)]
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
@@ -362,7 +362,7 @@ class PublicState(Stages, Limits, LightningNames):
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """All early-stopping callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+        return [callback for callback in self.callbacks if is_a(callback, EarlyStopping)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
@@ -372,7 +372,7 @@ class PublicState(Stages, Limits, LightningNames):
     @property
     def progress_bar_callback(self) -> LightningProgressBar | None:
         """The progress bar."""
-        return next((callback for callback in self.callbacks if isinstance(callback, LightningProgressBar)), None)
+        return next((callback for callback in self.callbacks if is_a(callback, LightningProgressBar)), None)
 
     # Optimisers.
 

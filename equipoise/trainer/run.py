@@ -18,9 +18,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.callbacks.lightning_classes import is_a, is_overridden
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel import random_state
 from equipoise.parallel.checkpointing import checkpoint_activations, keep_activations
@@ -201,14 +201,14 @@ def make_context(trainer: "Trainer", request: Request) -> Context:
 
 
 def _ask_callbacks(module: LightningModule) -> list[Callback]:
-    answer = module.configure_callbacks()
-    return [answer] if isinstance(answer, Callback) else list(answer or ())
+    answer: Any = module.configure_callbacks()
+    return [answer] if is_a(answer, Callback) else list(answer or ())
 
 
 def _set_epoch_limits(trainer: "Trainer") -> None:
     """The defaults of `max_epochs` and `min_epochs`, which depend on other limits."""
     if trainer.max_epochs is None:
-        limited = trainer.max_steps != -1 or any(isinstance(callback, Timer) for callback in trainer.callbacks)
+        limited = trainer.max_steps != -1 or any(is_a(callback, Timer) for callback in trainer.callbacks)
         if not limited:
             rank_zero_warn(
                 "`max_epochs` was not set: training ends after 1000 epochs. For training without limit, set"
@@ -230,7 +230,7 @@ def _set_up(context: Context) -> None:
     _prepare_data(context)
     interop.pretend_device(module, strategy.root_device)
     # Weights & Biases wants to be first; all loggers begin here, so that callbacks find their folders.
-    for logger in sorted(trainer.loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
+    for logger in sorted(trainer.loggers, key=lambda logger: not is_a(logger, WandbLogger)):
         getattr(logger, "experiment", None)
     strategy.barrier("pre_setup")
     hooks.call_datamodule("setup", stage=fn)

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.callbacks.lightning_classes import is_a
 from equipoise.callbacks.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.place import Place, find_place
@@ -181,7 +182,7 @@ def _looks_like_a_logger(candidate: Any) -> bool:
     """Return whether a run can call the candidate as a logger, of whatever class it is."""
     if isinstance(candidate, type):
         return False
-    return isinstance(candidate, Logger) or all(callable(getattr(candidate, name, None)) for name in _LOGGER_METHODS)
+    return is_a(candidate, Logger) or all(callable(getattr(candidate, name, None)) for name in _LOGGER_METHODS)
 
 
 # Callbacks
@@ -210,11 +211,11 @@ def select_callbacks(
     chosen += _default(chosen, Checkpoint, ModelCheckpoint, why, enable_checkpointing)
     if max_time is not None:
         seconds_of("max_time", max_time)
-        if any(isinstance(callback, Timer) for callback in chosen):
+        if any(is_a(callback, Timer) for callback in chosen):
             rank_zero_info("max_time is left aside: there is a Timer among the callbacks.")
         else:
             chosen.append(Timer(duration=max_time))
-    bars = [type(callback).__name__ for callback in chosen if isinstance(callback, LightningProgressBar)]
+    bars = [type(callback).__name__ for callback in chosen if is_a(callback, LightningProgressBar)]
     if len(bars) > 1:
         raise ConfigurationError(
             f"There can be one progress bar, but callbacks hold {len(bars)}: {', '.join(bars)}. Keep one of them."
@@ -222,7 +223,7 @@ def select_callbacks(
     # The bar is first, so that what others print at the end stands below its last line.
     why = cause.format("enable_progress_bar")
     chosen = _default(chosen, LightningProgressBar, ProgressBar, why, enable_progress_bar) + chosen
-    if enable_model_summary and not any(isinstance(callback, ModelSummary) for callback in chosen):
+    if enable_model_summary and not any(is_a(callback, ModelSummary) for callback in chosen):
         chosen.append(RichModelSummary())
     _check_state_keys(chosen)
     return _order(chosen)
@@ -246,7 +247,7 @@ def _check_callback(callback: Any) -> None:
         raise ConfigurationError(
             f"callbacks holds the class {callback.__name__}. Pass an object: {callback.__name__}(...)."
         )
-    if not isinstance(callback, Callback) and not all(callable(getattr(callback, name, None)) for name in _HOOKS):
+    if not is_a(callback, Callback) and not all(callable(getattr(callback, name, None)) for name in _HOOKS):
         raise ConfigurationError(
             f"callbacks must be a Callback of Equipoise or Lightning, or a list of them, but it holds {callback!r} of"
             f" type {type(callback).__name__}."
@@ -264,7 +265,7 @@ def _default(chosen: list[Callback], kind: type, default: type[Callback], why: s
         why: The beginning of the message where the user's callbacks contradict `enabled`.
         enabled: Whether there is to be one of that kind.
     """
-    present = [callback for callback in chosen if isinstance(callback, kind)]
+    present = [callback for callback in chosen if is_a(callback, kind)]
     if present and not enabled:
         raise ConfigurationError(
             f"{why} contradicts {type(present[0]).__name__} among the callbacks. Leave one of them out."
@@ -285,7 +286,7 @@ def _check_state_keys(callbacks: list[Callback]) -> None:
 
 def _order(callbacks: list[Callback]) -> list[Callback]:
     """Checkpoint callbacks come last, to save what the others left."""
-    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+    return sorted(callbacks, key=lambda callback: is_a(callback, Checkpoint))
 
 
 def root_directory(path: Any) -> str:
@@ -345,7 +346,7 @@ def select_checkpoint_io(plugins: Any) -> CheckpointIO | None:
     given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
     found = None
     for plugin in given:
-        if not isinstance(plugin, CheckpointIO):
+        if not is_a(plugin, CheckpointIO):
             raise ConfigurationError(
                 f"plugins takes a CheckpointIO of Lightning, not {type(plugin).__name__}. For precisions there is"
                 " precision=..., for processes"

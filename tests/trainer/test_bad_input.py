@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import lightning_utilities.core.rank_zero as rank_zero_module
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -70,14 +69,6 @@ def test_no_evaluation_step(entry: str, step: str) -> None:
 )
 def test_not_a_lightning_module(model: Any, parts: list[str]) -> None:
     refuses_fit(model, *parts)
-
-
-def test_a_module_of_the_other_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pytorch_lightning` has a LightningModule of its own, with the same name."""
-    monkeypatch.setattr(rank_zero_module, "log", rank_zero_module.log)  # the import puts its own logger there
-    other = pytest.importorskip("pytorch_lightning", exc_type=ImportError)
-    module = type("Module", (other.LightningModule,), {})()
-    refuses_fit(module, "pytorch_lightning", "import it from `lightning.pytorch`")
 
 
 @pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step", "predict_step"])

@@ -1,0 +1,76 @@
+"""Lightning's classes in its two packages: `lightning.pytorch`, and `pytorch_lightning` with the same sources.
+
+Libraries import the one or the other, and a class of one is no class of the other. A class stands for its namesake
+here: `is_a(module, LightningModule)` is true for both. The older package is never imported; its classes are known by
+the names of their modules.
+"""
+
+import sys
+from typing import Any, TypeGuard
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.utilities import model_helpers
+
+__all__ = ["base_of", "is_a", "is_overridden"]
+
+_OLDER = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+
+
+def is_a(value: Any, *kinds: Any) -> TypeGuard[Any]:
+    """Return whether a value is an instance of a class of Lightning, or of its namesake in the other package.
+
+    Args:
+        value: Any object.
+        kinds: Classes of `lightning.pytorch` or `lightning.fabric`.
+
+    Example:
+        >>> is_a(LightningDataModule(), LightningModule, LightningDataModule)
+        True
+    """
+    if isinstance(value, kinds):
+        return True
+    return any(_namesake_in(type(value), kind) is not None for kind in kinds)
+
+
+def base_of(value: Any, kind: type) -> Any:
+    """Return the class of Lightning that a value is derived from: `kind`, or its namesake in the other package.
+
+    Args:
+        value: Any object.
+        kind: A class of Lightning, or one derived from it.
+    """
+    if isinstance(value, kind):
+        return kind
+    for base in kind.__mro__:
+        if isinstance(value, base) and base is not object:
+            return kind
+        if (namesake := _namesake_in(type(value), base)) is not None:
+            return namesake
+    return kind
+
+
+def is_overridden(name: str, value: Any) -> bool:
+    """Return whether a module, data module or callback, of either package, overrides a method.
+
+    Args:
+        name: The method's name.
+        value: The object; for None the answer is no.
+    """
+    for kind in (LightningModule, LightningDataModule, Callback):
+        if is_a(value, kind):
+            return model_helpers.is_overridden(name, value, base_of(value, kind))
+    return model_helpers.is_overridden(name, value)
+
+
+def _namesake_in(kind: type, wanted: type) -> type | None:
+    """Return the base of `kind` that has the name of `wanted` in the older package."""
+    if "lightning_fabric" not in sys.modules:  # which `pytorch_lightning` imports, too
+        return None
+    package = ".".join(wanted.__module__.split(".")[:2])
+    if package not in _OLDER:
+        return None
+    module = _OLDER[package] + wanted.__module__.removeprefix(package)
+    for base in kind.__mro__:
+        if base.__module__ == module and base.__qualname__ == wanted.__qualname__:
+            return base
+    return None
