@@ -37,7 +37,8 @@ def as_module(model: Any) -> LightningModule:
         ConfigurationError: If it is none; also a TypeError, as in Lightning.
     """
     if is_a(model, LightningModule):
-        return model
+        module: LightningModule = model
+        return module
     if isinstance(model, torch.nn.Module) and hasattr(model, "dynamo_ctx"):
         return from_compiled(model)  # type: ignore[arg-type]
     if isinstance(model, type):

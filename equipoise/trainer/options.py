@@ -169,7 +169,8 @@ def make_profiler(profiler: Profiler | str | None) -> Profiler:
         return _PROFILERS[check_choice("profiler", profiler.lower(), list(_PROFILERS))]()
     if not is_a(profiler, Profiler):
         raise ConfigurationError(f"profiler must be a name, one of Lightning's profilers, or None, not {profiler!r}.")
-    return profiler
+    found: Profiler = profiler
+    return found
 
 
 def check_barebones(barebones: bool, given: dict[str, Any]) -> dict[str, Any]:

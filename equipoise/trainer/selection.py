@@ -355,7 +355,7 @@ def select_checkpoint_io(plugins: Any) -> CheckpointIO | None:
         if found is not None:
             raise ConfigurationError("plugins holds two CheckpointIOs, of which one can be used.")
         if getattr(plugin, "checkpoint_io", plugin) is None:  # it wraps another, by default Lightning's own
-            plugin.checkpoint_io = TorchCheckpointIO()  # type: ignore[attr-defined]
+            plugin.checkpoint_io = TorchCheckpointIO()
         found = plugin
     return found
 
