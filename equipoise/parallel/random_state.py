@@ -19,6 +19,8 @@ from equipoise.errors import CheckpointError
 
 __all__ = ["RandomState", "capture", "isolated"]
 
+_GENERATORS_OF_NUMPY = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RandomState:
@@ -78,7 +80,7 @@ class RandomState:
         """Makes a state from what `state_dict` returned, wherever its tensors were loaded to.
 
         Raises:
-            CheckpointError: If a generator's state is missing.
+            CheckpointError: If a generator's state is missing, or is none of that generator.
         """
         missing = [name for name in cls.__dataclass_fields__ if name not in state]
         if missing:
@@ -86,14 +88,33 @@ class RandomState:
                 f"A random state holds {', '.join(cls.__dataclass_fields__)}, but this one lacks {', '.join(missing)}"
                 f" and holds {', '.join(map(str, state)) or 'nothing'}. Use what `RandomState.state_dict` returned."
             )
-        version, words, spare = state["python"]
-        return cls(
-            cpu=state["cpu"].cpu(),
-            cuda=tuple(tensor.cpu() for tensor in state["cuda"]),
-            mps=None if state["mps"] is None else state["mps"].cpu(),
-            python=(version, tuple(words), spare),
-            numpy=state["numpy"],
-        )
+        try:
+            version, words, spare = state["python"]
+            made = cls(
+                cpu=state["cpu"].cpu(),
+                cuda=tuple(tensor.cpu() for tensor in state["cuda"]),
+                mps=None if state["mps"] is None else state["mps"].cpu(),
+                python=(version, tuple(words), spare),
+                numpy=state["numpy"],
+            )
+            made._try()
+        except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"A random state is damaged: {type(error).__name__}: {str(error).rstrip('.')}. Take another checkpoint."
+            ) from error
+        return made
+
+    def _try(self) -> None:
+        """Give the states to generators that nobody uses, which refuse what is no state of theirs."""
+        torch.Generator().set_state(self.cpu)
+        random.Random().setstate(self.python)
+        if self.numpy is not None:
+            of_numpy = import_module("numpy.random")
+            kinds = {kind: getattr(of_numpy, kind) for kind in _GENERATORS_OF_NUMPY}
+            of_numpy.RandomState(kinds[self.numpy["bit_generator"]]()).set_state(_arrays(self.numpy))
+        others = [*self.cuda, *([] if self.mps is None else [self.mps])]
+        if any(state.dtype != torch.uint8 or state.dim() != 1 for state in others):
+            raise TypeError("the state of a generator of a GPU is no sequence of bytes")
 
 
 def capture() -> RandomState:

@@ -106,7 +106,10 @@ class _ArchiveReader:
     def _byte_order(self) -> str:
         if f"{self.folder}byteorder" not in self.members:
             return "little"
-        return self.archive.read(f"{self.folder}byteorder").decode()
+        order = self.archive.read(f"{self.folder}byteorder").decode()
+        if order not in ("little", "big"):
+            raise CheckpointError(f"its byte order is {order!r}")
+        return order
 
     def _storage(self, identifier: Any) -> Storage:
         """Return the storage that a pickle names by kind, type, key, device and number of elements."""

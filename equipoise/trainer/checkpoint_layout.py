@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.parallel.random_state import RandomState
 from equipoise.trainer.stand_in import StandIn
 
-__all__ = ["check_layout", "check_like", "check_version", "loading"]
+__all__ = ["check_layout", "check_like", "check_optimizer_state", "check_version", "loading"]
 
 Check = Callable[[Any, str], None]
 
@@ -57,11 +58,41 @@ def check_like(current: Mapping[str, Any], saved: Any, place: str) -> None:
     _mapping(saved, place)
     for name, value in current.items():
         other = saved.get(name)
-        if value is None or other is None or isinstance(value, bool):
+        if value is None or other is None:
+            continue
+        if isinstance(value, bool):
+            _flag(other, f"{place}[{name!r}]")
             continue
         for kinds, allowed, expected in _KINDS:
-            if isinstance(value, kinds) and not isinstance(other, allowed):
+            too_large = isinstance(other, int) and abs(other) >= _LARGEST_COUNT
+            if isinstance(value, kinds) and (too_large or not isinstance(other, allowed)):
                 raise _damaged(f"{place}[{name!r}]", expected, other)
+
+
+def check_optimizer_state(state: Mapping[str, Any], place: str) -> None:
+    """Check that what an optimiser keeps for its parameters is of one kind for all of them.
+
+    Args:
+        state: The optimiser's saved state.
+        place: The entry, for the error.
+
+    Raises:
+        CheckpointError: If an average is no tensor where others are, or a count of steps is no count.
+    """
+    of_parameters = state.get("state", {})
+    _mapping(of_parameters, f"{place}['state']")
+    are_tensors: dict[str, bool] = {}
+    for index, entries in of_parameters.items():
+        if not isinstance(entries, dict):
+            continue  # some optimisers keep something else
+        for name, value in entries.items():
+            here = f"{place}['state'][{index!r}][{name!r}]"
+            if name == "step":
+                _number_of_steps(value, here)
+            elif value is not None and are_tensors.setdefault(name, isinstance(value, Tensor)) != isinstance(
+                value, Tensor
+            ):
+                raise _damaged(here, "of the same kind as for the other parameters", value)
 
 
 # What a value is now, what it may be in a checkpoint, and how that is called.
@@ -111,6 +142,12 @@ def _count(value: Any, place: str) -> None:
         raise _damaged(place, "a non-negative integer", value)
 
 
+def _number_of_steps(value: Any, place: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT
+    if not number and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise _damaged(place, "a number of steps", value)
+
+
 def _flag(value: Any, place: str) -> None:
     if type(value) is not bool:
         raise _damaged(place, "True or False", value)
@@ -157,17 +194,25 @@ def _optional(check: Check) -> Check:
     return check_if_there
 
 
+def _random_state(value: Any, place: str) -> None:
+    _named(value, place)
+    with loading(place):
+        RandomState.from_state_dict(value)
+
+
 def _gradient(value: Any, place: str) -> None:
     if value is not None and not isinstance(value, Tensor):
         raise _damaged(place, "a tensor", value)
 
 
-def _fields(checks: dict[str, Check]) -> Check:
+def _fields(checks: dict[str, Check], *, required: bool = False) -> Check:
     """Return a check of a dictionary, each of whose known entries has a check of its own."""
 
     def check_fields(value: Any, place: str) -> None:
         _mapping(value, place)
         for name, check in checks.items():
+            if required and name not in value:
+                raise CheckpointError(f"The checkpoint is damaged: {place} lacks {name!r}. Take another one.")
             if name in value:
                 check(value[name], f"{place}[{name!r}]" if place else name)
 
@@ -192,7 +237,7 @@ _FIT_LOOP = _fields(
     }
 )
 _EVALUATION = _fields({"batch_progress": _PROGRESS})
-_RANDOM_STATE = _fields({"global": _named})
+_RANDOM_STATE = _fields({"global": _random_state, "generators": _list}, required=True)
 _POSITION = _fields(
     {
         "random_state": _RANDOM_STATE,
@@ -201,7 +246,7 @@ _POSITION = _fields(
         "ahead": _list,
         "window": _named,
         "gradients": _each(_gradient),
-        "logs": _named,
+        "logs": _fields({"callback_metrics": _mapping, "entries": _each(_named)}),
         "metrics": _named,
         "metrics_of_validation": _texts,
         "before_validation": _optional(_fields({"random_state": _RANDOM_STATE, "metrics": _named})),
