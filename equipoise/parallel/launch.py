@@ -249,7 +249,8 @@ def _raise_first_cause(workers: list[_Worker], reports: list[_Report]) -> None:
     if not causes and silent:
         told = f"rank {silent[0].rank} of {count} hung, while others waited for it. It is here:\n\n{silent[0].where()}"
         raise WorkerError(told) from _RemoteTraceback(failed[0].text)
-    if not causes and len(failed) == count and all(_WAITED in report.text for report in failed):
+    # When the first gives up waiting, it may close the connections of those whose time is not up yet.
+    if not causes and len(failed) == count and any(_WAITED in report.text for report in failed):
         raise WorkerError(
             f"All {count} processes waited for others, in different places, until time was up. Each came this far,"
             f" so they do not do the same:\n\n{_places(failed)}"

@@ -307,6 +307,15 @@ def test_an_error_is_blamed_before_what_follows_from_it() -> None:
     assert caught.value.__notes__[0] in ("Raised in rank 1 of 3.", "Raised in rank 2 of 3.")
 
 
+def gives_up(rank: int) -> None:
+    raise RuntimeError("Timed out waiting 1000ms for recv" if rank == 1 else "Connection closed by peer")
+
+
+def test_processes_that_wait_for_one_another_are_named_whoever_gives_up_first() -> None:
+    with pytest.raises(WorkerError, match=r"^All 2 processes waited for others(?s:.*)rank 0:(?s:.*)rank 1:"):
+        launch(gives_up, 2, is_consequence=follows_from_another)
+
+
 def waits(raising: int, rank: int) -> None:
     if rank == raising:
         raise Mistake(1)

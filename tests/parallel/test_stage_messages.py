@@ -116,7 +116,7 @@ def test_failures(kind: Any) -> None:
     except Exception as caught:
         failure = Failure.of(caught, 3, torch.device("cpu"))
     error = failure.as_error()
-    assert type(error) is (WorkerError if kind is Unsendable else kind)
+    assert isinstance(error, WorkerError if kind is Unsendable else kind)
     told = str(error) + "".join(getattr(error, "__notes__", []))
     assert "stage 3, on cpu" in told
     assert "test_stage_messages.py" in told

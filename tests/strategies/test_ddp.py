@@ -24,7 +24,11 @@ from tests.strategies.test_ddp_faults import HOW, Mistake, hangs, raises
 from tests.strategies.waiting import wait_briefly
 from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
 
-pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples")
+pytestmark = ignoring(
+    r"\w+ has a `validation_step`, but",
+    "No (positive|negative) samples",
+    "Checkpoint directory",
+)
 
 
 # The first promise
