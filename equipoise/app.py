@@ -271,7 +271,8 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
 def _prepare(output: Path, values: Mapping[str, Any]) -> None:
     """Begin the folder of the run, and seed."""
     output.mkdir(parents=True, exist_ok=True)
-    keep_metrics(output)
+    if values["stage"] != "fit" or values["ckpt_path"] in (None, "last", "best"):
+        keep_metrics(output)  # a run that is resumed goes on in the file
     OmegaConf.save(OmegaConf.create(dict(values)), output / "config.yaml")
     if values["seed"] is not None:
         seed_everything(values["seed"], workers=True)

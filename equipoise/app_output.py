@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+
+from equipoise.trainer.csv_rows import put_aside
 
 __all__ = ["find_checkpoint", "keep_metrics", "without_empty_folder"]
 
@@ -65,7 +66,7 @@ def keep_metrics(output: Path) -> None:
     """
     metrics = output / "metrics.csv"
     if metrics.exists():
-        metrics.rename(next(path for i in count() if not (path := output / f"metrics_{i}.csv").exists()))
+        put_aside(metrics)
 
 
 @contextlib.contextmanager

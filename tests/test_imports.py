@@ -362,7 +362,7 @@ def names_taken(path: Path) -> Iterator[tuple[str, str]]:
 def test_what_others_take_is_exported() -> None:
     """What a module of ours takes from another stands in that one's `__all__`."""
     taken = {(relative(path), *what) for path in FILES for what in names_taken(path)}
-    assert ("trainer/resumption.py", "equipoise.parallel.random_state", "capture") in taken
+    assert ("trainer/loader_state.py", "equipoise.parallel.random_state", "capture") in taken
     wrong = [f"{who} takes {name} of {m}" for who, m, name in taken if name not in importlib.import_module(m).__all__]
     assert not wrong, "\n".join(sorted(wrong))
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,6 +23,7 @@ class BatchStream:
         loader: What is iterated.
         limit: The number of batches, if it is known or bounded; infinite otherwise.
         combined: Whether `loader` is a CombinedLoader, which wraps each batch in a tuple.
+        before_opening: Called with a function that opens the loader, before the loader is opened for this pass.
 
     Attributes:
         length: The number of batches; None until it is known. A loader without length is read one batch ahead, and
@@ -30,8 +31,16 @@ class BatchStream:
         ahead: The batch that was read ahead.
     """
 
-    def __init__(self, loader: Any, limit: float, *, combined: bool = False) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        limit: float,
+        *,
+        combined: bool = False,
+        before_opening: Callable[[Callable[[], Any]], None] | None = None,
+    ) -> None:
         self.loader, self.limit, self.combined = loader, limit, combined
+        self._before_opening = before_opening
         sized = not math.isinf(limit) and (combined or length_of(loader) is not None)
         self.length: int | None = int(limit) if sized else None
         self.ahead: Any = NOTHING
@@ -101,6 +110,11 @@ class BatchStream:
         return iterator
 
     def _open(self) -> Iterator[Any]:
+        if self._before_opening is not None:
+            self._before_opening(self._iterate)
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         if self.combined:
             return (batch for batch, _, _ in self.loader)
         return iter(self.loader) if self._counts is None else self._counts.opened(self.loader)

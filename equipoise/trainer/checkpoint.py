@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,9 +18,10 @@ from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer import interop
 from equipoise.trainer.checkpoint_layout import check_like, check_optimizer_state, loading
+from equipoise.trainer.csv_rows import rows_written
 from equipoise.trainer.hooks import overrides, state_key_of
 from equipoise.trainer.progress import BatchProgress, Progress
-from equipoise.trainer.resumption import Resumption, position_of
+from equipoise.trainer.resumption import position_of, resume
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -38,11 +40,12 @@ OUR_KEY = "equipoise"
 # Writing
 
 
-def dump_checkpoint(context: "Context", *, weights_only: bool = False) -> dict[str, Any]:
+def dump_checkpoint(context: "Context", *, weights_only: bool = False, path: str | None = None) -> dict[str, Any]:
     """Everything a run needs to go on.
 
     Args:
         context: The run.
+        path: Where it will be written; the callback that asked for it is known by this.
         weights_only: Leave out callbacks, optimisers, schedulers and the state of the precision.
     """
     trainer, hooks, strategy = context.trainer, context.hooks, context.strategy
@@ -64,6 +67,13 @@ def dump_checkpoint(context: "Context", *, weights_only: bool = False) -> dict[s
         if trainer.state.fn == TrainerFn.FITTING:
             position = position_of(trainer.fit_loop_state)
             ours: dict[str, Any] = {"version": 1, "position": position, "strategy": strategy.state_dict()}
+            if trainer.fit_loop_state.left is not None:
+                ours["left"] = trainer.fit_loop_state.left
+            writer = _writer(trainer, path)
+            ours["checkpoint_callbacks"] = interop.saving_states(trainer.callbacks, writer, path, trainer.global_step)
+            hook = vars(context.module)[interop.CURRENT_HOOK]
+            ours["written_in"] = [hook, writer.state_key] if writer is not None else None
+            ours["rows"] = rows_written(trainer.loggers) if trainer.is_global_zero else []
             if strategy.world_size > 1:
                 ours["positions"] = strategy.gather_objects(position)  # each process goes on from its own
             checkpoint[OUR_KEY] = ours
@@ -74,6 +84,16 @@ def dump_checkpoint(context: "Context", *, weights_only: bool = False) -> dict[s
         hooks.call_callbacks("on_save_checkpoint", checkpoint)
     hooks.call_module("on_save_checkpoint", checkpoint)
     return checkpoint
+
+
+def _writer(trainer: "Trainer", path: str | None) -> ModelCheckpoint | None:
+    """The callback that writes a file; it notes the path in its state before."""
+    for callback in trainer.callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
+            return callback
+    return None
 
 
 def _loop_states(trainer: "Trainer") -> dict[str, Any]:
@@ -202,17 +222,9 @@ def restore_training_state(context: "Context", checkpoint: dict[str, Any]) -> No
         )
     ours = checkpoint.get(OUR_KEY, {})
     context.strategy.load_state_dict(ours.get("strategy", {}))
-    position, positions = ours.get("position"), ours.get("positions", [])
-    if len(positions) == context.strategy.world_size:
-        position = positions[context.strategy.global_rank]
-    loop.resumption = Resumption(loop, position, checkpoint["loops"]["fit_loop"])
-    written_by, processes = len(positions) or 1, context.strategy.world_size
-    if position is not None and written_by != processes and loop.resumption.in_epoch and not loop.batches_done():
-        raise ConfigurationError(
-            f"The checkpoint was written in the middle of an epoch by {written_by} processes, and there are {processes}"
-            f" now: some samples of the epoch would be lost, others seen twice. Resume with {written_by}, or from a"
-            " checkpoint of an epoch's end."
-        )
+    with loading(OUR_KEY):
+        resume(loop, checkpoint["loops"]["fit_loop"], ours)
+        interop.load_saving_states(trainer.callbacks, ours.get("checkpoint_callbacks", {}))
     _restore_optimizers(context, checkpoint)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from equipoise.trainer.context import Context
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["as_module", "check_monitors", "check_run", "data_of"]
+__all__ = ["as_module", "check_monitors", "check_run", "data_of", "warn_of_eval_mode"]
 
 _REMOVED = {
     "training_epoch_end": "on_train_epoch_end",
@@ -192,3 +192,9 @@ def _warn_of_lost_validation(context: "Context") -> None:
         rank_zero_warn(f"There is a validation loader, but {name} has no `validation_step`: it will not be validated.")
     elif has_step and not has_loader and context.trainer.limit_val_batches > 0:
         rank_zero_warn(f"{name} has a `validation_step`, but there is no validation loader: it will not be validated.")
+
+
+def warn_of_eval_mode(module: LightningModule) -> None:
+    """Warn of parts of a module that are in eval mode when training begins."""
+    if count := sum(not part.training for part in module.modules()):
+        rank_zero_warn(f"Found {count} module(s) in eval mode at the start of training. Is that intended?")

@@ -19,13 +19,11 @@ from equipoise.parallel.internals import with_sampler
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.batch_stream import BatchStream, length_of
+from equipoise.trainer.loader_state import PersistentWorkers
 
 __all__ = [
     "Loaders",
     "Source",
-    "generator_states",
-    "has_state",
-    "load_generator_states",
     "set_epoch",
 ]
 
@@ -105,6 +103,7 @@ class Loaders:
             own = None if training or not share else strategy.part_of(count_batches(loader, limit, source), part)
             self.num_batches.append(count_batches(part, limit, source) if own is None else own)
         self._combined = combined
+        self.workers = PersistentWorkers(self.flat, several_at_once=not (self.single or self.sequential))
 
     @property
     def iterables(self) -> Any:
@@ -128,9 +127,14 @@ class Loaders:
         """
         limits = limits or self.num_batches
         if self.single or self.sequential:
-            return [BatchStream(loader, limit) for loader, limit in zip(self.flat, limits, strict=True)]
+            pairs = zip(self.flat, limits, strict=True)
+            return [
+                BatchStream(loader, limit, before_opening=self.workers.starter(index))
+                for index, (loader, limit) in enumerate(pairs)
+            ]
         self._combined.limits = limits
-        return [BatchStream(self._combined, self.length(limits), combined=True)]
+        starter = self.workers.starter(0)
+        return [BatchStream(self._combined, self.length(limits), combined=True, before_opening=starter)]
 
     def set_epoch(self, epoch: int) -> None:
         """Tells samplers that the user brought which epoch begins."""
@@ -146,6 +150,7 @@ class Loaders:
     def close(self) -> None:
         """Ends worker processes."""
         self._combined.reset()
+        self.workers.forget()
 
     @staticmethod
     def _prepare(loader: Any, source: Source, overfit: bool, rank: int) -> Any:
@@ -202,42 +207,9 @@ def count_batches(loader: Any, limit: float, source: Source) -> float:
     return int(length * limit)
 
 
-def has_state(loader: Any) -> bool:
-    """Whether a loader saves and restores its own position, as torchdata's StatefulDataLoader does."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
 def set_epoch(loader: Any, epoch: int) -> None:
     """Calls `set_epoch` of a loader's sampler and of its batch sampler's, once each."""
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     for sampler in {id(s): s for s in samplers}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)
-
-
-def _generators(loaders: list[Any]) -> list[torch.Generator]:
-    """The generators that loaders and samplers hold for themselves, once each."""
-    found: dict[int, torch.Generator] = {}
-    for loader in loaders:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for holder in (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        ):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[id(generator)] = generator
-    return list(found.values())
-
-
-def generator_states(loaders: list[Any]) -> list[torch.Tensor]:
-    """The states of the generators that loaders and samplers hold for themselves."""
-    return [generator.get_state() for generator in _generators(loaders)]
-
-
-def load_generator_states(loaders: list[Any], states: list[torch.Tensor]) -> None:
-    """Sets those generators back."""
-    for generator, state in zip(_generators(loaders), states, strict=False):
-        generator.set_state(state)

@@ -39,7 +39,17 @@ _TRAINER = (
     "optimizers",
     "lr_scheduler_configs",
 )
-_LOOP = ("progress", "collection", "num_batches", "max_batches", "has_run", "last_validation", "told_to_wait")
+_LOOP = (
+    "progress",
+    "collection",
+    "num_batches",
+    "max_batches",
+    "has_run",
+    "last_validation",
+    "told_to_wait",
+    "left",
+    "has_ended",
+)
 
 
 @dataclass

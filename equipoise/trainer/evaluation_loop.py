@@ -34,6 +34,8 @@ class EvaluationLoop:
         loaders: The loaders; None before they were asked for.
         num_batches: Batches of each loader.
         has_run: Whether a batch was evaluated since the last start, the sanity check left out.
+        loaded_at: The epoch in which the loaders were asked for.
+        resumed: What `loaders_state` returned in the run that this one resumes, until the loaders are there.
     """
 
     def __init__(self, trainer: "Trainer", stage: Literal["val", "test"], *, fitting: bool = False) -> None:
@@ -47,28 +49,49 @@ class EvaluationLoop:
         self._steps_logged: defaultdict[int, int] = defaultdict(
             int
         )  # the x-axis of step values: it goes on over epochs
-        self._loaded_at: float = -math.inf
+        self.loaded_at: float = -math.inf
+        self.resumed: dict[str, Any] | None = None
 
     # Data.
 
     def forget_data(self) -> None:
         """The loaders will be asked for anew."""
-        self.loaders, self._loaded_at = None, -math.inf
+        self.loaders = None
+        self.loaded_at = -math.inf
+        self.resumed = None
 
     def load_data(self, context: "Context") -> None:
         """Asks for the loaders, at first and, in a fit, every `reload_dataloaders_every_n_epochs`."""
         trainer = self.trainer
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
-        if self.loaders is not None and not (self.fitting and every and epoch - self._loaded_at >= every):
+        if self.loaders is not None and not (self.fitting and every and epoch - self.loaded_at >= every):
             return
         limit = trainer.limit_val_batches if self.stage == "val" else trainer.limit_test_batches
         if limit == 0 or not is_overridden(f"{self.word}_step", context.module):
             return
         if not trainer.sanity_checking or trainer.fit_loop_state.validates_in_epoch():
-            self._loaded_at = epoch
+            self.loaded_at = epoch
         self.loaders = context.request_loaders(self.stage, limit, overfit=self.fitting and trainer.overfit_batches > 0)
         self.num_batches = self.loaders.num_batches
         self._steps_logged.clear()
+        self._resume_loaders(epoch, every)
+
+    def loaders_state(self) -> dict[str, Any]:
+        """What a resumed run needs to read the same loaders on."""
+        if self.loaders is None and self.resumed is not None:
+            return self.resumed
+        workers = self.loaders.workers.state_dict() if self.loaders is not None else []
+        steps = [[index, count] for index, count in self._steps_logged.items()]
+        return {"loaded_at": self.loaded_at, "workers": workers, "steps_logged": steps}
+
+    def _resume_loaders(self, epoch: int, every: int) -> None:
+        """Reads the loaders on as the run before did, unless that would have asked for new ones by now."""
+        saved, self.resumed = self.resumed, None
+        if saved is None or self.loaders is None or (every and epoch - saved["loaded_at"] >= every):
+            return
+        self.loaded_at = saved["loaded_at"]
+        self.loaders.workers.load_state_dict(saved["workers"])
+        self._steps_logged.update(dict(saved["steps_logged"]))
 
     @property
     def max_batches(self) -> list[float]:

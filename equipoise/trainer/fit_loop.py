@@ -12,13 +12,14 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.weighting import Window
 from equipoise.trainer.after_batch import AfterBatch
 from equipoise.trainer.batch_stream import BatchStream, length_of
-from equipoise.trainer.checks import check_monitors
-from equipoise.trainer.data import Loaders, has_state
+from equipoise.trainer.checks import check_monitors, warn_of_eval_mode
+from equipoise.trainer.data import Loaders
+from equipoise.trainer.loader_state import has_state, random_state_of
 from equipoise.trainer.log_entry import Collection
 from equipoise.trainer.loss_watch import LossWatch
 from equipoise.trainer.optimizers import Schedulers
 from equipoise.trainer.progress import FitProgress
-from equipoise.trainer.resumption import Resumption, before_validation, random_state_of
+from equipoise.trainer.resumption import Resumption, before_validation, flat_loaders, leave_epoch
 from equipoise.trainer.signals import leave_training
 from equipoise.trainer.step import AutomaticOptimization, ManualOptimization, make_optimization
 from equipoise.trainer.weights import Weigher
@@ -49,7 +50,11 @@ class FitLoop:
         stream: The batches of the epoch; None before its order was drawn.
         loss_watch: Reports a loss that is not finite; None outside of a run.
         epoch_random_state: Every RNG before that.
+        workers_before_epoch: How persistent workers had started before that.
         before_validation: What the present or last validation changes, as it was before.
+        loaded_at: The epoch in which the loaders were asked for.
+        left: What is needed to go on in the epoch that a limit has cut short; None if the last epoch was whole.
+        has_ended: Whether `on_train_end` was fired after the last batch.
     """
 
     def __init__(self, trainer: "Trainer", val_loop: "EvaluationLoop") -> None:
@@ -63,12 +68,15 @@ class FitLoop:
         self.skip_backward = False
         self.resumption: Resumption | None = None
         self.epoch_random_state: dict[str, Any] = {}
+        self.workers_before_epoch: list[Any] = []
         self.before_validation: dict[str, Any] = {}
         self.last_validation = 0.0
         self.told_to_wait = False
         self.stream: BatchStream | None = None
         self.loss_watch: LossWatch | None = None
-        self._loaded_at: float = -math.inf
+        self.loaded_at: float = -math.inf
+        self.left: dict[str, Any] | None = None
+        self.has_ended = False
 
     # One run.
 
@@ -81,28 +89,44 @@ class FitLoop:
         if self.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
             return
-        if self.resumption is not None and self.resumption.at_epoch_end:
-            self.resumption.finish_epoch()
-        if self.done():
+        is_finished = self.done() if self.resumption is None else self.resumption.is_finished()
+        if is_finished and (self.resumption is None or not self.resumption.lacks_end):
             return
-        if self.trainer.current_epoch == 0 and self.resumption is None:
+        if not is_finished:
+            self._prepare_to_train()
+        hooks.call("on_train_start")
+        if not is_finished:
+            self._train()
+        self.has_ended = True  # before the hooks: a resumed run must not fire them again
+        hooks.call("on_train_end")
+
+    def _prepare_to_train(self) -> None:
+        """Draws the first order and asks for the validation loaders, as Lightning does before `on_train_start`."""
+        trainer = self.trainer
+        self.has_ended = False
+        if trainer.current_epoch == 0 and self.resumption is None:
             self.start_stream()  # before any hook, as in Lightning: making an iterator draws a random number
+        self.load_validation_data()
+        warn_of_eval_mode(self.context.module)
+        self.loss_watch = LossWatch(self.context)
+
+    def load_validation_data(self) -> None:
+        """Asks for the validation loaders before the first validation, so that a progress bar knows their length."""
         if self.validates_in_epoch() and self.trainer.val_dataloaders is None:
             self.trainer.validating = True
-            self.val_loop.load_data(context)  # so that a progress bar knows its length
+            self.val_loop.load_data(self.context)
             self.trainer.training = True
-        self._warn_of_eval_mode()
-        self.loss_watch = LossWatch(context)
-        hooks.call("on_train_start")
+
+    def _train(self) -> None:
+        """Trains epoch by epoch; a resumed run first does what was left of its epoch."""
         if self.resumption is not None:
             self.resumption.go_on()
             self.resumption = None
         while not self.done():
             self.begin_epoch()
-            with context.profile("run_training_epoch"):
+            with self.context.profile("run_training_epoch"):
                 self.epoch()
             self.end_epoch()
-        hooks.call("on_train_end")
 
     def done(self) -> bool:
         """Whether training ends here, between two epochs."""
@@ -119,9 +143,8 @@ class FitLoop:
     def can_stop_early(self) -> bool:
         """Whether `min_epochs` and `min_steps` are met."""
         trainer = self.trainer
-        return self.progress.epoch.current.processed >= (trainer.min_epochs or 0) and trainer.global_step >= (
-            trainer.min_steps or 0
-        )
+        enough_epochs = self.progress.epoch.current.processed >= (trainer.min_epochs or 0)
+        return enough_epochs and trainer.global_step >= (trainer.min_steps or 0)
 
     def release(self) -> None:
         """End worker processes and let go of what belongs to the run."""
@@ -139,15 +162,13 @@ class FitLoop:
     def state_dict(self) -> dict[str, Any]:
         """The `fit_loop` entry of a checkpoint: counters, and the states of loaders that have one."""
         state = self.progress.state_dict()
-        if self.loaders is not None and (
-            loaders := [loader.state_dict() for loader in self.loaders.flat if has_state(loader)]
-        ):
+        if loaders := [loader.state_dict() for loader in flat_loaders(self) if has_state(loader)]:
             state["state_dict"] = {"combined_loader": loaders}
         return state
 
     def forget_data(self) -> None:
         """The loaders will be asked for anew."""
-        self.loaders, self._loaded_at = None, -math.inf
+        self.loaders, self.loaded_at = None, -math.inf
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one run."""
@@ -164,17 +185,19 @@ class FitLoop:
         """Asks for the training loaders, at first and every `reload_dataloaders_every_n_epochs`."""
         trainer = self.trainer
         every = trainer.reload_dataloaders_every_n_epochs
-        if self.loaders is not None and not (every and trainer.current_epoch - self._loaded_at >= every):
+        if self.loaders is not None and not (every and trainer.current_epoch - self.loaded_at >= every):
             return
         if trainer.limit_train_batches == 0:
             return
         again = self.loaders is not None or (trainer.current_epoch > 0 and self.resumption is None)
-        self._loaded_at = trainer.current_epoch
+        self.loaded_at = trainer.current_epoch
         self.loaders = self.context.request_loaders(
             "train", trainer.limit_train_batches, overfit=trainer.overfit_batches > 0
         )
         self.max_batches = self.loaders.length()
-        self.val_check_batch = self._val_check_batch(self.loaders)
+        self.last_validation = time.monotonic()
+        has_length = all(length_of(loader) is not None for loader in self.loaders.flat)
+        self.val_check_batch = trainer.batches_between_validations(self.max_batches, has_length=has_length)
         if again:
             self.loaders.draw_seeds()  # Lightning makes an iterator here, too: shuffles would differ without its draw
         if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
@@ -196,37 +219,12 @@ class FitLoop:
         steps: int = math.ceil(self.max_batches / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 0, 1)
         return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
-    def _val_check_batch(self, loaders: Loaders) -> float | None:
-        trainer, interval = self.trainer, self.trainer.val_check_interval
-        if trainer.val_check_seconds is not None:
-            self.last_validation = time.monotonic()
-            return None
-        if isinstance(interval, int):
-            if (
-                interval > self.max_batches
-                and trainer.check_val_every_n_epoch is not None
-                and trainer.limit_val_batches > 0
-            ):
-                raise ConfigurationError(
-                    f"val_check_interval={interval} must be at most the number of training batches,"
-                    f" {self.max_batches}. Count over epochs"
-                    " with check_val_every_n_epoch=None, or turn validation off with limit_val_batches=0."
-                )
-            return interval
-        if any(length_of(loader) is None for loader in loaders.flat):
-            if interval == 1.0:
-                return math.inf
-            raise ConfigurationError(
-                f"val_check_interval={interval} is a fraction, but the training loader has no length. Give a number"
-                " of batches, 1.0 or a time."
-            )
-        return max(1, int(self.max_batches * interval))
-
     # An epoch.
 
     def begin_epoch(self) -> None:
         """Fires `on_train_epoch_start` and draws the epoch's order; an epoch that was begun before is only read on."""
         progress, context = self.progress, self.context
+        self.left = None
         self.load_data()
         assert self.loaders is not None
         epoch = progress.epoch.current.processed
@@ -254,7 +252,8 @@ class FitLoop:
         if self.resumption is not None:
             self.resumption.start_stream(self.stream)
         else:
-            self.epoch_random_state = random_state_of(self)
+            self.epoch_random_state = random_state_of(self.loaders.flat)
+            self.workers_before_epoch = self.loaders.workers.state_dict()
             self.stream.start()
         if self.stream.is_empty and self.trainer.max_epochs == -1:
             raise ConfigurationError(
@@ -284,7 +283,6 @@ class FitLoop:
         scheduled = self.trainer.lr_scheduler_configs  # the list itself: callbacks may add to it
         assert stream is not None
         if self.trainer.should_stop and after_batch.may_stop():  # a hook of the epoch's start asked for it
-            self.stream = None
             return
         run_batch = hooks.profiled(optimize, "run_training_batch")
         for batch in context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
@@ -322,7 +320,6 @@ class FitLoop:
             counts.completed = index + 1
             if after_batch(index, last, ends):
                 break
-        self.stream = None
 
     def _bind_optimization(self) -> AutomaticOptimization | ManualOptimization:
         """Asked anew each epoch, since callbacks change accumulation and optimisers between epochs."""
@@ -351,6 +348,8 @@ class FitLoop:
     def end_epoch(self) -> None:
         """Fires `on_train_epoch_end`, and lets schedulers and loggers see the epoch's values."""
         hooks, logs, progress, trainer = self.context.hooks, self.context.logs, self.progress, self.trainer
+        if not self.batches_done():
+            self.left = leave_epoch(self)
         self.stream = None
         logs.end_batches()
         progress.epoch.current.processed += 1
@@ -361,15 +360,19 @@ class FitLoop:
         if progress.epoch.current.processed == 1:
             check_monitors(trainer)
         hooks.call_callbacks("on_train_epoch_end", monitoring=True)
-        if self.batches_done():
-            self.schedulers.after_epoch()
-        progress.batches_that_stepped -= 1  # the values stand at the epoch's last step, not at the first of the next
-        trainer.log_metrics(logs.metrics())
-        progress.batches_that_stepped += 1
-        logs.reset()
+        self.hand_on_epoch()
         progress.epoch.current.completed = progress.epoch.current.processed
         if trainer.received_sigterm:
             leave_training(trainer)
+
+    def hand_on_epoch(self) -> None:
+        """Lets schedulers and loggers see the epoch's values, and forgets them."""
+        if self.batches_done():
+            self.schedulers.after_epoch()
+        self.progress.batches_that_stepped -= 1  # the values stand at the epoch's last step, not at the next epoch's
+        self.trainer.log_metrics(self.context.logs.metrics())
+        self.progress.batches_that_stepped += 1
+        self.context.logs.reset()
 
     # Validation.
 
@@ -394,7 +397,3 @@ class FitLoop:
         context.logs.leave(outer)
         self.last_validation = time.monotonic()
         trainer.training = True
-
-    def _warn_of_eval_mode(self) -> None:
-        if count := sum(not module.training for module in self.context.module.modules()):
-            rank_zero_warn(f"Found {count} module(s) in eval mode at the start of training. Is that intended?")

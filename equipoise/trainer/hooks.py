@@ -100,6 +100,17 @@ class Hooks:
         chosen = [c for c in self.callbacks if monitoring is None or monitoring == is_a(c, EarlyStopping, Checkpoint)]
         return self._fire(name, self._of_callbacks(name, chosen), None)
 
+    def bind_checkpoints_after(self, name: str, state_key: str) -> Hook | None:
+        """The hook of the checkpoint callbacks behind one of them, which was the last to come to its end.
+
+        Args:
+            name: The hook's name.
+            state_key: The `state_key` of that callback.
+        """
+        keys = [state_key_of(callback) for callback in self.callbacks]
+        behind = self.callbacks[keys.index(state_key) + 1 :] if state_key in keys else []
+        return self._fire(name, self._of_callbacks(name, [c for c in behind if isinstance(c, Checkpoint)]), None)
+
     def bind_deciders(self, name: str) -> Hook | None:
         """The hook of the callbacks that act together with those of other processes: checkpoints, timers, and who asks.
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,6 +22,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
@@ -45,6 +48,8 @@ __all__ = [
     "closure_not_called",
     "combine",
     "combined_mode",
+    "continue_csv",
+    "csv_writer",
     "empty_init",
     "forget_run",
     "has_step_hooks",
@@ -52,10 +57,12 @@ __all__ = [
     "last_batch_value",
     "last_checkpoints",
     "load_metric_states",
+    "load_saving_states",
     "log_hyperparams",
     "logging_levels",
     "metric_states",
     "pretend_device",
+    "saving_states",
     "seed_workers",
     "unbind_log",
     "unscales_by_itself",
@@ -212,9 +219,78 @@ def last_checkpoints(callback: ModelCheckpoint, trainer: "Trainer") -> set[str]:
     return callback._find_last_checkpoints(trainer)  # type: ignore[arg-type]
 
 
+# What a ModelCheckpoint leaves out of its state: the step and the path of its last file, and whether it waits for the
+# validation to save. Without them, a resumed run saves a step again within an accumulation window.
+_SAVING = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+def saving_states(
+    callbacks: Iterable[Callback], writer: ModelCheckpoint | None, path: str | None, step: int
+) -> dict[str, dict[str, Any]]:
+    """What checkpoint callbacks know of their last files; their own states leave it out.
+
+    Args:
+        callbacks: The callbacks of the run.
+        writer: The one that writes a file now. It notes the file only afterwards.
+        path: That file.
+        step: The present step.
+    """
+    states = {}
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        state = {name.lstrip("_"): getattr(callback, name) for name in _SAVING if hasattr(callback, name)}
+        if callback is writer:
+            state.update(last_global_step_saved=step, last_checkpoint_saved=path)
+        states[callback.state_key] = {"dirpath": callback.dirpath, **state}
+    return states
+
+
+def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> None:
+    """Takes back what `saving_states` returned, for callbacks that still write to the same folder.
+
+    Args:
+        callbacks: The callbacks of the run.
+        states: The states, by the keys of the callbacks.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        state = states.get(callback.state_key)
+        if state is None or state["dirpath"] != callback.dirpath:
+            continue
+        for name in _SAVING:
+            if (key := name.lstrip("_")) in state:
+                setattr(callback, name, state[key])
+
+
 def log_hyperparams(trainer: "Trainer") -> None:
     """Hands hyperparameters and graph to the loggers; the merge of module and data module has no public name."""
     _log_hyperparams(trainer)  # type: ignore[arg-type]
+
+
+def csv_writer(logger: Any) -> Any:
+    """What writes the file of a CSV logger; None if it has not begun, or if the logger is another.
+
+    The public property would make the writer, which deletes the file that is there.
+    """
+    is_stock = isinstance(logger, CSVLogger) and type(logger).experiment is CSVLogger.experiment
+    return logger._experiment if is_stock else None
+
+
+def continue_csv(logger: CSVLogger, columns: list[str]) -> None:
+    """Lets a CSV logger append to the file in its folder; its writer would delete it, and knows no other way.
+
+    Args:
+        logger: The logger, which has not begun.
+        columns: The columns of the file.
+    """
+    with TemporaryDirectory() as empty:
+        writer = ExperimentWriter(empty)
+    writer.log_dir = logger.log_dir
+    writer.metrics_file_path = os.path.join(logger.log_dir, writer.NAME_METRICS_FILE)
+    writer.metrics_keys = columns
+    logger._experiment = writer
 
 
 def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | None:

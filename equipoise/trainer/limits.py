@@ -84,3 +84,36 @@ class Limits:
         self.limit_test_batches = self.limit_predict_batches = batches
         self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
         self.val_check_interval, self.val_check_seconds, self.check_val_every_n_epoch = 1.0, None, 1
+
+    def batches_between_validations(self, max_batches: float, *, has_length: bool) -> float | None:
+        """The number of training batches from one validation to the next.
+
+        Args:
+            max_batches: The batches of an epoch; infinite if unknown.
+            has_length: Whether all training loaders have a length.
+
+        Returns:
+            The number; infinite: at the epoch's end; None: by the clock.
+
+        Raises:
+            ConfigurationError: If the interval does not fit the loaders.
+        """
+        interval = self.val_check_interval
+        if self.val_check_seconds is not None:
+            return None
+        if isinstance(interval, int):
+            if interval > max_batches and self.check_val_every_n_epoch is not None and self.limit_val_batches > 0:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} must be at most the number of training batches, {max_batches}."
+                    " Count over epochs with check_val_every_n_epoch=None, or turn validation off with"
+                    " limit_val_batches=0."
+                )
+            return interval
+        if not has_length:
+            if interval == 1.0:
+                return math.inf
+            raise ConfigurationError(
+                f"val_check_interval={interval} is a fraction, but the training loader has no length. Give a number"
+                " of batches, 1.0 or a time."
+            )
+        return max(1, int(max_batches * interval))

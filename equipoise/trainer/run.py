@@ -33,6 +33,7 @@ from equipoise.trainer.checkpoint_choice import select_checkpoint
 from equipoise.trainer.checkpoint_reading import load_checkpoint
 from equipoise.trainer.checks import check_run
 from equipoise.trainer.context import Context
+from equipoise.trainer.csv_rows import continue_files
 from equipoise.trainer.data import Source
 from equipoise.trainer.effects import Effects, collect, known_objects, take_over, this_process
 from equipoise.trainer.finders import refuse_tuner
@@ -124,12 +125,10 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     trainer.loaded_ckpt_path = path
     checkpoint: dict[str, Any] | None = None
     if path is not None:
-        checkpoint = load_checkpoint(
-            path,
-            trainer.checkpoint_io,
-            weights_only=request.weights_only,
-            fitting=request.fn == TrainerFn.FITTING,
-        )
+        fitting = request.fn == TrainerFn.FITTING
+        checkpoint = load_checkpoint(path, trainer.checkpoint_io, weights_only=request.weights_only, fitting=fitting)
+        if fitting and trainer.is_global_zero:
+            continue_files(trainer.loggers, checkpoint)
     _set_up(context)
     if checkpoint is not None:
         context.precision.convert_module(context.module)  # before loading: float64 must not pass through float32

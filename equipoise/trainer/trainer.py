@@ -353,7 +353,7 @@ class Trainer(PublicState):
                 "A checkpoint holds a module, but no run has brought one yet. Call `fit` or `validate` first."
             )
         with self.profiler.profile("save_checkpoint"):
-            checkpoint = dump_checkpoint(self._context, weights_only=bool(weights_only))
+            checkpoint = dump_checkpoint(self._context, weights_only=bool(weights_only), path=os.fspath(filepath))
             if self.is_global_zero:
                 warn_of_objects_written(self, checkpoint)
                 if self.checkpoint_io is not None:

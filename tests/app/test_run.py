@@ -202,8 +202,19 @@ def test_last_in_a_folder_named_by_hand(project, equipoise):
     equipoise("fit", "hydra.run.dir=here", "ckpt_path=last", "trainer.max_epochs=2")
     run = project / "here"
     assert max(torch.load(path, weights_only=True)["global_step"] for path in run.glob("checkpoints/*.ckpt")) == 4
-    with (run / "metrics_0.csv").open() as first, (run / "metrics.csv").open() as second:
-        assert [{row["epoch"] for row in csv.DictReader(file)} for file in (first, second)] == [{"0"}, {"1"}]
+    equipoise("fit", "hydra.run.dir=whole", "trainer.max_epochs=2")
+    assert [row["step"] for row in rows(run)] == [row["step"] for row in rows(project / "whole")]
+    assert not list(run.glob("metrics_*.csv"))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_run_that_begins_anew_in_a_folder_puts_the_earlier_metrics_aside(project, equipoise):
+    equipoise("fit", "hydra.run.dir=here")
+    equipoise("fit", "hydra.run.dir=here")
+    with (project / "here" / "metrics_0.csv").open() as file:
+        earlier = list(csv.DictReader(file))
+    steps = [[row["step"] for row in table if row["train_loss"]] for table in (earlier, rows(project / "here"))]
+    assert steps[0] == steps[1] != []
 
 
 def test_an_experiment_changes_groups_and_values(project, equipoise):

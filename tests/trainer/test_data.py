@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from equipoise import Strategy, Trainer
 from equipoise.parallel.internals import with_sampler
-from equipoise.trainer import data, interop
+from equipoise.trainer import data, interop, loader_state
 from equipoise.trainer.batch_stream import NOTHING, BatchStream, length_of
 from tests.conftest import ignoring
 from tests.trainer.small import Small, Stream, Validated, loader, trainer
@@ -363,25 +363,25 @@ def test_drawing_seeds_draws_what_an_iterator_draws() -> None:
     for options in ({}, {"generator": torch.Generator()}):
         source, twin = loader(**options), loader(**options)
         chosen = loaders(source)
-        states = data.generator_states([source])
+        states = loader_state.generator_states([source])
         torch.manual_seed(3)
         iter(twin)
-        expected = torch.get_rng_state(), data.generator_states([twin])
+        expected = torch.get_rng_state(), loader_state.generator_states([twin])
         torch.manual_seed(3)
-        data.load_generator_states([source], states)
+        loader_state.load_generator_states([source], states)
         chosen.draw_seeds()
         assert torch.equal(torch.get_rng_state(), expected[0])
-        assert all(torch.equal(a, b) for a, b in zip(data.generator_states([source]), expected[1], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(loader_state.generator_states([source]), expected[1], strict=True))
 
 
 def test_generators_of_loaders_and_samplers() -> None:
     shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     first = DataLoader(Counted(4), sampler=RandomSampler(range(4), generator=own), generator=shared)
     second = DataLoader(Counted(4), batch_sampler=BatchSampler(RandomSampler(range(4), generator=shared), 2, False))
-    states = data.generator_states([first, second, [1, 2]])
+    states = loader_state.generator_states([first, second, [1, 2]])
     assert len(states) == 2
     before = numbers(first), numbers(second)
-    data.load_generator_states([first, second], states)
+    loader_state.load_generator_states([first, second], states)
     assert (numbers(first), numbers(second)) == before
 
 
@@ -412,8 +412,8 @@ def test_what_keeps_its_own_position() -> None:
 
         def load_state_dict(self, state: Any) -> Any: ...
 
-    assert data.has_state(Stateful([1]))
-    assert not data.has_state(loader())
+    assert loader_state.has_state(Stateful([1]))
+    assert not loader_state.has_state(loader())
 
 
 @pytest.mark.parametrize("none", [[], ()])

@@ -196,6 +196,57 @@ def test_the_last_checkpoints_of_an_earlier_process(tmp_path: Path) -> None:
     assert interop.last_checkpoints(ModelCheckpoint(tmp_path / "none", save_last=True), later) == set()
 
 
+def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> None:
+    """Its own state leaves out the step, the file and a save that waits; without them it saves a step again."""
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    seen: list[Any] = []
+
+    class Look(L.Callback):
+        def on_save_checkpoint(self, run: Any, module: Any, checkpoint: Any) -> None:
+            path = saver.best_model_path
+            seen.append(interop.saving_states([saver], saver, path, run.global_step)[saver.state_key])
+
+    run = trainer(callbacks=[Look(), saver], enable_checkpointing=True)
+    run.fit(Small(), loader())
+    after = interop.saving_states([saver, Look()], None, None, 99)
+    assert seen == [after[saver.state_key]]
+    assert seen[0]["last_global_step_saved"] == 2
+    assert seen[0]["last_checkpoint_saved"] == saver.best_model_path
+    assert set(seen[0]) == {"dirpath", "last_global_step_saved", "last_checkpoint_saved", "defer_save_until_validation"}
+
+    def taken_back(folder: Path) -> dict[str, Any]:
+        other = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+        interop.load_saving_states([Look(), other], after)
+        return interop.saving_states([other], None, None, 0)[other.state_key]
+
+    assert taken_back(tmp_path) == seen[0]
+    assert taken_back(tmp_path / "elsewhere")["last_global_step_saved"] == 0
+
+
+def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
+    """Its writer would delete the file; columns that it does not know would be an error."""
+    first = CSVLogger(tmp_path, name="", version="")
+    assert interop.csv_writer(first) is None
+    first.log_metrics({"a": 1.0}, 0)
+    first.save()
+    assert interop.csv_writer(first) is first.experiment
+    assert interop.csv_writer(object()) is None
+    second = CSVLogger(tmp_path, name="", version="")
+    interop.continue_csv(second, ["a", "step"])
+    second.log_metrics({"b": 2.0}, 1)
+    second.save()
+    assert (tmp_path / "metrics.csv").read_text().split() == ["a,b,step", "1.0,,0", ",2.0,1"]
+    second.log_hyperparams({"lr": 0.1})
+    second.save()
+    assert (tmp_path / "hparams.yaml").is_file()
+
+    class Own(CSVLogger):
+        @property
+        def experiment(self) -> Any: ...
+
+    assert interop.csv_writer(Own(tmp_path)) is None
+
+
 def test_the_name_of_the_hyperparameters() -> None:
     class WithConfig(Small):
         def __init__(self, config: Any) -> None:

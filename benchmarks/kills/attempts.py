@@ -1,0 +1,175 @@
+"""Runs of a program in processes of their own, which a signal may end at any moment."""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from programs import Case, Kill, train
+
+__all__ = ["Outcome", "killed_and_resumed", "undisturbed"]
+
+
+@dataclass
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+        values: What `train` returned.
+        seen: The samples of each batch, by process, epoch and batch.
+        rows: The text of `metrics.csv`.
+        kills: How many processes were killed.
+    """
+
+    values: dict[str, Any]
+    seen: dict[tuple[int, int, int], list[list[int]]]
+    rows: str
+    kills: int = 0
+
+
+def undisturbed(case: Case, folder: Path, limit: float) -> Outcome:
+    """Runs a program to its end.
+
+    Args:
+        case: The program.
+        folder: Where its files go.
+        limit: Seconds for each process.
+    """
+    folder.mkdir(parents=True)
+    if not _attempt(lambda: _keep(folder, train(case, folder, Kill(None), resume=False)), folder, limit):
+        raise AssertionError("the undisturbed run was killed")
+    return _outcome(folder, kills=0)
+
+
+def killed_and_resumed(case: Case, folder: Path, calls: int, limit: float) -> Outcome:
+    """Runs a program that is killed once or twice, and resumed after each kill.
+
+    Args:
+        case: The program.
+        folder: Where its files go.
+        calls: The calls of functions that the undisturbed run made.
+        limit: Seconds for each process.
+    """
+    folder.mkdir(parents=True)
+    choose = Random(f"kill {case.mode} {case.seed}")
+    planned = choose.choice([1, 1, 2])
+    kills = 0
+    for number in range(planned):
+        at = int(calls * choose.uniform(0.1, 1.0) / (number + 1))
+        rank = choose.randrange(2) if case.mode == "ddp" else 0
+        kills_caller = case.mode in ("ddp", "pipeline") and choose.random() < 0.3
+
+        def run(at: int = at, rank: int = rank, kills_caller: bool = kills_caller, resume: bool = number > 0) -> None:
+            kill = Kill(at, rank, os.getpid() if kills_caller else None)
+            _keep(folder, train(case, folder, kill, resume=resume))
+
+        if _attempt(run, folder, limit):
+            break  # it came to its end before the kill
+        kills += 1
+    else:
+        if not _attempt(lambda: _keep(folder, train(case, folder, Kill(None), resume=True)), folder, limit):
+            raise AssertionError("the resumed run was killed")
+    return _outcome(folder, kills)
+
+
+def _keep(folder: Path, values: dict[str, Any]) -> None:
+    torch.save(values, folder / "values.pt")
+
+
+def _outcome(folder: Path, kills: int) -> Outcome:
+    values = torch.load(folder / "values.pt", weights_only=False)  # written by this program a moment ago
+    rows = (folder / "metrics.csv").read_text()
+    return Outcome(values, _seen(folder), rows, kills)
+
+
+def _seen(folder: Path) -> dict[tuple[int, int, int], list[list[int]]]:
+    """What the processes noted; a batch that was computed again must have had the same samples."""
+    seen: dict[tuple[int, int, int], list[list[int]]] = {}
+    for path in sorted(folder.glob("seen-*.jsonl")):
+        rank = int(path.stem.rpartition("-")[2])
+        for line in path.read_text().splitlines():
+            with suppress(ValueError):  # a line that was cut off
+                epoch, batch, indices = json.loads(line)
+                earlier = seen.setdefault((rank, epoch, batch), indices)
+                assert earlier == indices, f"epoch {epoch}, batch {batch}: {indices}, but {earlier} before the kill"
+    return seen
+
+
+def _attempt(run: Callable[[], None], folder: Path, limit: float) -> bool:
+    """Runs a function in a process of its own, which shares what is imported here.
+
+    Args:
+        run: The function.
+        folder: Where its error goes.
+        limit: Seconds.
+
+    Returns:
+        Whether it came to its end; False if it, or a process that it started, was killed.
+
+    Raises:
+        AssertionError: If it failed, or took too long.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _in_child(run, folder, limit)
+    try:
+        status = _wait(child, limit)
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)  # workers that have not noticed yet that they are alone
+    error = folder / "error.txt"
+    if error.exists():
+        text = error.read_text()
+        error.unlink()
+        if "SIGKILL" in text or "signal 9" in text:  # a process of the run was killed, and the run says so
+            return False
+        raise AssertionError(text)
+    return not os.WIFSIGNALED(status)
+
+
+def _in_child(run: Callable[[], None], folder: Path, limit: float) -> None:
+    """Runs a function and ends this process."""
+    os.setsid()
+    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.dump_traceback_later(limit - 5, exit=False)
+    code = 0
+    try:
+        run()
+    except BaseException:
+        sys.setprofile(None)
+        (folder / "error.txt").write_text(traceback.format_exc())
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _wait(child: int, limit: float) -> int:
+    """The exit status of a process.
+
+    Raises:
+        AssertionError: If it takes too long.
+    """
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError(f"it did not end within {limit:.0f} s")
