@@ -17,17 +17,14 @@ from torch.utils.data.distributed import DistributedSampler
 from equipoise.callbacks.lightning_classes import base_of, is_a, is_overridden
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import with_sampler
+from equipoise.parallel.object_exchange import gather_objects
 from equipoise.parallel.sampling import BatchesInTurn, SameOrder, UnpaddedDistributedSampler
 
 __all__ = ["Surroundings", "find_loader"]
 
 
 def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return gather_objects(value) if dist.is_initialized() else [value]
 
 
 @dataclass(kw_only=True)

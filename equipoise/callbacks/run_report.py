@@ -27,6 +27,7 @@ from equipoise.memory.devices import DeviceInfo, list_devices
 from equipoise.memory.report import write_report
 from equipoise.memory.run_record import Outcome
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.object_exchange import gather_objects
 from equipoise.parallel.split import Splitter
 
 __all__ = ["RunReport"]
@@ -282,9 +283,7 @@ def _list_devices(trainer: Any) -> list[DeviceInfo]:
     node = platform.node()
     infos = [(node, info) for info in list_devices({"cpu", *map(str, devices_of(trainer))})]
     if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
-        everywhere: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(everywhere, infos)
-        infos = [each for some in everywhere for each in some]
+        infos = [each for some in gather_objects(infos) for each in some]
     known: dict[tuple[str, str], tuple[str, DeviceInfo]] = {}
     for name, info in infos:
         known.setdefault((name, info.uuid or info.device), (name, info))

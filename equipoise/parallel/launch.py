@@ -31,15 +31,15 @@ from multiprocessing import connection, get_context, get_start_method, set_start
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-import cloudpickle
 import torch
 
-from equipoise.errors import WorkerError
 from equipoise.parallel import log_forwarding
+from equipoise.parallel.authentication import new_key, use_key
 from equipoise.parallel.place import slurm_job
 from equipoise.parallel.preloading import preload, preloaded_modules
 from equipoise.parallel.surroundings import Surroundings
-from equipoise.parallel.transport import Layout, Package, pickle_error
+from equipoise.parallel.transport import DEFINITIONS, Layout, Package
+from equipoise.parallel.worker_reports import Report, raise_first_cause, raise_unended, report_of
 
 __all__ = ["launch"]
 
@@ -49,6 +49,8 @@ preload(__name__)
 _HIDING = threading.Lock()  # one thread's workers must not start while another shows the script again
 _GATHERING = 1.0  # seconds in which the causes of a failure are gathered
 _ANSWERING = 10.0  # seconds in which a hung process begins to tell where it is, on a busy machine as well
+_EXIT_CODES = {255: " The server that starts processes may have been ended, or cannot tell how the process ended."}
+_TERMINATING = 60.0  # seconds that workers have to end by themselves after a SIGTERM
 _LEAVING = 3.0  # seconds that an interrupted worker has to release what it holds
 
 
@@ -72,14 +74,15 @@ def launch(
         Exception: The first error that a process raised, with its traceback as its cause.
     """
     package, answer = Package(), Package()
+    key = new_key()
     workers: list[_Worker] = []
     try:
-        layout = package.pack((function, is_consequence, sys.path, Surroundings(), list(known)))
+        layout = package.pack((function, is_consequence, sys.path, Surroundings(), list(known), DEFINITIONS))
         context = get_context("forkserver")
         context.set_forkserver_preload(preloaded_modules())
         with _hidden_main():
             for rank in range(count):
-                workers.append(_Worker.start(context, rank, count, package, layout, answer))
+                workers.append(_Worker.start(context, rank, count, package, layout, answer, key))
         return answer.unpack(_supervise(workers), known)  # type: ignore[no-any-return]
     finally:
         for worker in workers:
@@ -106,33 +109,6 @@ def _hidden_main() -> Iterator[None]:
 # The parent's side.
 
 
-@dataclass(frozen=True)
-class _Report:
-    """How a worker ended.
-
-    Attributes:
-        rank: Which.
-        time: When, by the clock that all processes share.
-        layout: Where the answer lies, if there is one.
-        error: What it raised, pickled; None if that cannot be sent.
-        text: Its traceback.
-        consequence: Whether it follows from the end of another.
-        signal: What killed it, if something did.
-    """
-
-    rank: int
-    time: float
-    layout: Layout | None = None
-    error: bytes | None = None
-    text: str = ""
-    consequence: bool = False
-    signal: int | None = None
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.text) or self.signal is not None
-
-
 @dataclass
 class _Worker:
     """A process, seen from its parent."""
@@ -141,14 +117,16 @@ class _Worker:
     process: Any
     connection: Connection
     stack: Connection  # where a hung process writes what it is doing
-    report: _Report | None = None
+    report: Report | None = None
 
     @classmethod
-    def start(cls, context: Any, rank: int, count: int, package: Package, layout: Layout, answer: Package) -> "_Worker":
+    def start(
+        cls, context: Any, rank: int, count: int, package: Package, layout: Layout, answer: Package, key: bytes
+    ) -> "_Worker":
         here, there = context.Pipe()
         stack_here, stack_there = context.Pipe(duplex=False)
         threads = max(1, torch.get_num_threads() // count)
-        options = _Options(rank, count, layout, threads, get_start_method(), log_forwarding.levels())
+        options = _Options(rank, count, layout, threads, get_start_method(), log_forwarding.levels(), key)
         arguments = (options, package, answer, stack_there, there)
         process = context.Process(target=_enter, args=arguments, name=f"rank {rank}")
         try:
@@ -171,8 +149,8 @@ class _Worker:
             pass
         self.process.join()
         code = self.process.exitcode
-        text = "" if code < 0 else f"It left with exit code {code}."
-        self.report = _Report(self.rank, time.monotonic(), signal=-code if code < 0 else None, text=text)
+        text = "" if code < 0 else f"It left with exit code {code}.{_EXIT_CODES.get(code, '')}"
+        self.report = Report(self.rank, time.monotonic(), signal=-code if code < 0 else None, text=text)
 
     def send_signal(self, number: int) -> None:
         if self.process.is_alive():
@@ -204,116 +182,80 @@ class _Worker:
 
 def _supervise(workers: list[_Worker]) -> Layout:
     """Waits for all workers; returns the first one's answer."""
-    with _forwarded_signals(workers):
+    with _forwarded_signals(workers) as terminated:
         try:
-            _gather(workers, None)
+            _gather(workers, None, terminated)
         except KeyboardInterrupt:
             for worker in workers:
                 worker.send_signal(signal.SIGINT)
             _gather(workers, _LEAVING)
             raise
     reports = [worker.report for worker in workers if worker.report is not None]
-    if any(report.failed for report in reports) or len(reports) < len(workers):
-        _raise_first_cause(workers, reports)
+    silent = [worker for worker in workers if worker.report is None]
+    if any(report.failed for report in reports):
+        raise_first_cause(len(workers), reports, silent)
+    if silent:
+        raise_unended(len(workers), silent, _TERMINATING)
     layout = reports[0].layout
     assert layout is not None
     return layout
 
 
-def _gather(workers: list[_Worker], seconds: float | None) -> None:
+def _gather(workers: list[_Worker], seconds: float | None, terminated: int | None = None) -> None:
     """Takes reports until all are there, or one failed and the others had time to say why.
 
     Args:
         workers: All of them.
         seconds: How long at most; None: as long as it takes.
+        terminated: A descriptor that can be read once a SIGTERM came, from when on it takes `_TERMINATING` at most.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
+    failing = False
     while waiting := {worker.connection: worker for worker in workers if worker.report is None}:
-        if deadline is None and any(worker.report is not None and worker.report.failed for worker in workers):
-            deadline = time.monotonic() + _GATHERING
+        if not failing and any(worker.report is not None and worker.report.failed for worker in workers):
+            failing = True
+            gathered = time.monotonic() + _GATHERING
+            deadline = gathered if deadline is None else min(deadline, gathered)
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return
-        for ready in connection.wait(list(waiting), left):
-            waiting[ready].read()  # type: ignore[index]
-
-
-def _raise_first_cause(workers: list[_Worker], reports: list[_Report]) -> None:
-    count = len(workers)
-    failed = sorted((report for report in reports if report.failed), key=lambda report: report.time)
-    silent = [worker for worker in workers if worker.report is None]
-    # A watchdog aborts a process that has waited in vain for another.
-    waited = [report for report in failed if report.signal == signal.SIGABRT and silent]
-    killed = [report for report in failed if report.signal is not None and report not in waited]
-    causes = killed or [report for report in failed if not report.consequence and report not in waited]
-    if not causes and silent:
-        told = f"rank {silent[0].rank} of {count} hung, while others waited for it. It is here:\n\n{silent[0].where()}"
-        raise WorkerError(told) from _RemoteTraceback(failed[0].text)
-    # When the first gives up waiting, it may close the connections of those whose time is not up yet.
-    if not causes and len(failed) == count and any(_WAITED in report.text for report in failed):
-        raise WorkerError(
-            f"All {count} processes waited for others, in different places, until time was up. Each came this far,"
-            f" so they do not do the same:\n\n{_places(failed)}"
-        ) from _RemoteTraceback(failed[0].text)
-    cause = (causes or failed)[0]
-    name = f"rank {cause.rank} of {count}"
-    if cause.signal is not None:
-        raise WorkerError(f"{name} was killed by {signal.Signals(cause.signal).name}.{_hint(cause.signal)}")
-    if cause.error is None:
-        raise WorkerError(f"{name} failed:\n\n{cause.text}")
-    error = cloudpickle.loads(cause.error)
-    error.add_note(f"Raised in {name}.")
-    raise error from _RemoteTraceback(cause.text)
-
-
-_WAITED = "Timed out waiting"
-
-
-def _hint(number: int) -> str:
-    """What a signal may mean."""
-    if number == signal.SIGKILL:
-        return " If nobody did so on purpose, the system may have run out of memory."
-    if number == signal.SIGABRT:
-        return " A library gave up: processes may have exchanged tensors of different shapes; its message is above."
-    return ""
-
-
-def _places(reports: list[_Report]) -> str:
-    """Where each process waited: the last line of its traceback that is not torch's."""
-    told = []
-    for report in sorted(reports, key=lambda report: report.rank):
-        frames = [frame for frame in report.text.split('  File "')[1:] if f"{os.sep}torch{os.sep}" not in frame]
-        told.append(f'rank {report.rank}:   File "{frames[-1].rstrip()}' if frames else f"rank {report.rank}")
-    return "\n".join(told)
-
-
-class _RemoteTraceback(Exception):
-    """The traceback of another process, shown as the cause of its error."""
-
-    def __str__(self) -> str:
-        return f"\n\n{self.args[0]}"
+        signals = [] if terminated is None else [terminated]
+        for ready in connection.wait([*waiting, *signals], left):
+            if ready == terminated:
+                terminated = None
+                deadline = time.monotonic() + _TERMINATING
+            else:
+                waiting[ready].read()  # type: ignore[index]
 
 
 @contextlib.contextmanager
-def _forwarded_signals(workers: list[_Worker]) -> Iterator[None]:
-    """Hands SIGTERM, and SIGUSR1 in a job of Slurm, on to the workers, whose trainers end after the batch."""
+def _forwarded_signals(workers: list[_Worker]) -> Iterator[int | None]:
+    """Hands SIGTERM, and SIGUSR1 in a job of Slurm, on to the workers, whose trainers end after the batch.
+
+    Yields a descriptor that can be read once a SIGTERM came; None outside of the main thread, which has no handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield None
         return
     handed_on = {signal.SIGTERM: signal.SIGTERM}
     if slurm_job() is not None and not callable(signal.getsignal(signal.SIGUSR1)):
         handed_on[signal.SIGUSR1] = signal.SIGUSR2  # SIGUSR1 asks a worker where it is
+    come, comes = os.pipe()
 
     def forward(number: int, frame: Any) -> None:
         for worker in workers:
             worker.send_signal(handed_on[signal.Signals(number)])
+        if number == signal.SIGTERM:
+            os.write(comes, b".")
 
     before = {number: signal.signal(number, forward) for number in handed_on}
     try:
-        yield
+        yield come
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        os.close(come)
+        os.close(comes)
 
 
 # The worker's side.
@@ -327,6 +269,7 @@ class _Options:
     threads: int
     start_method: str
     levels: dict[str, int]
+    key: bytes
 
 
 def _enter(options: _Options, package: Package, answer: Package, stack: Connection, parent: Connection) -> None:
@@ -336,6 +279,7 @@ def _enter(options: _Options, package: Package, answer: Package, stack: Connecti
     faulthandler.register(signal.SIGUSR1, stack.fileno())
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until a trainer listens
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    use_key(options.key)
     code, rank, send = 0, options.rank, log_forwarding.one_at_a_time(parent.send)
     is_consequence: Any = None
     try:
@@ -343,31 +287,25 @@ def _enter(options: _Options, package: Package, answer: Package, stack: Connecti
         set_start_method(options.start_method, force=True)  # loaders start their workers as they do in the parent
         if rank == 0:
             log_forwarding.install(send, options.levels)
-        function, is_consequence, path, surroundings, known = package.unpack(options.layout)
+        function, is_consequence, path, surroundings, known, definitions = package.unpack(options.layout)
         package.close()
+        # What a loader's worker sends to this one names classes of the script by their place in `__main__`.
+        vars(sys.modules["__main__"]).update(definitions)
         sys.path[:] = path
         surroundings.restore()
         value = function(rank)
-        report = _Report(rank, time.monotonic(), layout=answer.pack(value, known) if rank == 0 else None)
+        report = Report(rank, time.monotonic(), layout=answer.pack(value, known) if rank == 0 else None)
     except BaseException as error:
-        code, report = 1, _report_of(error, rank, is_consequence)
+        code, report = 1, report_of(error, rank, is_consequence)
     try:
         send(report)
     except Exception:
         code = 1
-        send(_Report(rank, time.monotonic(), text=report.text or traceback.format_exc()))
+        send(Report(rank, time.monotonic(), text=report.text or traceback.format_exc()))
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseException], bool] | None) -> _Report:
-    now, text = time.monotonic(), "".join(traceback.format_exception(error))
-    if type(error) is SystemExit:  # not Lightning's error for a SIGTERM, which is one
-        return _Report(rank, now, text=f"It called sys.exit({error.code!r}).\n\n{text}")
-    follows = is_consequence is not None and is_consequence(error)
-    return _Report(rank, now, error=pickle_error(error), text=text, consequence=follows)
 
 
 def _end_with_parent(parent: Connection) -> None:

@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.authentication import key_of_environment, use_key
 from equipoise.parallel.place import Place
 
 __all__ = ["StoreServer", "another_group", "follows_from_another", "group_store", "host_group", "joined"]
@@ -27,7 +28,8 @@ _SIGNS = ("connection closed by peer", "connection reset", "pair closure", "brok
 class StoreServer:
     """The store through which the processes of this machine find each other; it listens on the loopback interface only.
 
-    The socket is bound before anybody asks for it, so no other program can take its port.
+    The socket is bound before anybody asks for it, so no other program can take its port. As a context manager it
+    closes its port at the end.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class StoreServer:
         listener.bind((LOOPBACK, 0))
         listener.listen(128)
         self.port: int = listener.getsockname()[1]
-        self._store = TCPStore(
+        self._store: TCPStore | None = TCPStore(
             LOOPBACK,
             self.port,
             is_master=True,
@@ -43,6 +45,13 @@ class StoreServer:
             master_listen_fd=listener.detach(),  # the store's from now on
             use_libuv=False,
         )
+
+    def __enter__(self) -> "StoreServer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the port, whoever still refers to this object, as the traceback of an error does."""
+        self._store = None
 
 
 @contextlib.contextmanager
@@ -60,6 +69,8 @@ def joined(
         port: That of a store on this machine. None: the environment says where to meet.
         backend: Default: "nccl" for CUDA, else "gloo".
     """
+    if port is None:  # else the parent has given this process a key
+        use_key(key_of_environment())
     if dist.is_initialized():
         with _beside(timeout):
             yield

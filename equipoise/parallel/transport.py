@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -24,11 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.authentication import opened, sealed
 from equipoise.parallel.internals import hooks_of
 from equipoise.parallel.module_reducers import reduce_module_or_function
 
-__all__ = ["Layout", "Package", "can_be_packed", "dumps", "find_unpicklable", "loads", "pickle_error"]
+__all__ = ["DEFINITIONS", "Layout", "Package", "can_be_packed", "dumps", "find_unpicklable", "loads", "pickle_error"]
 
+
+class _Definitions:
+    """Stands for the classes and functions of the user's script that were packed before it, by name."""
+
+
+DEFINITIONS = _Definitions()
 _ALIGNMENT = 64  # bytes; no dtype wants more
 
 
@@ -129,7 +137,7 @@ def dumps(value: Any, known: Sequence[Any] = ()) -> bytes:
     """
     file = io.BytesIO()
     _Pickler(file, None, known).dump(value)
-    return file.getvalue()
+    return sealed(file.getvalue())
 
 
 def pickle_error(error: BaseException) -> bytes | None:
@@ -150,8 +158,11 @@ def loads(content: bytes, known: Sequence[Any] = ()) -> Any:
     Args:
         content: The bytes.
         known: The reader's own objects, in the writer's order.
+
+    Raises:
+        WorkerError: If a process has written them that is not of this run.
     """
-    return _Unpickler(io.BytesIO(content), known, None).load()
+    return _Unpickler(io.BytesIO(opened(content)), known, None).load()
 
 
 # Pickling
@@ -165,11 +176,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=apart)
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}  # one object for each memory
         self._known = {id(each): index for index, each in enumerate(known)}
+        self._of_script: dict[str, Any] = {}  # by their names in `__main__`
 
     def persistent_id(self, value: Any) -> int | None:
         return self._known.get(id(value))
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+            self._note(value)
+        elif value is DEFINITIONS:
+            return dict, (dict(self._of_script),)
         if type(value) is Tensor and _is_plain(value):
             storage = value.untyped_storage()
             storage = self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
@@ -188,6 +204,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _storage, (PickleBuffer(content),)
         reduced = reduce_module_or_function(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    def _note(self, value: type | FunctionType) -> None:
+        """Note what pickle would find by name in the script, as the worker of a loader does."""
+        name, *rest = value.__qualname__.split(".")
+        found = outermost = vars(sys.modules["__main__"]).get(name)
+        for each in rest:
+            found = getattr(found, each, None)
+        if found is value:
+            self._of_script[name] = outermost
 
 
 class _Unpickler(pickle.Unpickler):

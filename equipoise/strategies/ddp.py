@@ -15,11 +15,11 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.agreed_end import agree_to_end
 from equipoise.parallel.calibration import SimulatedDevice
 from equipoise.parallel.launch import launch
+from equipoise.parallel.object_exchange import broadcast_object, gather_objects
 from equipoise.parallel.place import Place, find_place
 from equipoise.parallel.preloading import preload
 from equipoise.parallel.process_group import StoreServer, follows_from_another
 from equipoise.parallel.sampling import NO_BATCH
-from equipoise.parallel.transport import dumps, loads
 from equipoise.parallel.weighting import Window
 from equipoise.precision import Precision
 from equipoise.strategies.ddp_data import gather_tensors, is_dealt, reduce_tensor, share_loader, synchronise_metrics
@@ -171,13 +171,13 @@ class DDPStrategy(Strategy):
                 return function()
         if self.world_size == 1:
             return function()
-        store = StoreServer()
-        answer: T = launch(
-            partial(_run_in_process, self, function, store.port),
-            self.world_size,
-            known=known,
-            is_consequence=follows_from_another,
-        )
+        with StoreServer() as store:
+            answer: T = launch(
+                partial(_run_in_process, self, function, store.port),
+                self.world_size,
+                known=known,
+                is_consequence=follows_from_another,
+            )
         return answer
 
     @contextmanager
@@ -352,17 +352,13 @@ class DDPStrategy(Strategy):
         """The values of all processes, in the order of their ranks; see `Strategy.gather_objects`."""
         if self._is_alone():
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, dumps(value))
-        return [loads(each) for each in values]
+        return gather_objects(value)
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """The value of one process, in all; see `Strategy.broadcast`."""
         if self._is_alone():
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src)
-        return values[0]
+        return broadcast_object(value, src)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits until every process has come here."""

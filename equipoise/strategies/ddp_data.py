@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.internals import with_dataset, with_sampler
+from equipoise.parallel.object_exchange import gather_objects
 from equipoise.parallel.sampling import (
     NO_BATCH,
     BatchesInTurn,
@@ -262,8 +263,7 @@ def _fill_and_sync(metric: Metric, *, should_sync: bool = True, **kwargs: Any) -
     """
     lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
     if should_sync and lists and dist.is_initialized():
-        lengths: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(lengths, {name: len(state) for name, state in lists.items()})
+        lengths = gather_objects({name: len(state) for name, state in lists.items()})
         for name, state in lists.items():
             longest = max(1, *(each[name] for each in lengths))
             like = state[0] if state else torch.zeros(0, device=metric.device)
@@ -273,7 +273,6 @@ def _fill_and_sync(metric: Metric, *, should_sync: bool = True, **kwargs: Any) -
 
 def _gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
     """A metric's state in all processes, whatever its shape in each; empty ones are left out if others are not."""
-    states: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(states, state.detach().cpu(), group=group)
+    states = gather_objects(state.detach().cpu(), group)
     full = [each for each in states if each.numel()] or states[:1]
     return [each.to(state.device) for each in full]

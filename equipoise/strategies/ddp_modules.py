@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.object_exchange import gather_objects
 
 __all__ = ["check_same_modules", "copy_from_first", "share_batch_statistics"]
 
@@ -27,8 +28,7 @@ def check_same_modules(module: nn.Module) -> None:
             )
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     own = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in state.items()]
-    all_of_them: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_of_them, own)
+    all_of_them = gather_objects(own)
     first = all_of_them[0]
     for rank, other in enumerate(all_of_them):
         if other == first:

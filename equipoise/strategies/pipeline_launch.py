@@ -14,6 +14,7 @@ import torch.distributed as dist
 from equipoise.errors import StepError
 from equipoise.parallel.heartbeat import heard, sending
 from equipoise.parallel.launch import launch
+from equipoise.parallel.object_exchange import gather_objects
 from equipoise.parallel.place import Place, find_place
 from equipoise.parallel.preloading import preload
 from equipoise.parallel.process_group import StoreServer, another_group, follows_from_another
@@ -75,9 +76,9 @@ class StageLaunch:
         """Runs a function in the first process while the others serve; returns its result in all that were joined."""
         if self._place is not None:
             return self.run(self._place, None, strategy, function, known)
-        store = StoreServer()
-        start = partial(_run_in_process, self, strategy, function, store.port)
-        answer: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
+        with StoreServer() as store:
+            start = partial(_run_in_process, self, strategy, function, store.port)
+            answer: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
         return answer
 
     def place_in_worker(self, rank: int) -> Place:
@@ -108,8 +109,7 @@ class StageLaunch:
             in_group(place, self.device, timeout=self._timeout, port=port, backend="gloo"),
             another_group(limit, local=port is not None) as beats,
         ):
-            devices: list[Any] = [None] * self.count
-            dist.all_gather_object(devices, str(self.device))
+            devices = gather_objects(str(self.device))
             messenger = Messenger(self._timeout)
             if rank:
                 with _unsignalled(), heard(beats, self._timeout):

@@ -1,6 +1,8 @@
 """Whether a module, its data and the trainer's options fit together; asked before anything runs."""
 
 import inspect
+import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
@@ -118,6 +120,8 @@ def _check_fit(context: "Context") -> None:
                 " it."
             )
     _check_arguments(f"{name}.training_step", module.training_step)
+    for callback in trainer.checkpoint_callbacks:
+        _check_checkpoint_name(callback)
     val, has_step = context.sources["val"], is_overridden("validation_step", module)
     if val.given is not None and not has_step:
         raise ConfigurationError(
@@ -138,6 +142,23 @@ def _check_fit(context: "Context") -> None:
             raise ConfigurationError(
                 f"{name} optimises by hand (automatic_optimization=False), so Trainer({option}={value}) has no"
                 f" effect. Leave it out and {instead} in `training_step`."
+            )
+
+
+def _check_checkpoint_name(callback: Any) -> None:
+    """Check that a callback writes its checkpoints inside its own folder."""
+    names = {
+        "filename": getattr(callback, "filename", None),
+        "CHECKPOINT_NAME_LAST": getattr(callback, "CHECKPOINT_NAME_LAST", None),
+    }
+    for attribute, name in names.items():
+        if not isinstance(name, str):
+            continue
+        folders = re.split(r"[/\\]", re.sub("[{}]", "", name))  # the names of metrics stand in it, as a rule
+        if ".." in folders or os.path.isabs(name):
+            raise ConfigurationError(
+                f"{attribute} of a {type(callback).__name__} names a file inside its dirpath, but {name!r} leads out of"
+                " it. Give the folder as dirpath."
             )
 
 

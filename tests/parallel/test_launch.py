@@ -307,6 +307,7 @@ def test_an_error_is_blamed_before_what_follows_from_it() -> None:
     assert caught.value.__notes__[0] in ("Raised in rank 1 of 3.", "Raised in rank 2 of 3.")
 
 
+<<<<<<< HEAD
 def gives_up(rank: int) -> None:
     raise RuntimeError("Timed out waiting 1000ms for recv" if rank == 1 else "Connection closed by peer")
 
@@ -314,6 +315,45 @@ def gives_up(rank: int) -> None:
 def test_processes_that_wait_for_one_another_are_named_whoever_gives_up_first() -> None:
     with pytest.raises(WorkerError, match=r"^All 2 processes waited for others(?s:.*)rank 0:(?s:.*)rank 1:"):
         launch(gives_up, 2, is_consequence=follows_from_another)
+=======
+def raised_by_a_signal(*_: Any) -> None:
+    raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+
+def a_child_ends(error: BaseException) -> bool:
+    """Ends a child process, whose signal is answered at once."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return False
+
+
+def fails_while_a_child_ends(rank: int) -> None:
+    turn_off = signal.signal
+
+    def once_too_late(number: int, handler: Any) -> Any:
+        """The first attempt to turn the signal off comes too late."""
+        signal.signal = turn_off
+
+    signal.signal(signal.SIGCHLD, raised_by_a_signal)
+    signal.signal = once_too_late  # type: ignore[assignment]
+    raise Mistake(3)
+
+
+def test_a_report_that_is_broken_off_is_made_again() -> None:
+    with pytest.raises(Mistake, match="mistake number 3"):
+        launch(fails_while_a_child_ends, 1, is_consequence=a_child_ends)
+
+
+def leaves_with(rank: int) -> None:
+    os._exit(255)
+
+
+def test_an_exit_code_that_the_server_may_have_made() -> None:
+    with pytest.raises(WorkerError, match=r"exit code 255\. The server that starts processes may have been ended"):
+        launch(leaves_with, 1)
+>>>>>>> 0c93ad4 (Classes of the script reach the workers of loaders; objects between processes carry a code of the run; ends of runs that hung; a page on security)
 
 
 def waits(raising: int, rank: int) -> None:

@@ -84,6 +84,19 @@ def test_the_store_listens_to_this_machine_alone() -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
+def test_a_store_closes_its_port_while_an_error_still_refers_to_it() -> None:
+    def fail() -> None:
+        with StoreServer() as store:
+            assert store.port in ports()
+            raise ValueError("on purpose")
+
+    before = ports()
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        fail()
+    assert ports() == before
+    assert "store" in caught.traceback[-1].frame.f_locals
+
+
 def test_stores_have_ports_of_their_own() -> None:
     stores = [StoreServer() for _ in range(3)]
     assert len({store.port for store in stores}) == 3

@@ -256,3 +256,21 @@ def test_finders(finder: type, instead: str) -> None:
 def test_scaled_losses_and_lbfgs() -> None:
     module = with_optimizers(lambda m: LBFGS(m.parameters()))
     refuses_fit(module, "16-mixed", "LBFGS", "bf16-mixed", precision="16-mixed")
+
+
+@pytest.mark.parametrize("filename", ["../{epoch}", "a/../../{step}", "/tmp/{epoch}", "{../x}", "..\\x"])
+def test_a_checkpoint_outside_of_its_folder(filename: str, tmp_path: Any) -> None:
+    refuses_fit(
+        Small(),
+        "filename of a ModelCheckpoint",
+        "Give the folder as dirpath",
+        callbacks=[ModelCheckpoint(tmp_path, filename=filename)],
+        enable_checkpointing=True,
+    )
+
+
+def test_a_checkpoint_in_a_folder_of_its_own(tmp_path: Any) -> None:
+    """Dots in a name, and folders of a metric's name, stay inside."""
+    callback = ModelCheckpoint(tmp_path, filename="{epoch}..{val/loss:.2f}")
+    trainer(callbacks=[callback], enable_checkpointing=True).fit(Small(), loader())
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt")] == ["epoch=0..val/loss=0.00.ckpt"]

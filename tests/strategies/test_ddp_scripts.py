@@ -1,0 +1,97 @@
+"""Programs whose classes live in the script itself, and programs that are asked to end."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+BATCHES = """
+import sys
+from typing import NamedTuple
+import lightning as L, torch
+from torch.utils.data import DataLoader
+from equipoise import DDPStrategy, Trainer
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+
+class Outer:
+    class Planned(Exception):
+        pass
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, bad): self.bad = bad
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        if index == self.bad: raise Outer.Planned("on purpose")
+        return torch.ones(3)
+
+def collate(samples):
+    return Batch(torch.stack(samples))
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+    def training_step(self, batch, batch_idx):
+        assert type(batch) is Batch
+        return self.net(batch.x).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+for bad in (-1, 5):
+    trainer = Trainer(strategy=DDPStrategy(timeout=60.0), devices=2, accelerator="cpu", max_epochs=1, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    try:
+        trainer.fit(Module(), DataLoader(Data(bad), batch_size=2, num_workers=1, collate_fn=collate))
+        print("steps", trainer.global_step)
+    except Outer.Planned as error:
+        print("caught", str(error).splitlines()[-1])
+"""
+
+
+def test_classes_of_the_script_come_out_of_the_workers_of_a_loader(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BATCHES)
+    done = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines() == ["steps 2", "caught __main__.Outer.Planned: on purpose"], done.stderr
+
+
+HANGS = """
+import os, threading
+import equipoise.parallel.launch as launching
+
+launching._TERMINATING = 0.5  # seconds, in the place of a minute
+
+def hang(rank):
+    os.write(1, b"here\\n")
+    while True:
+        threading.Event().wait(1)
+
+def before(rank):
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as a trainer's, which waits for the end of the batch
+    hang(rank)
+
+launching.launch(before, 2)
+"""
+
+
+def test_a_sigterm_ends_a_program_whose_processes_hang(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HANGS)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+    others = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "rank 0 of 2 did not end within 0.5 seconds after SIGTERM" in told
+    assert "in hang" in told
+    _, alive = psutil.wait_procs(others, timeout=120)
+    assert not alive
