@@ -38,7 +38,7 @@ from equipoise.parallel.authentication import new_key, use_key
 from equipoise.parallel.place import slurm_job
 from equipoise.parallel.preloading import preload, preloaded_modules
 from equipoise.parallel.surroundings import Surroundings
-from equipoise.parallel.transport import DEFINITIONS, Layout, Package
+from equipoise.parallel.transport import DEFINITIONS, Layout, Package, define
 from equipoise.parallel.worker_reports import Report, raise_first_cause, raise_unended, report_of
 
 __all__ = ["launch"]
@@ -290,7 +290,7 @@ def _enter(options: _Options, package: Package, answer: Package, stack: Connecti
         function, is_consequence, path, surroundings, known, definitions = package.unpack(options.layout)
         package.close()
         # What a loader's worker sends to this one names classes of the script by their place in `__main__`.
-        vars(sys.modules["__main__"]).update(definitions)
+        define(definitions)
         sys.path[:] = path
         surroundings.restore()
         value = function(rank)

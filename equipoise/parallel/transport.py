@@ -29,7 +29,17 @@ from equipoise.parallel.authentication import opened, sealed
 from equipoise.parallel.internals import hooks_of
 from equipoise.parallel.module_reducers import reduce_module_or_function
 
-__all__ = ["DEFINITIONS", "Layout", "Package", "can_be_packed", "dumps", "find_unpicklable", "loads", "pickle_error"]
+__all__ = [
+    "DEFINITIONS",
+    "Layout",
+    "Package",
+    "can_be_packed",
+    "define",
+    "dumps",
+    "find_unpicklable",
+    "loads",
+    "pickle_error",
+]
 
 
 class _Definitions:
@@ -37,6 +47,22 @@ class _Definitions:
 
 
 DEFINITIONS = _Definitions()
+
+
+def define(definitions: dict[str, Any]) -> None:
+    """Let pickle find classes and functions of the user's script in this process's `__main__`.
+
+    Args:
+        definitions: What `DEFINITIONS` became on its way, by qualified name.
+    """
+    main = sys.modules["__main__"]
+    for name, value in definitions.items():
+        if "." in name:
+            value.__qualname__ = name  # which a class inside of another loses on its way
+        else:
+            setattr(main, name, value)
+
+
 _ALIGNMENT = 64  # bytes; no dtype wants more
 
 
@@ -213,6 +239,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             found = getattr(found, each, None)
         if found is value:
             self._of_script[name] = outermost
+            self._of_script[value.__qualname__] = value
 
 
 class _Unpickler(pickle.Unpickler):
