@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import LBFGS
 
 from equipoise import SingleDeviceStrategy, Trainer
-from tests.trainer.small import Small, refuses, refuses_fit, trainer, with_optimizers
+from tests.trainer.small import Small, loader, refuses, refuses_fit, trainer, with_optimizers
 
 # Devices
 
