@@ -307,7 +307,6 @@ def test_an_error_is_blamed_before_what_follows_from_it() -> None:
     assert caught.value.__notes__[0] in ("Raised in rank 1 of 3.", "Raised in rank 2 of 3.")
 
 
-<<<<<<< HEAD
 def gives_up(rank: int) -> None:
     raise RuntimeError("Timed out waiting 1000ms for recv" if rank == 1 else "Connection closed by peer")
 
@@ -315,7 +314,8 @@ def gives_up(rank: int) -> None:
 def test_processes_that_wait_for_one_another_are_named_whoever_gives_up_first() -> None:
     with pytest.raises(WorkerError, match=r"^All 2 processes waited for others(?s:.*)rank 0:(?s:.*)rank 1:"):
         launch(gives_up, 2, is_consequence=follows_from_another)
-=======
+
+
 def raised_by_a_signal(*_: Any) -> None:
     raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
 
@@ -353,7 +353,6 @@ def leaves_with(rank: int) -> None:
 def test_an_exit_code_that_the_server_may_have_made() -> None:
     with pytest.raises(WorkerError, match=r"exit code 255\. The server that starts processes may have been ended"):
         launch(leaves_with, 1)
->>>>>>> 0c93ad4 (Classes of the script reach the workers of loaders; objects between processes carry a code of the run; ends of runs that hung; a page on security)
 
 
 def waits(raising: int, rank: int) -> None:
