@@ -145,7 +145,7 @@ def _in_child(run: Callable[[], None], folder: Path, limit: float) -> None:
     output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    faulthandler.dump_traceback_later(limit - 5, exit=False)
+    faulthandler.dump_traceback_later(limit - 5, exit=False, file=output)
     code = 0
     try:
         run()
