@@ -56,7 +56,7 @@ def test_classes_of_the_script_come_out_of_the_workers_of_a_loader(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(BATCHES)
     done = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=900)
-    assert done.stdout.splitlines() == ["steps 2", "caught __main__.Outer.Planned: on purpose"], done.stderr
+    assert done.stdout.splitlines() == ["steps 2", "caught Outer.Planned: on purpose"], done.stderr
 
 
 HANGS = """
