@@ -14,6 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Backward"]
 
+_NOTES = {
+    "backward through the graph a second time": (
+        "A tensor that outlives its batch still has its graph, such as a hidden state or a sum of losses that the"
+        " module keeps. Keep `tensor.detach()` instead. If the step itself runs a backward, it optimises by hand: set"
+        " `self.automatic_optimization = False`."
+    ),
+    "modified by an inplace operation": (
+        "Trainer(detect_anomaly=True) shows the line of the forward whose result was changed. Operations in place end"
+        " with an underscore, or are written `x += ...` and `x[...] = ...`."
+    ),
+}
+
 
 class Backward:
     """Runs `on_before_backward`, the backward, `on_after_backward`.
@@ -124,6 +136,9 @@ def _explain(loss: Tensor, error: RuntimeError) -> None:
         _check_scalar(loss)
     except StepError as better:
         raise better from error
+    for sign, note in _NOTES.items():
+        if sign in str(error):
+            error.add_note(note)
     if not loss.requires_grad:
         raise StepError(
             "The loss is not connected to any parameter: it has no graph. Was it detached, read with `.item()`, or"

@@ -3,9 +3,10 @@
 import inspect
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +14,19 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import Dataset, IterableDataset
 
 from equipoise.callbacks.lightning_classes import is_a, is_overridden
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hook_names import warn_of_mistyped_hooks
+from equipoise.trainer.hook_signatures import check_hook_signatures
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["as_module", "check_monitors", "check_run", "data_of", "warn_of_eval_mode"]
+__all__ = ["as_module", "check_monitors", "check_run", "data_of", "placing", "warn_of_eval_mode"]
 
 _REMOVED = {
     "training_epoch_end": "on_train_epoch_end",
@@ -39,6 +42,10 @@ def as_module(model: Any) -> LightningModule:
         ConfigurationError: If it is none; also a TypeError, as in Lightning.
     """
     if is_a(model, LightningModule):
+        if "_modules" not in vars(model):
+            raise ConfigurationTypeError(
+                f"`{type(model).__name__}.__init__` does not call `super().__init__()`. Call it first."
+            )
         module: LightningModule = model
         return module
     if isinstance(model, torch.nn.Module) and hasattr(model, "dynamo_ctx"):
@@ -72,6 +79,7 @@ def check_run(context: "Context") -> None:
                 f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`."
             )
     warn_of_mistyped_hooks(context)
+    check_hook_signatures([module, *context.trainer.callbacks])
     context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
     if fn == TrainerFn.FITTING:
         _check_fit(context)
@@ -177,6 +185,11 @@ def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
 
 def data_of(loaders: Any, datamodule: Any, others: Any = None) -> tuple[Any, LightningDataModule | None]:
     """Loaders or a data module, whichever was passed; also where the data module stands in the place of the loaders."""
+    if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
+        rank_zero_warn(
+            f"A dataset was passed in place of a loader ({type(loaders).__name__}), so each of its samples is taken"
+            " for a batch. Pass `DataLoader(dataset, batch_size=...)`; if the samples are batches, `batch_size=None`."
+        )
     if is_a(loaders, LightningDataModule):
         if datamodule is not None:
             raise ConfigurationError("Two data modules were passed. Pass one.")
@@ -186,6 +199,25 @@ def data_of(loaders: Any, datamodule: Any, others: Any = None) -> tuple[Any, Lig
     if datamodule is not None and (loaders is not None or others is not None):
         raise ConfigurationError("Both loaders and a datamodule were passed. Pass one of them.")
     return loaders, datamodule
+
+
+@contextmanager
+def placing(module: LightningModule) -> Iterator[None]:
+    """Say which parameter or buffer has no values, if the module cannot be placed for that reason.
+
+    Raises:
+        ConfigurationError: Naming the first of them; also a RuntimeError.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            if tensor.is_meta:
+                raise ConfigurationRuntimeError(
+                    f"{name!r} of {type(module).__name__} is on the meta device, so it has no values to train. Create"
+                    " it on a real device, or call `module.to_empty(device=...)` and initialise it in `configure_model`."
+                ) from error
+        raise
 
 
 def check_monitors(trainer: "Trainer") -> None:

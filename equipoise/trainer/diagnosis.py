@@ -2,19 +2,22 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from equipoise.errors import StepError
+from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.split import entries_of
+from equipoise.trainer.error_notes import add_notes
 
-__all__ = ["explain"]
+__all__ = ["EXPLAINED", "explain"]
+
+EXPLAINED = (RuntimeError, TypeError, IndexError, ValueError)
 
 _MESSAGES = ("on the same device", "not on the expected device")
 
 
-def explain(error: RuntimeError, module: nn.Module, batch: Any) -> None:
-    """Raises a better error in place of torch's, if the error is that tensors lie on different devices.
+def explain(error: Exception, module: nn.Module, batch: Any) -> None:
+    """Add notes to an error of a step; raise a better one if the error is that tensors lie on different devices.
 
     Args:
         error: What torch raised.
@@ -24,7 +27,10 @@ def explain(error: RuntimeError, module: nn.Module, batch: Any) -> None:
     Raises:
         StepError: Naming the batch's entries, parameters and buffers that lie apart from the others, and the devices.
     """
-    if isinstance(error, torch.OutOfMemoryError) or not any(part in str(error) for part in _MESSAGES):
+    if is_out_of_memory(error):
+        return
+    add_notes(error, module, batch)
+    if not isinstance(error, RuntimeError) or not any(part in str(error) for part in _MESSAGES):
         return
     places = {f"parameter {name!r}": p.device for name, p in module.named_parameters()}
     places |= {f"buffer {name!r}": b.device for name, b in module.named_buffers()}

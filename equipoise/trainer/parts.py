@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from equipoise.parallel.gather import PartialOutputs
 from equipoise.parallel.weighting import Weight, weighted_mean
 from equipoise.strategies.steps import StepResult
-from equipoise.trainer.diagnosis import explain
+from equipoise.trainer.diagnosis import EXPLAINED, explain
 from equipoise.trainer.interop import CURRENT_HOOK, LogOptions
 from equipoise.trainer.log_entry import default_dtype, reduction_name
 from equipoise.trainer.logs import Logged, Logs
@@ -56,7 +56,7 @@ class UserStep:
                 return self.method(part, *self.indices)
             with self.forward_context():
                 return self.method(part, *self.indices)
-        except RuntimeError as error:
+        except EXPLAINED as error:
             explain(error, self.module, part)
             raise
 
@@ -86,7 +86,7 @@ class UserStep:
 
         try:
             out, logged = self.apart(compute)
-        except RuntimeError as error:
+        except EXPLAINED as error:
             explain(error, replica, part)
             raise
         return self.result(out, size, logged)

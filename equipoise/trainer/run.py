@@ -31,11 +31,12 @@ from equipoise.trainer.agreement import agree, agree_on_steps
 from equipoise.trainer.checkpoint import restore_modules_and_callbacks, restore_training_state
 from equipoise.trainer.checkpoint_choice import select_checkpoint
 from equipoise.trainer.checkpoint_reading import load_checkpoint
-from equipoise.trainer.checks import check_run
+from equipoise.trainer.checks import check_run, placing
 from equipoise.trainer.context import Context
 from equipoise.trainer.csv_rows import continue_files
 from equipoise.trainer.data import Source
 from equipoise.trainer.effects import Effects, collect, known_objects, take_over, this_process
+from equipoise.trainer.error_notes import add_note_on_loading
 from equipoise.trainer.finders import refuse_tuner
 from equipoise.trainer.hooks import Hooks
 from equipoise.trainer.optimizers import move_state, parse_optimizers
@@ -104,6 +105,7 @@ def _carry_out(trainer: "Trainer", request: Request, known: list[Any]) -> Effect
                 return collect(trainer, known, result)
             return Effects(result)
         except BaseException as error:
+            add_note_on_loading(error)
             with uninterrupted():
                 _release_after(trainer, request, error)
             raise
@@ -136,7 +138,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     context.logs.reset_metrics()
     if trainer.activation_checkpointing and request.fn == TrainerFn.FITTING:
         checkpoint_activations(context.module, trainer.activation_checkpointing)
-    context.strategy.setup(context.module, context.precision)
+    with placing(context.module):
+        context.strategy.setup(context.module, context.precision)
     if context.trainer.sync_batchnorm:
         context.strategy.share_batch_statistics(context.module)
     if request.fn == TrainerFn.FITTING:

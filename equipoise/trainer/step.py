@@ -27,7 +27,7 @@ from equipoise.strategies.steps import StepResult
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer import interop
 from equipoise.trainer.backward import Backward
-from equipoise.trainer.diagnosis import explain
+from equipoise.trainer.diagnosis import EXPLAINED, explain
 from equipoise.trainer.manual_step import ManualOptimization
 from equipoise.trainer.optimizers import takes_no_closure
 from equipoise.trainer.parts import UserStep
@@ -94,7 +94,7 @@ class _AutomaticStep(UserStep):
         if self.forward_context is None:
             try:
                 out = self.method(part, self.batch_idx)
-            except RuntimeError as error:
+            except EXPLAINED as error:
                 explain(error, self.module, part)
                 raise
         else:

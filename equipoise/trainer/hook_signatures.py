@@ -1,0 +1,56 @@
+"""Checks that hooks of modules and callbacks take what they are called with, before the first of them is called."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+
+from equipoise.callbacks.lightning_classes import base_of, is_a
+from equipoise.errors import ConfigurationError
+
+__all__ = ["check_hook_signatures"]
+
+
+def check_hook_signatures(owners: Iterable[Any]) -> None:
+    """Refuse a hook that cannot be called.
+
+    Args:
+        owners: The module and the callbacks of a run.
+
+    Raises:
+        ConfigurationError: Naming the hook, what it is called with, and its signature.
+    """
+    for owner in owners:
+        base = base_of(owner, LightningModule if is_a(owner, LightningModule) else Callback)
+        for name in dir(base):
+            documented = getattr(base, name)
+            if name.startswith("on_") and inspect.isfunction(documented):
+                _check(owner, name, documented)
+
+
+def _check(owner: Any, name: str, documented: Any) -> None:
+    hook = getattr(owner, name, None)
+    if hook is None or getattr(type(owner), name, None) is documented:
+        return
+    parameters = list(inspect.signature(documented).parameters.values())[1:]  # without self
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # of an object that does not show it
+        return
+    if _binds(signature, len(positional)) or _binds(signature, len(required)):
+        return
+    raise ConfigurationError(
+        f"`{type(owner).__name__}.{name}` is called with ({', '.join(positional)}), but is defined as `{signature}`."
+        f" Take `(self, {', '.join(positional)})`."
+    )
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,201 @@
+"""Errors of a step, a backward, a loader and a hook say what torch leaves out."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from equipoise import Trainer
+from equipoise.errors import ConfigurationError
+from tests.conftest import ignoring
+
+pytestmark = ignoring("An epoch has")
+
+
+class Net(L.LightningModule):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(width, 5), nn.ReLU())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(self.encoder(features))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(*items: Any) -> DataLoader[Any]:
+    return DataLoader(list(items), batch_size=None)
+
+
+def good() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def trainer(**options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(**{**quiet, "max_epochs": 1, "enable_model_summary": False, "devices": ["cpu"], **options})
+
+
+def notes_of(kind: type[Exception], module: L.LightningModule, data: Any, **options: Any) -> str:
+    """Fit, and return the notes of the error."""
+    with pytest.raises(kind) as caught:
+        trainer(**options).fit(module, data)
+    return "\n".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "dp"])
+def test_a_wrong_shape_names_the_layer_and_its_input(strategy: str) -> None:
+    devices = ["cpu"] * (2 if strategy == "dp" else 1)
+    notes = notes_of(RuntimeError, Net(width=7), batches(good()), strategy=strategy, devices=devices)
+    rows = 3 if strategy == "dp" else 6
+    assert "Raised in the submodule 'encoder.0': Linear(in_features=7, out_features=5, bias=True)." in notes
+    assert f"input of shape [{rows}, 4], torch.float32" in notes
+    assert notes.count("Raised in") == 1
+
+
+def test_a_batch_of_strings() -> None:
+    class Text(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch["text"]).sum()
+
+    notes = notes_of(TypeError, Text(), batches({"text": ("a", "b"), "label": torch.zeros(2)}))
+    assert "The batch does not hold tensors alone: batch['text'] is a list of 2 str." in notes
+    assert "collate_fn" in notes
+
+
+def test_a_label_out_of_range() -> None:
+    features, _ = good()
+    notes = notes_of(IndexError, Net(), batches((features, torch.tensor([0, 1, 2, 3, 1, 0]))))
+    assert "Integers in the batch: batch[1] from 0 to 3." in notes
+
+
+def test_a_forward_that_gets_the_whole_batch_in_a_prediction() -> None:
+    with pytest.raises(TypeError) as caught:
+        trainer().predict(Net(), batches(good()))
+    assert "The batch is a list of 2 Tensor: layers take its entries" in "\n".join(caught.value.__notes__)
+
+
+def test_errors_of_ones_own_get_no_note_on_the_batch() -> None:
+    class Raises(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise ValueError("on purpose")
+
+    assert notes_of(ValueError, Raises(), batches(good())) == ""
+
+
+def test_a_graph_that_outlives_its_batch() -> None:
+    class Keeps(Net):
+        state: Tensor | float = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.state = self.state + super().training_step(batch, batch_idx)
+            return self.state
+
+    notes = notes_of(RuntimeError, Keeps(), batches(good(), good()))
+    assert "still has its graph" in notes
+    assert "automatic_optimization" in notes
+
+
+def test_a_result_that_is_changed_in_place() -> None:
+    class InPlace(Net):
+        def forward(self, features: Tensor) -> Tensor:
+            hidden = torch.sigmoid(self.encoder(features))
+            out = self.head(hidden)
+            hidden += 1
+            return out
+
+    assert "detect_anomaly=True" in notes_of(RuntimeError, InPlace(), batches(good()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_samples_that_cannot_be_stacked(workers: int) -> None:
+    ragged = DataLoader([torch.zeros(size) for size in (1, 2, 3, 4)], batch_size=2, num_workers=workers)
+    notes = notes_of(RuntimeError, Net(), ragged)
+    assert "pad_sequence" in notes
+
+
+class Samples(Dataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index >= 2:
+            raise IndexError
+        return good()
+
+
+def test_a_dataset_in_place_of_a_loader() -> None:
+    with pytest.warns(UserWarning, match=r"dataset was passed in place of a loader \(Samples\).*DataLoader\(dataset"):
+        trainer().fit(Net(), Samples())
+
+
+def test_parameters_without_values() -> None:
+    with torch.device("meta"):
+        module = Net()
+    with pytest.raises(ConfigurationError, match=r"'encoder.0.weight' of Net is on the meta device.*to_empty"):
+        trainer().fit(module, batches(good()))
+
+
+def test_a_constructor_that_does_not_call_super() -> None:
+    class NoSuper(L.LightningModule):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(ConfigurationError, match=r"`NoSuper.__init__` does not call `super\(\).__init__\(\)`"):
+        trainer().fit(NoSuper(), batches(good()))
+
+
+# Signatures of hooks
+
+
+class TakesTooLittle(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any) -> None:  # type: ignore[override]
+        pass
+
+
+class AsksForTooMuch(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+        pass
+
+
+def test_a_callback_that_takes_too_little() -> None:
+    message = (
+        r"`TakesTooLittle.on_train_batch_end` is called with \(trainer, pl_module, outputs, batch, batch_idx\), but is"
+        r" defined as `\(trainer"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        trainer(callbacks=[TakesTooLittle()]).fit(Net(), batches(good()))
+
+
+def test_a_module_that_asks_for_too_much() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"`AsksForTooMuch.on_train_batch_start` is called with \(batch, batch_idx\)"
+    ):
+        trainer().fit(AsksForTooMuch(), batches(good()))
+
+
+def test_hooks_with_other_names_and_stars_are_taken() -> None:
+    class Stars(L.Callback):
+        calls = 0
+
+        def on_train_batch_end(self, *everything: Any) -> None:
+            self.calls += 1
+
+        def on_train_epoch_end(self, t: Any, m: Any, further: int = 3) -> None:
+            self.calls += 1
+
+        def on_validation_batch_end(self, t: Any, m: Any, out: Any, batch: Any, index: int) -> None:
+            """Without the loader's index, which has a default."""
+
+    callback = Stars()
+    trainer(callbacks=[callback]).fit(Net(), batches(good()))
+    assert callback.calls == 2
