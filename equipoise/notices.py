@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["rank_zero_warn", "warn_of_method"]
+__all__ = ["rank_zero_warn", "warn", "warn_of_method"]
 
 _LIBRARIES = ("equipoise", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra")
 _warned: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # methods
@@ -36,6 +36,15 @@ def rank_zero_warn(message: str, *, category: type[Warning] = UserWarning) -> No
     """
     if _is_first_process():
         warnings.warn(message, category, stacklevel=_level_of_user())
+
+
+def warn(message: str) -> None:
+    """Warn in this process, at the innermost line that belongs to none of the libraries.
+
+    Args:
+        message: The text. It names the rank where there are several processes.
+    """
+    warnings.warn(message, UserWarning, stacklevel=_level_of_user())
 
 
 def warn_of_method(method: Callable[..., Any], message: str) -> None:

@@ -5,12 +5,12 @@ by a copy that nothing waits for, so no step waits for the device.
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from equipoise.notices import warn
 from equipoise.parallel.split import entries_of
 from equipoise.parallel.to_device import ArrivingValue
 from equipoise.strategies.steps import StepResult
@@ -113,10 +113,9 @@ class LossWatch:
         if not last or self._has_seen_loss or self._has_reported or not self.skipped:
             return
         self._has_seen_loss = True  # so that it is reported once
-        warnings.warn(
+        warn(
             "`training_step` returned None for every batch so far, so nothing was trained. Return the loss, or a"
-            " dictionary with the key 'loss'. If you skip these batches on purpose, ignore this warning.",
-            stacklevel=2,
+            " dictionary with the key 'loss'. If you skip these batches on purpose, ignore this warning."
         )
 
     def _place(self, index: int) -> str:
@@ -138,7 +137,7 @@ class LossWatch:
 
     def _report(self, value: float, place: str, explanation: str) -> None:
         self._has_reported = True
-        warnings.warn(f"The loss is {value} in {place}.{explanation}", stacklevel=2)
+        warn(f"The loss is {value} in {place}.{explanation}")
 
 
 def _is_finite(tensor: Tensor) -> bool:
