@@ -215,7 +215,7 @@ def placing(module: LightningModule) -> Iterator[None]:
             if tensor.is_meta:
                 raise ConfigurationRuntimeError(
                     f"{name!r} of {type(module).__name__} is on the meta device, so it has no values to train. Create"
-                    " it on a real device, or call `module.to_empty(device=...)` and initialise it in `configure_model`."
+                    " it on a real device, or initialise it after `module.to_empty(device=...)` in `configure_model`."
                 ) from error
         raise
 
