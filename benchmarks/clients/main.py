@@ -1,0 +1,216 @@
+"""Runs the own tests of libraries that build on Lightning's Trainer, with Lightning's Trainer and with ours.
+
+    python benchmarks/clients/main.py --sources FOLDER [--libraries gluonts darts] [--limit MINUTES]
+
+Each library gets an environment of its own, with exact versions, under `--environments`. Its tests come from a folder
+with the library's name under `--sources`: an unpacked sdist, or a checkout of the repository at the version's tag.
+Counted are tests that run a Trainer and pass with Lightning's. The table shows how many of them pass with ours, and
+names the others.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+TORCH = "torch==2.13.0"
+LIGHTNING = "lightning==2.6.6"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library and its tests.
+
+    Attributes:
+        version: The version from the package index.
+        tests: Files and folders of tests that run a Trainer, in its sources.
+        needs: Packages that its tests need.
+        options: Further options of pytest.
+    """
+
+    version: str
+    tests: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    options: tuple[str, ...] = field(default=())
+
+
+LIBRARIES = {
+    "scvi-tools": Library(
+        "1.4.2",
+        (
+            "tests/train",
+            "tests/model/test_linear_scvi.py",
+            "tests/model/test_peakvi.py",
+            "tests/model/test_amortizedlda.py",
+            "tests/model/test_pyro.py",
+            "tests/external/solo",
+            "tests/external/scar",
+        ),
+    ),
+    "gluonts": Library("0.17.0", ("test/torch/model", "test/torch/test_torch_item_id_info.py"), needs=("flask",)),
+    "chemprop": Library("2.3.1", ("tests/unit", "tests/integration", "tests/cli")),
+    "pytorch-forecasting": Library("1.8.0", ("tests/test_models",)),
+    "darts": Library(
+        "0.46.1",
+        (
+            "darts/tests/models/forecasting/test_ptl_trainer.py",
+            "darts/tests/models/forecasting/test_nbeats_nhits.py",
+            "darts/tests/models/forecasting/test_tsmixer.py",
+            "darts/tests/models/forecasting/test_TCN.py",
+            "darts/tests/models/forecasting/test_block_RNN.py",
+            "darts/tests/models/forecasting/test_dlinear_nlinear.py",
+            "darts/tests/models/forecasting/test_transformer_model.py",
+            "darts/tests/models/forecasting/test_torch_forecasting_model.py",
+        ),
+    ),
+}
+
+
+def make_environment(name: str, folder: Path) -> Path:
+    """Return the Python of a library's environment; make it first if it is not there."""
+    library = LIBRARIES[name]
+    environment = folder / name
+    python = environment / "bin" / "python"
+    ready = environment / f".ready-{library.version}"
+    if not ready.exists():
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+        packages = [TORCH, LIGHTNING, "pytest", "pytest-timeout", f"{name}=={library.version}", *library.needs]
+        install = [str(python), "-m", "pip", "install", "--quiet", *packages]
+        subprocess.run(install, check=True)
+        ready.touch()
+    # The project's own requirements, without the project: it is imported from this checkout.
+    needs = ["hydra-core", "omegaconf", "rich", "cloudpickle", "psutil", "torchmetrics"]
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *needs], check=True)
+    return python
+
+
+def run_tests(
+    name: str, python: Path, sources: Path, trainer: str, record: Path, minutes: float, only: list[str] | None = None
+) -> str:
+    """Run a library's tests, and write the record.
+
+    Returns:
+        "" or the reason why the run did not end.
+    """
+    library = LIBRARIES[name]
+    record.unlink(missing_ok=True)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    folder = sources / name
+    chosen = list(library.tests)
+    if only is not None:
+        listed = record.with_suffix(".args")
+        listed.write_text("\n".join(only) + "\n", encoding="utf-8")
+        chosen = [f"@{listed}"]
+    command = [
+        *(str(python), "-m", "pytest", "-q", "-p", "client_trainer", "-p", "no:cacheprovider", "-o", "addopts="),
+        *("--timeout", "180", "--continue-on-collection-errors", "-W", "ignore", *library.options, *chosen),
+    ]
+    environment = {
+        **os.environ,
+        "CLIENT_TRAINER": trainer,
+        "CLIENT_RECORD": str(record),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "MPLBACKEND": "agg",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    log = record.with_suffix(".log")
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            process.wait(timeout=60 * minutes)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait(timeout=60)
+            return f"ended after {minutes:g} minutes"
+    return ""
+
+
+def read_record(record: Path) -> dict[str, dict[str, Any]]:
+    """Return the worst outcome of each test."""
+    outcomes: dict[str, dict[str, Any]] = {}
+    if not record.exists():
+        return outcomes
+    for text in record.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        earlier = outcomes.get(line["test"])
+        if earlier is None or earlier["outcome"] == "passed":
+            outcomes[line["test"]] = line
+    return outcomes
+
+
+def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one library under both Trainers; return its row of the table."""
+    python = make_environment(name, arguments.environments)
+    theirs = arguments.records / f"{name}-lightning.jsonl"
+    ours = arguments.records / f"{name}-equipoise.jsonl"
+    notes = []
+    if not (arguments.reuse and theirs.exists()):
+        notes.append(run_tests(name, python, arguments.sources, "lightning", theirs, arguments.limit))
+    listed = [test for test, line in read_record(theirs).items() if line["ran"] and line["outcome"] == "passed"]
+    notes.append(run_tests(name, python, arguments.sources, "equipoise", ours, arguments.limit, only=listed))
+    outcomes = read_record(ours)
+    passed = [test for test in listed if outcomes.get(test, {}).get("outcome") == "passed"]
+    failed = {test: outcomes[test]["error"] for test in listed if outcomes.get(test, {}).get("outcome") == "failed"}
+    return {
+        "library": f"{name} {LIBRARIES[name].version}",
+        "listed": len(listed),
+        "passed": len(passed),
+        "failed": failed,
+        "not run": len(listed) - len(passed) - len(failed),
+        "notes": [note for note in notes if note],
+    }
+
+
+def print_row(row: dict[str, Any], seconds: float) -> None:
+    """Print the result of one library, and the tests that failed with the last line of their errors."""
+    print(
+        f"{row['library']}: {row['passed']} of {row['listed']} pass, {row['not run']} not run, {seconds:.0f} s",
+        flush=True,
+    )
+    for test, error in row["failed"].items():
+        last_line = (error.strip().splitlines() or [""])[-1]
+        print(f"  {test}\n    {last_line}", flush=True)
+    for note in row["notes"]:
+        print(f"  {note}", flush=True)
+
+
+def main() -> int:
+    """Compare the chosen libraries, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sources", type=Path, required=True, help="a folder with each library's sources")
+    parser.add_argument("--environments", type=Path, default=Path("outputs/clients/environments"))
+    parser.add_argument("--records", type=Path, default=Path("outputs/clients/records"))
+    parser.add_argument("--libraries", nargs="+", choices=sorted(LIBRARIES), default=list(LIBRARIES))
+    parser.add_argument(
+        "--limit", type=float, default=20.0, help="minutes for one library and one Trainer (default: 20)"
+    )
+    parser.add_argument("--reuse", action="store_true", help="keep records of runs with Lightning's Trainer")
+    arguments = parser.parse_args()
+    for name in ("sources", "environments", "records"):
+        setattr(arguments, name, getattr(arguments, name).resolve())
+    for name in arguments.libraries:
+        if not (arguments.sources / name).is_dir():
+            parser.error(f"there is no folder {arguments.sources / name} with the sources of {name}")
+    rows = []
+    for name in arguments.libraries:
+        began = time.monotonic()
+        row = compare(name, arguments)
+        rows.append(row)
+        print_row(row, time.monotonic() - began)
+    print("\n| library | tests that train and pass with Lightning's Trainer | pass with ours |\n| --- | --- | --- |")
+    for row in rows:
+        print(f"| {row['library']} | {row['listed']} | {row['passed']} |")
+    (arguments.records / "summary.json").write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    return int(any(row["passed"] != row["listed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
