@@ -140,7 +140,7 @@ def test_measured_shares_where_a_process_knows_all_devices(monkeypatch: pytest.M
     "options",
     [{"strategy": name} for name in ("single_device", "dp", "balanced", "pipeline")]
     + [{"strategy": "single_device", "devices": 1}, {"strategy": SingleDeviceStrategy()}, {"strategy": Strategy()}],
-    ids=str,
+    ids=["single_device", "dp", "balanced", "pipeline", "one device", "an object", "an object of one's own"],
 )
 def test_copies_are_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     started(monkeypatch, rank=1, size=2, here=2)
