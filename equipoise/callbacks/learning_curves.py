@@ -19,6 +19,7 @@ Curve = Mapping[float, float]
 _STAGES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
 _LONG = {"acc": "accuracy"}
 _MOST = 12  # axes in one picture
+_MOST_EPOCHS = 5  # of which the end is marked
 _INK, _FAINT = "#333333", "#d9dce1"
 _COLOURS = {"train": "#8a94a6", "val": "#1f6fb2"}
 _OTHERS = ("#c8643c", "#4f9d69", "#8765a8", "#b39436")
@@ -47,19 +48,20 @@ def split_name(name: str) -> tuple[str, str]:
     return _LONG.get(name.lower(), name), " ".join(where)
 
 
-def draw_curves(curves: Mapping[str, Curve], path: Path) -> None:
+def draw_curves(curves: Mapping[str, Curve], path: Path, *, epoch_ends: Mapping[int, int] | None = None) -> None:
     """Draws learning curves into a PNG file; curves with no finite value are left out.
 
     Args:
-        curves: For every metric's name its values, by epochs done.
+        curves: For every metric's name its values, by steps.
         path: The file. Its folder is made if need be.
+        epoch_ends: The last step of each epoch, by epochs done. Default: no epoch is marked.
 
     Raises:
         ImportError: If matplotlib is not installed.
         OSError: If the file cannot be written.
 
     Example:
-        >>> curves = {"train_loss": {1: 0.9, 2: 0.5}, "val_loss": {1: 1.0, 2: 0.7}}
+        >>> curves = {"train_loss": {49: 0.9, 99: 0.5}, "val_loss": {99: 0.7}}
         >>> draw_curves(curves, Path("curves.png"))  # doctest: +SKIP
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -77,8 +79,9 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> None:
     for index, (family, members) in enumerate(shown.items()):
         axes = figure.add_subplot(rows, columns, index + 1)
         _draw_family(axes, family, members)
+        _draw_epochs(axes, epoch_ends or {})
         if index >= len(shown) - columns:
-            axes.set_xlabel("epoch", color=_INK, fontsize=9)
+            axes.set_xlabel("step", color=_INK, fontsize=9)
     if len(families) > len(shown):
         figure.supxlabel(f"{len(shown)} of {len(families)} metrics", color=_INK, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +92,7 @@ def group_curves(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     """Groups curves by what they measure, then by what tells them apart; several curves first, losses before all.
 
     Args:
-        curves: For every metric's name its values, by epochs done.
+        curves: For every metric's name its values, by steps.
 
     Example:
         >>> group_curves({"acc": {1: 0.5}, "train_loss": {1: 0.9}, "val_loss": {1: 1.0}})
@@ -98,34 +101,59 @@ def group_curves(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     families: dict[str, dict[str, Curve]] = {}
     for name, curve in curves.items():
         family, where = split_name(name)
+        if _has_steps(name, curves):
+            where = f"{where} (epoch)".strip()
         members = families.setdefault(family, {})
         members[name if where in members else where] = curve
     order = sorted(families, key=lambda family: ("loss" not in family.lower(), len(families[family]) == 1))
     return {family: families[family] for family in order}
 
 
+def _has_steps(name: str, curves: Mapping[str, Curve]) -> bool:
+    """Whether the curve of a name holds values of epochs, and another one those of steps: `loss` and `loss_step`."""
+    base, mark, loader = name.partition("/dataloader_idx_")
+    return f"{base}_step{mark}{loader}" in curves
+
+
 def _draw_family(axes: Any, family: str, members: Mapping[str, Curve]) -> None:
     """One axis."""
     spare = iter(_OTHERS * len(members))
-    longest = max(len(curve) for curve in members.values())
     # Training lies below: where the two meet, validation is what one looks for.
     for where, curve in sorted(members.items(), key=lambda item: item[0] != "train"):
         colour = _COLOURS.get(where) or (_COLOURS["val"] if len(members) == 1 else next(spare))
         xs = sorted(curve)
         ys = [curve[x] for x in xs]
         label = f"{where}  {format_value(ys[-1])}".strip()
-        axes.plot(xs, ys, color=colour, label=label, linewidth=1.8, marker="o", markersize=3.5 if longest <= 30 else 0)
+        axes.plot(xs, ys, color=colour, label=label, linewidth=1.8, marker="o", markersize=3.5 if len(xs) <= 30 else 0)
         axes.plot(xs[-1:], ys[-1:], color=colour, marker="o", markersize=5)
     _style(axes, family, [y for curve in members.values() for y in curve.values()])
 
 
+def _draw_epochs(axes: Any, epoch_ends: Mapping[int, int]) -> None:
+    """Mark where epochs end by a faint line and a number above; of many epochs, some."""
+    low, high = axes.get_xlim()
+    inside = {epoch: step for epoch, step in epoch_ends.items() if low <= step <= high}
+    every = math.ceil(len(inside) / _MOST_EPOCHS)
+    for epoch, step in list(inside.items())[every - 1 :: every] if inside else ():
+        axes.axvline(step, color=_FAINT, linewidth=0.7, linestyle=(0, (4, 4)), zorder=0)
+        axes.annotate(
+            f"epoch {epoch:,}",
+            (step, 1.0),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            fontsize=7,
+            color=_INK,
+        )
+
+
 def _style(axes: Any, family: str, values: list[float]) -> None:
-    """Light and quiet: no frame, thin lines, whole epochs."""
+    """Light and quiet: no frame, thin lines, whole steps."""
     from matplotlib.ticker import MaxNLocator
 
     if "loss" in family.lower() and min(values) > 0 and max(values) > 100 * min(values):
         axes.set_yscale("log")
-    axes.set_title(family, loc="left", color=_INK, fontsize=11, fontweight="bold")
+    axes.set_title(family, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=14)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     axes.grid(axis="y", color=_FAINT, linewidth=0.7)
     axes.set_axisbelow(True)

@@ -26,6 +26,7 @@ def collect_record(
     module: Any,
     *,
     curves: Mapping[str, Mapping[float, float]],
+    epoch_ends: Mapping[int, int],
     throughput: Throughput,
     share: float | None,
     clock: float,
@@ -38,7 +39,8 @@ def collect_record(
     Args:
         trainer: Whose fit it is: ours or Lightning's.
         module: What was trained.
-        curves: For every metric's name its values, by epochs done.
+        curves: For every metric's name its values, by steps.
+        epoch_ends: The last step of each epoch, by epochs done.
         throughput: How fast it was.
         share: The part of all samples that this process saw; None if nobody knows.
         clock: When the fit began, as `time.monotonic` counts.
@@ -55,6 +57,7 @@ def collect_record(
         finished=datetime.now().astimezone(),
         facts=dict(_facts(trainer, module, throughput, 1 / (share or 1.0), unit, timeline)),
         curves=group_curves(curves),
+        epoch_ends=epoch_ends,
         throughput=throughput.points(clock, 1 / (share or 1.0)),
         throughput_unit=f"{unit} of the first process" if alone else unit,
         memory=list(timeline),

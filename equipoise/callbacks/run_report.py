@@ -75,7 +75,7 @@ class RunReport(Callback):
     Memory over time, and what its peak was made of, come from a `MemoryLogger` among the callbacks, out-of-memory
     events from an `OOMRecovery`, the picture of a pipeline's last step from its strategy. Learning curves are shared
     with a `RunSummary` if there is one, else they are recorded here and are part of checkpoints, so those of a resumed
-    fit are whole.
+    fit are whole. They go by step: what loggers are handed, at its step, also if there is no logger.
 
     Example:
         >>> from equipoise import RunReport, Trainer
@@ -128,7 +128,7 @@ class RunReport(Callback):
             run.trainer, run.size_of = trainer, Splitter(pl_module, getattr(trainer.strategy, "dim", 0)).size
             run.devices = _list_devices(trainer)
             if self._shared is None:
-                self._recorded.on_fit_start()
+                self._recorded.on_fit_start(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Goes on with an earlier fit, if this one begins where that one ended."""
@@ -192,6 +192,7 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Writes the report."""
+        self._recorded.leave(trainer)
         self._conclude(trainer, pl_module, "interrupted" if trainer.received_sigterm else "finished")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -204,8 +205,7 @@ class RunReport(Callback):
             folder = trainer.default_root_dir if trainer.world_size > 1 else trainer.log_dir
             self._run = _Run(folder=Path(folder or trainer.default_root_dir))
         self._run.throughput.pause(monotonic())
-        if trainer.world_size == 1:  # reading the values may need the others
-            (self._shared or self._recorded).take_epoch(trainer)
+        (self._shared or self._recorded).on_exception(trainer)
         if isinstance(exception, KeyboardInterrupt):
             self._conclude(trainer, pl_module, "interrupted")
             return
@@ -233,11 +233,13 @@ class RunReport(Callback):
             return None
         run.written = monotonic()
         path = run.folder / "report.html"
+        recorded = self._shared or self._recorded
         try:
             record = collect_record(
                 trainer,
                 module,
-                curves=(self._shared or self._recorded).curves,
+                curves=recorded.step_curves(),
+                epoch_ends=recorded.epoch_ends(),
                 throughput=run.throughput,
                 share=run.share,
                 clock=run.clock,

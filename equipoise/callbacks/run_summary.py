@@ -66,8 +66,9 @@ class RunSummary(Callback):
     `default_root_dir`; it needs matplotlib (`pip install 'equipoise[plots]'`). The curves are part of a checkpoint, so
     those of a resumed fit are whole. A `fast_dev_run` writes no file.
 
-    A value that is logged for steps only stands as it was in the epoch's last step; log it with `on_epoch=True` to see
-    the mean. Reading the values waits for the device once an epoch.
+    In the table, a value that is logged for steps only stands as it was in the epoch's last step; log it with
+    `on_epoch=True` to see the mean. The picture goes by step: it shows what loggers are handed, also if there is no
+    logger. Reading the values for the table waits for the device once an epoch.
 
     Args:
         curves: Whether to draw the picture. Default: True.
@@ -113,7 +114,7 @@ class RunSummary(Callback):
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         size_of = Splitter(pl_module, getattr(trainer.strategy, "dim", 0)).size
         self._fit = _Fit(trainer=trainer, folder=folder, started=monotonic(), size_of=size_of)
-        self.recorded.on_fit_start()
+        self.recorded.on_fit_start(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Drops what an earlier fit recorded beyond the point where this one begins."""
@@ -172,18 +173,19 @@ class RunSummary(Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Prints the table and draws the picture."""
+        self.recorded.leave(trainer)
         self._conclude(trainer, "finished")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Does the same for what there is, if training had begun."""
         if (fit := self._fit) is None or fit.first_epoch is None:
+            self.recorded.leave(trainer)
             self._fit = None
             return
         if fit.epoch_started is not None:
             self._stop_epoch(fit)
         fit.alone = trainer.world_size > 1
-        if not fit.alone:  # reading the values may need the others
-            self.recorded.take_epoch(trainer)
+        self.recorded.on_exception(trainer)
         interrupted = isinstance(exception, KeyboardInterrupt)
         self._conclude(trainer, "interrupted" if interrupted else f"stopped by {type(exception).__name__}")
 
@@ -207,7 +209,7 @@ class RunSummary(Callback):
             console.print(self._make_table(trainer, fit, how))
         for line in self._checkpoint_lines(trainer) if self.table else ():
             console.print(line, soft_wrap=True)
-        if self.curves and not trainer.fast_dev_run and any(self.history.values()):
+        if self.curves and not trainer.fast_dev_run and self.recorded.step_curves():
             console.print(self._draw(fit.folder / "curves.png"), soft_wrap=True)
 
     def _make_table(self, trainer: Any, fit: _Fit, how: str) -> Table:
@@ -243,7 +245,7 @@ class RunSummary(Callback):
         if not can_draw():
             return Text("Learning curves need matplotlib: pip install 'equipoise[plots]'", "dim")
         try:
-            draw_curves(self.history, path)
+            draw_curves(self.recorded.step_curves(), path, epoch_ends=self.recorded.epoch_ends())
         except OSError as error:  # a full disk must not hide how the run went
             return Text(f"Learning curves could not be written: {error}", "red")
         return Text.assemble(("Learning curves: ", "dim"), shorten(str(path)))

@@ -36,7 +36,7 @@ function span(value) {
   return (hours ? hours + " h " : "") + minutes + " min" + (hours ? "" : " " + (seconds % 60) + " s");
 }
 
-const words = { number, bytes, seconds: span, epoch: (value) => "epoch " + number(value) };
+const words = { number, bytes, seconds: span, step: (value) => "step " + Math.round(value).toLocaleString("en") };
 
 function nearest(xs, x) {
   let low = 0, high = xs.length - 1;
@@ -62,7 +62,7 @@ for (const plot of document.querySelectorAll(".plot")) {
       cross = document.createElementNS("http://www.w3.org/2000/svg", "line");
       cross.setAttribute("class", "cross");
       cross.setAttribute("y1", 0);
-      cross.setAttribute("y2", plot.getAttribute("height") - 24);
+      cross.setAttribute("y2", plot.dataset.bottom);
       plot.append(cross);
     }
     cross.removeAttribute("visibility");

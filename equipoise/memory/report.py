@@ -92,7 +92,7 @@ def _sections(record: RunRecord) -> Iterable[Markup | None]:
     end = (record.finished - record.started).total_seconds()
     yield _error(record)
     yield _facts(record.facts)
-    yield curves_section(record.curves)
+    yield curves_section(record.curves, record.epoch_ends)
     yield throughput_section(record.throughput, record.throughput_unit, record.events, end)
     yield memory_section(record.memory, record.events)
     yield peak_section(record.compositions, expected=bool(record.memory))

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from equipoise.memory.report_html import Markup, join, tag
 from equipoise.memory.report_scales import Point, Scale, Unit, format_value, make_scale, thin
 
-__all__ = ["Line", "Mark", "line_chart"]
+__all__ = ["Boundary", "Line", "Mark", "line_chart"]
 
 _TOP, _BOTTOM = 8, 24  # pixels above the topmost and below the lowest value
+_ROW = 15  # pixels of the words below boundaries
 _ACROSS = 1000  # units of the inner picture
+_DIGITS = {"step": 15}  # of a value across; where not said otherwise 5
 _FEW = 40  # points up to which each has a dot
 
 
@@ -50,6 +52,19 @@ class Mark:
     text: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """The end of a part of the axis across, such as an epoch.
+
+    Attributes:
+        x: Where.
+        text: What ends there, in a word or two.
+    """
+
+    x: float
+    text: str
+
+
 def line_chart(
     title: str,
     lines: Sequence[Line],
@@ -58,6 +73,7 @@ def line_chart(
     y: Unit,
     note: str = "",
     marks: Sequence[Mark] = (),
+    boundaries: Sequence[Boundary] = (),
     span: tuple[float, float] | None = None,
     height: int = 200,
     from_zero: bool = False,
@@ -73,6 +89,7 @@ def line_chart(
         y: What is counted up.
         note: What stands beside the title. Default: nothing.
         marks: What happened meanwhile. Default: nothing.
+        boundaries: Which parts the axis across has; their words stand in a row of their own. Default: none.
         span: Where the axis across begins and ends. Default: where the lines do.
         height: In pixels. Default: 200.
         from_zero: Whether the axis up begins at zero. Default: False.
@@ -87,21 +104,25 @@ def line_chart(
     across = make_scale([*(span or ()), *(point[0] for point in finite)], x, tight=True, most=6)
     up = make_scale([point[1] for point in finite], y, from_zero=from_zero, log=log, most=5)
     first, last = format_value(across.low, x), format_value(across.high, x)
+    inside = [each for each in boundaries if across.low <= each.x <= across.high]
+    below = _BOTTOM + (_ROW if inside else 0)
     picture = tag(
         "svg",
         tag("title", f"{title}: {', '.join(line.label for line in lines)}, from {first} to {last}"),
         _grid(across, up, height),
+        *(_boundary(each, across, height) for each in inside),
         *(_mark(mark, across, height) for mark in marks),
         *(_draw(line, across, up, height) for line in lines),
         class_="plot",
         role="img",
-        height=height + _BOTTOM,
+        height=height + below,
+        data_bottom=height,
         data_x=x,
         data_y=y,
-        data_low=f"{across.low:.6g}",
-        data_high=f"{across.high:.6g}",
+        data_low=f"{across.low:.9g}",
+        data_high=f"{across.high:.9g}",
     )
-    return tag("figure", head, tag("div", _labels(up, height), picture, class_="axes"), class_="chart")
+    return tag("figure", head, tag("div", _labels(up, height, below), picture, class_="axes"), class_="chart")
 
 
 def _sane(points: Sequence[Point], most: int) -> list[Point]:
@@ -121,7 +142,7 @@ def _down(value: float, scale: Scale, height: int) -> float:
     return _TOP + (1 - scale.place(value)) * (height - _TOP)
 
 
-def _labels(up: Scale, height: int) -> Markup:
+def _labels(up: Scale, height: int, below: int) -> Markup:
     """The axis up: a column of its own, as wide as its words."""
     words = [format_value(tick, up.unit) for tick in up.ticks]
     width = 10 + round(6.3 * max((len(word) for word in words), default=0))
@@ -129,7 +150,7 @@ def _labels(up: Scale, height: int) -> Markup:
         tag("text", word, x=width - 8, y=f"{_down(tick, up, height) + 4:.1f}", text_anchor="end")
         for tick, word in zip(up.ticks, words, strict=True)
     ]
-    return tag("svg", *texts, class_="labels", width=width, height=height + _BOTTOM, aria_hidden="true")
+    return tag("svg", *texts, class_="labels", width=width, height=height + below, aria_hidden="true")
 
 
 def _grid(across: Scale, up: Scale, height: int) -> Markup:
@@ -146,6 +167,16 @@ def _grid(across: Scale, up: Scale, height: int) -> Markup:
         word = format_value(tick, across.unit)
         words.append(tag("text", word, x=f"{100 * place:.2f}%", y=height + 18, text_anchor=anchor, class_=style))
     return join(*rules, *words)
+
+
+def _boundary(boundary: Boundary, across: Scale, height: int) -> Markup:
+    """A faint line from top to bottom, and a word below the numbers of the axis, which ends where the line does."""
+    share = across.place(boundary.x)
+    place = f"{100 * share:.2f}%"
+    anchor = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
+    line = tag("line", x1=place, x2=place, y1=_TOP, y2=height)
+    word = tag("text", boundary.text, x=place, y=height + 18 + _ROW, text_anchor=anchor)
+    return tag("g", line, word, class_="boundary")
 
 
 def _mark(mark: Mark, across: Scale, height: int) -> Markup:
@@ -177,7 +208,7 @@ def _draw(line: Line, across: Scale, up: Scale, height: int) -> Markup | None:
         *(tag("circle", cx=f"{100 * x:.2f}%", cy=f"{y:.1f}", r=2.5) for x, y in dots),
         class_=f"line {line.style}",
         data_label=line.label,
-        data_x=" ".join(f"{x:.5g}" for x, _ in line.points),
+        data_x=" ".join(f"{x:.{_DIGITS.get(across.unit, 5)}g}" for x, _ in line.points),
         data_y=" ".join(f"{y:.5g}" for _, y in line.points),
     )
 

@@ -10,7 +10,7 @@ from equipoise.memory.devices import format_bytes
 __all__ = ["Point", "Scale", "Unit", "format_count", "format_span", "format_value", "make_scale", "thin"]
 
 Point = tuple[float, float]
-Unit = Literal["number", "bytes", "seconds", "epoch"]
+Unit = Literal["number", "bytes", "seconds", "step"]
 
 _LARGEST = 1e300  # what is beyond has no room on an axis: differences must stay finite
 _TIME_STEPS = (1, 2, 5, 10, 15, 30, *(60 * m for m in (1, 2, 5, 10, 15, 30)), *(3600 * h for h in (1, 2, 3, 6, 12)))
@@ -55,7 +55,7 @@ def format_value(value: float, unit: Unit) -> str:
     """A number with its unit, as short as it can be.
 
     Example:
-        >>> format_value(3 * 2**30, "bytes"), format_value(90, "seconds"), format_value(1e4, "epoch")
+        >>> format_value(3 * 2**30, "bytes"), format_value(90, "seconds"), format_value(1e4, "step")
         ('3 GiB', '1 min 30 s', '10,000')
     """
     if unit == "bytes":
@@ -114,7 +114,7 @@ def make_scale(
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value, or as good as one
-        margin = {"epoch": 0.5, "seconds": 0.5}.get(unit, max(abs(high) * 0.1, 1e-12))
+        margin = {"step": 0.5, "seconds": 0.5}.get(unit, max(abs(high) * 0.1, 1e-12))
         low, high = (0.0, high or 1.0) if from_zero else (low - margin, high + margin)
     step = _step((high - low) / most, unit)
     if not tight:  # a little air; the outermost marks may lie within
@@ -145,7 +145,7 @@ def _step(span: float, unit: Unit) -> float:
         )
     size = 10.0 ** math.floor(math.log10(span))
     step = next(size * step for step in (1, 2, 5, 10) if size * step >= span * (1 - 1e-9))
-    return max(step, 1.0) if unit == "epoch" else step
+    return max(step, 1.0) if unit == "step" else step
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:

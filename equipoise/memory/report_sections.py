@@ -7,7 +7,7 @@ from itertools import cycle
 
 from equipoise.memory.devices import DeviceInfo, format_bytes
 from equipoise.memory.records import CATEGORIES, Composition, Holder, MemoryPoint
-from equipoise.memory.report_charts import Line, Mark, line_chart
+from equipoise.memory.report_charts import Boundary, Line, Mark, line_chart
 from equipoise.memory.report_html import Markup, join, tag
 from equipoise.memory.report_pipeline import pipeline_chart
 from equipoise.memory.report_scales import Point, format_count, format_span
@@ -28,6 +28,7 @@ __all__ = [
 _PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
 _POINTS = 1000  # of a line; fewer where there are many lines:
 _ALL_POINTS = 9_000  # of the lines of a section
+_MOST_EPOCHS = 5  # of which the end is marked
 _MOST_CHARTS, _MOST_MAPS, _MOST_EVENTS, _MOST_MARKS, _LARGEST = 24, 8, 200, 40, 10
 
 
@@ -43,20 +44,45 @@ def _hint(*content: object) -> Markup:
 # Curves.
 
 
-def curves_section(curves: Mapping[str, Mapping[str, Mapping[float, float]]]) -> Markup:
-    """A figure for everything that was measured."""
+def curves_section(
+    curves: Mapping[str, Mapping[str, Mapping[float, float]]], epoch_ends: Mapping[int, int] | None = None
+) -> Markup:
+    """A figure for everything that was measured, by steps; with the ends of some epochs."""
     shown = {name: members for name, members in curves.items() if any(members.values())}
     if not shown:
-        return _section("Learning curves", _hint("Nothing was logged for a whole epoch or a validation yet."))
+        return _section("Learning curves", _hint("Nothing was logged yet."))
     chosen = list(shown.items())[:_MOST_CHARTS]
     lines = sum(len(members) for _, members in chosen)
     most = max(20, min(_POINTS, _ALL_POINTS // lines))
-    figures = [_family(name, members, most) for name, members in chosen]
-    note = "by epoch" + (f"; {len(chosen)} of {len(shown)} shown" if len(shown) > len(chosen) else "")
+    boundaries = _epoch_boundaries(epoch_ends or {})
+    steps = [step for _, members in chosen for curve in members.values() for step in curve]
+    # All figures have one axis across, so that what happened at one step stands at one place.
+    span = (min(steps), max(steps))
+    figures = [_family(name, members, most, boundaries, span) for name, members in chosen]
+    note = "by step" + (f"; {len(chosen)} of {len(shown)} shown" if len(shown) > len(chosen) else "")
     return _section("Learning curves", tag("div", *figures, class_="charts"), note=note)
 
 
-def _family(name: str, members: Mapping[str, Mapping[float, float]], most: int) -> Markup:
+def _epoch_boundaries(epoch_ends: Mapping[int, int]) -> list[Boundary]:
+    """The ends of epochs, as many as there is room for, at round numbers of epochs."""
+    if not epoch_ends:
+        return []
+    last = max(epoch_ends)
+    every = next(
+        size * 10**power for power in range(20) for size in (1, 2, 5) if last <= _MOST_EPOCHS * size * 10**power
+    )
+    return [
+        Boundary(x=step, text=f"epoch {epoch:,}") for epoch, step in sorted(epoch_ends.items()) if epoch % every == 0
+    ]
+
+
+def _family(
+    name: str,
+    members: Mapping[str, Mapping[float, float]],
+    most: int,
+    boundaries: Sequence[Boundary],
+    span: tuple[float, float],
+) -> Markup:
     spare = cycle(f"s{number}" for number in range(6))
     lines = []
     # Training lies below: where the two meet, validation is what one looks for.
@@ -66,7 +92,16 @@ def _family(name: str, members: Mapping[str, Mapping[float, float]], most: int) 
             style = where if where in ("train", "val") else "val" if alone else next(spare)
             points = sorted(curve.items())
             lines.append(Line(label=where or name, style=style, points=points, value=format_count(points[-1][1])))
-    return line_chart(name, lines, x="epoch", y="number", log="loss" in name.lower(), most_points=most)
+    return line_chart(
+        name,
+        lines,
+        x="step",
+        y="number",
+        boundaries=boundaries,
+        span=span,
+        log="loss" in name.lower(),
+        most_points=most,
+    )
 
 
 # What is told over time.

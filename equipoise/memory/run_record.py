@@ -94,7 +94,8 @@ class RunRecord:
         outcome: "running", "finished", "interrupted" or "failed".
         error: The traceback of a run that failed.
         facts: What a reader wants to know first: names and values.
-        curves: For everything that was measured, and for each place where it was ("train", "val"), values by epochs.
+        curves: For everything that was measured, and for each place where it was ("train", "val"), values by steps.
+        epoch_ends: The last step of each epoch, by epochs done. Default: none is marked.
         throughput: How fast the run was over time: seconds since it began, and so many per second.
         throughput_unit: What was counted. Default: "samples per second".
         memory: Readings of memory, in the order of time.
@@ -112,6 +113,7 @@ class RunRecord:
     error: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     curves: Mapping[str, Mapping[str, Mapping[float, float]]] = field(default_factory=dict)
+    epoch_ends: Mapping[int, int] = field(default_factory=dict)
     throughput: Sequence[tuple[float, float]] = ()
     throughput_unit: str = "samples per second"
     memory: Sequence[MemoryPoint] = ()

@@ -28,7 +28,7 @@ class AfterBatch:
         self.steps = loop.progress.steps(automatic=loop.context.module.automatic_optimization)
         trainer = loop.trainer
         self.log_every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
-        self.writes = bool(trainer.loggers) and self.log_every > 0
+        self.writes = bool(trainer.loggers or trainer.metric_listeners) and self.log_every > 0
         self.validates = loop.validates_in_epoch()
 
     def __call__(self, index: int, last: bool, ends: bool, *, write: bool = True, validate: bool = True) -> bool:
@@ -38,7 +38,7 @@ class AfterBatch:
             index: The batch's index.
             last: Whether it ended an accumulation window.
             ends: Whether it is the epoch's last.
-            write: Whether values of the step go to the loggers.
+            write: Whether values of the step go to the loggers and listeners.
             validate: Whether validation may follow.
         """
         trainer, progress = self.trainer, self.progress

@@ -27,6 +27,7 @@ from equipoise.trainer.evaluation_loop import EvaluationLoop
 from equipoise.trainer.fit_loop import FitLoop
 from equipoise.trainer.lightning_view import LightningNames, precision_plugin
 from equipoise.trainer.limits import Limits
+from equipoise.trainer.logger_output import LoggerOutput
 from equipoise.trainer.logs import Logs
 from equipoise.trainer.prediction_loop import PredictionLoop
 from equipoise.trainer.progress import FitProgress
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["PublicState"]
 
 
-class PublicState(Stages, Limits, LightningNames):
+class PublicState(Stages, Limits, LoggerOutput, LightningNames):
     """The state of a trainer.
 
     Attributes:
@@ -89,7 +90,14 @@ class PublicState(Stages, Limits, LightningNames):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the present run; on its way to another process."""
-        return {**vars(self), "_context": None, "_wrapped": [], "optimizers": [], "lr_scheduler_configs": []}
+        of_this_process: dict[str, Any] = {
+            "_context": None,
+            "_wrapped": [],
+            "optimizers": [],
+            "lr_scheduler_configs": [],
+            "metric_listeners": [],
+        }
+        return {**vars(self), **of_this_process}
 
     def begin_run(self, context: Context) -> None:
         """Takes the parts of a new run; loaders of earlier ones are forgotten."""
@@ -290,27 +298,6 @@ class PublicState(Stages, Limits, LightningNames):
     def progress_bar_values(self) -> dict[str, Tensor]:
         """The same, not read from the devices: for a progress bar that never waits for one."""
         return self.logs.progress_bar_metrics
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Hands values to the loggers.
-
-        Args:
-            metrics: Values by name.
-            step: Where they stand on the x-axis. None: the value named "step" if there is one, else the number of
-                steps.
-        """
-        if not self.loggers or not metrics:
-            return
-        self.logs.logged_metrics.update(metrics)
-        scalars = to_scalars(metrics)
-        if step is None:
-            step = scalars.pop("step", None)
-            if step is None:
-                scalars.setdefault("epoch", self.current_epoch)
-                step = self.progress.batches_that_stepped
-        for logger in self.loggers:
-            logger.log_metrics(metrics=scalars, step=int(step))
-            logger.save()
 
     # Files.
 

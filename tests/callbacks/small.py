@@ -18,7 +18,7 @@ LIGHTNINGS_OWN_WARNINGS = [
         "The '.*' does not have many workers",
         "You're resuming from a checkpoint that ended before the epoch ended",
         "You defined a `validation_step` but have no `val_dataloader`",
-        "Small has a `validation_step`, but there is no validation loader",
+        ".* has a `validation_step`, but there is no validation loader",
         "It is recommended to use `self.log.*sync_dist=True",
         "Your `IterableDataset` has `__len__` defined",
         "The number of training batches .* is smaller than the logging interval",

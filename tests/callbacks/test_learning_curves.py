@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from equipoise.callbacks.learning_curves import draw_curves, split_name
+from equipoise.callbacks.learning_curves import draw_curves, group_curves, split_name
 
 TRAIN, VAL = "#8a94a6", "#1f6fb2"
 
@@ -41,6 +41,12 @@ def test_a_name_says_what_and_where(name: str, family: str, where: str):
     assert split_name(name) == (family, where)
 
 
+def test_values_of_steps_and_of_epochs_are_told_apart():
+    curves = {"train_loss_step": {0: 0.9, 1: 0.5}, "train_loss": {1: 0.7}, "val_loss": {1: 1.0}}
+    assert list(group_curves(curves)["loss"]) == ["train", "train (epoch)", "val"]
+    assert list(group_curves({"acc": {1: 0.5}, "acc_step": {1: 0.5}})["accuracy"]) == ["(epoch)", ""]
+
+
 class TestPicture:
     def test_training_and_validation_share_an_axis(self, tmp_path: Path):
         path = tmp_path / "new" / "folder" / "curves.png"
@@ -48,6 +54,16 @@ class TestPicture:
         assert has_colour(path, TRAIN)
         assert has_colour(path, VAL)
         assert (imread(path)[0, 0, :3] == 1).all(), "the ground is white"
+
+    def test_the_ends_of_epochs_are_marked(self, tmp_path: Path):
+        curve = {float(step): 0.5 for step in range(1000)}
+        pictures = []
+        for epoch_ends in ({}, {1: 499, 2: 999}, {epoch: 10 * epoch - 1 for epoch in range(1, 101)}):
+            draw_curves({"val_loss": curve}, tmp_path / "curves.png", epoch_ends=epoch_ends)
+            pictures.append(imread(tmp_path / "curves.png"))
+        plain, two, hundred = pictures
+        assert (plain != two).any()
+        assert (two != hundred).any()
 
     def test_every_family_has_an_axis(self, tmp_path: Path):
         widths = []

@@ -32,7 +32,6 @@ pytestmark = [
         for message in (
             "Experiment logs directory .* exists",
             "An epoch has .* batches",
-            "Tight has a `validation_step`",
         )
     ),
 ]
@@ -100,9 +99,9 @@ class TestFit:
         assert told["precision"] == "32-true"
         assert told["peak memory, cpu"].endswith("iB")
         assert curves(document) == {
-            ("loss", "loss"): ([1, 2], [3, 7]),
-            ("loss", "val"): ([1, 2], [10, 11]),
-            ("late", "late"): ([1, 2], [100, 101]),
+            ("loss", "loss"): ([3, 7], [3, 7]),
+            ("loss", "val"): ([3, 7], [10, 11]),
+            ("late", "late"): ([3, 7], [100, 101]),
         }
         (line,) = sections(document)["Throughput"].all("g", "line")
         assert set(line.attributes["data-y"].split()) == {"16"}
@@ -134,7 +133,20 @@ class TestFit:
             )
         alone, beside = (curves(read(next(Path(str(index)).rglob("report.html")).parent)) for index in range(2))
         assert alone == beside
-        assert alone["loss", "val"][0] == [0.5, 1, 1.5, 2]
+        assert alone["loss", "val"][0] == [1, 3, 5, 7]
+
+    def test_a_fit_of_one_epoch_has_its_curves_by_step(self):
+        fit(equipoise.Trainer, Small(), loader(10), loader(1), max_epochs=1, log_every_n_steps=3)
+        document = read()
+        drawn = curves(document)
+        assert drawn["loss", "loss"] == ([2, 5, 8], [2, 5, 8])
+        assert drawn["loss", "val"] == ([9], [10])
+        section = sections(document)["Learning curves"]
+        assert "by step" in section.one("h2").text
+        for figure in section.all("figure"):
+            (epoch,) = figure.all("g", "boundary")
+            assert epoch.one("text").text == "epoch 1"
+            assert epoch.one("line").attributes["x1"] == "100.00%"
 
     def test_curves_are_recorded_once(self):
         summary, report = RunSummary(curves=False, table=False), RunReport()
@@ -230,8 +242,20 @@ class TestBroken:
         error = sections(document)["What went wrong"]
         assert error.one("p", "cause").text == "ValueError: <script>alert(1)</script>"
         assert "in training_step" in error.one("pre").text
-        assert curves(document)["loss", "val"] == ([1], [10])
+        assert curves(document)["loss", "val"] == ([2], [10])
         assert facts(document)["steps"] == "3"
+
+    def test_the_last_values_before_a_failure_are_shown(self):
+        class Fails(Small):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                if self.global_step == 7:
+                    raise ValueError("stop")
+                return loss
+
+        with pytest.raises(ValueError, match="stop"):
+            fit(equipoise.Trainer, Fails(), loader(10), loader(1), log_every_n_steps=3)
+        assert curves(read())["loss", "loss"] == ([2, 5, 7], [2, 5, 7])
 
     @BOTH
     def test_an_interrupt_is_no_failure(self, cls: type):
@@ -290,8 +314,8 @@ class TestGoingOn:
         resumed = trainer(cls, callbacks=callbacks(), max_epochs=3, **options)
         resumed.fit(Small(), loader(4), loader(1), ckpt_path=tmp_path / "last.ckpt")
         document = read()
-        assert curves(document)["loss", "val"] == ([1, 2, 3], [10, 11, 12])
-        assert curves(document)["late", "late"] == ([1, 2, 3], [100, 101, 102])
+        assert curves(document)["loss", "val"] == ([3, 7, 11], [10, 11, 12])
+        assert curves(document)["late", "late"] == ([3, 7, 11], [100, 101, 102])
         (row,) = sections(document)["Events"].one("tbody").all("tr")
         assert [cell.text for cell in row.all("td")] == ["0 s", "8", "resumed", "Went on from last.ckpt."]
 
@@ -301,7 +325,7 @@ class TestGoingOn:
         run.max_epochs = 4
         run.fit(module, loader(3))
         document = read()
-        assert curves(document)["late", "late"] == ([1, 2, 3, 4], [100, 101, 102, 103])
+        assert curves(document)["late", "late"] == ([2, 5, 8, 11], [100, 101, 102, 103])
         assert facts(document)["time in training"] == "12 s"
 
     def test_state_survives_pickle_and_deepcopy(self):
@@ -445,9 +469,14 @@ class TestTwoProcesses:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            log_every_n_steps=1,
         )
-        run.fit(Small(), loader(6, batch_size=2))
+        run.fit(LogsMeans(), loader(6, batch_size=2))
         document = read()
+        # The mean over both processes, which all of them compute though only the first one records it.
+        steps, values = curves(document)["rank", "rank"]
+        assert steps == [float(step) for step in range(run.global_step)]
+        assert set(values) == {0.5}
         assert facts(document)["strategy"] == "ddp, 2 processes"
         assert "of the first process" not in document.text
         assert [row.all("td")[0].text for row in sections(document)["Devices"].one("tbody").all("tr")] == ["cpu"]
@@ -471,6 +500,14 @@ class TestTwoProcesses:
         assert "failed" in document.one("header").text
         assert sections(document)["What went wrong"].one("p", "cause").text == "ValueError: stop here"
         assert not list(Path().glob(".report*"))
+
+
+class LogsMeans(Small):
+    """Logs the number of the process, as the mean over processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("rank", float(self.trainer.global_rank), sync_dist=True)
+        return super().training_step(batch, batch_idx)
 
 
 class FailsIn(Small):

@@ -15,6 +15,7 @@ from equipoise.memory import report
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import CATEGORIES, Composition, Holder, MemoryPoint
 from equipoise.memory.report import render_report, write_report
+from equipoise.memory.report_sections import curves_section
 from equipoise.memory.run_record import PipelineStep, RunEvent, RunRecord, StageSpan
 
 from .report_parsing import Element, parse
@@ -73,6 +74,20 @@ def rich(name: str = "net") -> dict[str, Any]:
         "outcome": "failed",
         "error": f"Traceback\n{name}",
     }
+
+
+class TestCurves:
+    def test_of_many_epochs_the_ends_of_some_are_marked(self):
+        section = parse(curves_section({"loss": {"val": {0: 1.0, 999: 0.5}}}, {n: 10 * n - 1 for n in range(1, 101)}))
+        marked = [boundary.one("text").text for boundary in section.all("g", "boundary")]
+        assert marked == ["epoch 20", "epoch 40", "epoch 60", "epoch 80", "epoch 100"]
+
+    def test_one_step_is_at_one_place_in_all_figures(self):
+        curves = {"loss": {"train": {0: 1.0, 99: 0.5}}, "accuracy": {"val": {49: 0.5}}}
+        pictures = parse(curves_section(curves, {1: 49})).all("svg", "plot")
+        assert {(picture.attributes["data-low"], picture.attributes["data-high"]) for picture in pictures} == {
+            ("0", "99")
+        }
 
 
 class TestPage:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from equipoise.memory.report_charts import Line, Mark, line_chart
+from equipoise.memory.report_charts import Boundary, Line, Mark, line_chart
 from equipoise.memory.report_scales import format_count, format_span, format_value, make_scale, thin
 
 from .report_parsing import Element, parse
@@ -38,7 +38,7 @@ class TestThin:
 
 
 class TestScale:
-    @pytest.mark.parametrize("unit", ["number", "bytes", "seconds", "epoch"])
+    @pytest.mark.parametrize("unit", ["number", "bytes", "seconds", "step"])
     def test_every_value_has_its_place_and_marks_are_few(self, unit: str):
         seed = random.randrange(2**32)
         print("seed", seed)
@@ -59,7 +59,7 @@ class TestScale:
         assert make_scale([0, 9.7], "number").ticks == (0, 2, 4, 6, 8, 10)
         assert make_scale([0, 5 * 2**30], "bytes", from_zero=True).ticks == tuple(i * 2**30 for i in range(6))
         assert make_scale([0, 5400], "seconds", tight=True, most=6).ticks == tuple(900.0 * i for i in range(7))
-        assert make_scale([1, 3], "epoch", tight=True).ticks == (1, 2, 3)
+        assert make_scale([1, 3], "step", tight=True).ticks == (1, 2, 3)
 
     def test_a_wide_range_of_losses_is_logarithmic(self):
         scale = make_scale([0.002, 3.0], "number", log=True)
@@ -129,6 +129,21 @@ class TestFigure:
         mark = chart.one("g", "mark")
         assert mark.one("line").attributes["x1"] == "25.00%"
         assert mark.one("title").text == "<grew>"
+
+    def test_boundaries_stand_where_a_part_ends_and_have_a_row_of_words(self):
+        plain = figure((0, 0), (100, 1)).one("svg", "plot")
+        inside = Boundary(x=25, text="epoch <1>")
+        chart = figure((0, 0), (100, 1), boundaries=[inside, Boundary(x=101, text="epoch 2")])
+        (drawn,) = chart.all("g", "boundary")
+        assert drawn.one("line").attributes["x1"] == "25.00%"
+        assert drawn.one("text").text == "epoch <1>"
+        picture = chart.one("svg", "plot")
+        assert int(picture.attributes["height"]) > int(plain.attributes["height"])
+        assert picture.attributes["data-bottom"] == plain.attributes["data-bottom"] == "200"
+
+    def test_steps_keep_all_their_digits(self):
+        line = figure((999_998, 0), (999_999, 1), x="step").one("g", "line")
+        assert line.attributes["data-x"] == "999998 999999"
 
     def test_points_without_an_x_are_left_out(self):
         assert "data-x" in figure((math.nan, 1), (1, 2)).one("g", "line").attributes
