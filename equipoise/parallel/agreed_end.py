@@ -17,7 +17,10 @@ from equipoise.parallel.process_group import group_store
 
 __all__ = ["agree_to_end"]
 
-_ALONE_AFTER = 10.0  # seconds after which a process ends without the others, which no signal has reached
+# After both a process ends without the others, which no signal has reached. One window is what rank 0 may be behind,
+# another what it may have missed of the others' notes, and the third is for a signal that comes a moment later.
+_ALONE_AFTER = 10.0  # seconds
+_ALONE_AFTER_WINDOWS = 3
 _END = "end/batch"
 
 
@@ -38,14 +41,16 @@ def agree_to_end(rank: int, size: int, device: torch.device, batch: int, window:
         torch.cuda.synchronize(device)  # exchanges that were only queued do not hold this process back
     signalled = [f"end/signalled/{each}" for each in range(size)]
     if not store.check([signalled[rank]]):
-        store.set(signalled[rank], str(time.monotonic()))
+        store.set(signalled[rank], f"{time.monotonic()} {batch}")
     if rank == 0 and not store.check([_END]) and store.check(signalled):
         store.set(_END, str(batch + 2 * window))
     if store.check([_END]):
         return batch >= int(store.get(_END))
-    return _waited(store, signalled[rank]) > _ALONE_AFTER
+    seconds, batches = _passed(store, signalled[rank], batch)
+    return seconds > _ALONE_AFTER and batches > _ALONE_AFTER_WINDOWS * window
 
 
-def _waited(store: Store, key: str) -> float:
-    """Return the seconds since this process was signalled."""
-    return time.monotonic() - float(store.get(key))
+def _passed(store: Store, key: str, batch: int) -> tuple[float, int]:
+    """Return the seconds and the batches since this process was signalled."""
+    moment, first = store.get(key).split()
+    return time.monotonic() - float(moment), batch - int(first)
