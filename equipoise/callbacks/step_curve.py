@@ -43,7 +43,7 @@ class StepCurve:
         bucket[step] = value
         if len(bucket) > 2:
             self._buckets[number] = _thin(bucket)
-        if len(self._buckets) > _MOST_BUCKETS:
+        while len(self._buckets) > _MOST_BUCKETS:
             self._widen()
 
     def points(self) -> dict[int, float]:

@@ -3,9 +3,11 @@
 import math
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.callbacks import step_curve
 from equipoise.callbacks.step_curve import StepCurve
 
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
@@ -18,11 +20,14 @@ def filled(values: dict[int, float]) -> StepCurve:
     return curve
 
 
-@given(st.dictionaries(st.integers(0, 10**6), numbers, min_size=1, max_size=600).map(lambda d: dict(sorted(d.items()))))
-def test_extremes_and_the_last_value_stay(values: dict[int, float]):
-    kept = filled(values).points()
+@given(st.dictionaries(st.integers(0, 200), numbers, min_size=1), st.integers(1, 6))
+def test_extremes_and_the_last_value_stay(unordered: dict[int, float], most_buckets: int):
+    values = dict(sorted(unordered.items()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_curve, "_MOST_BUCKETS", most_buckets)
+        kept = filled(values).points()
     assert list(kept) == sorted(kept)
-    assert len(kept) <= 1024
+    assert len(kept) <= 4 * most_buckets
     assert all(math.isnan(value) == math.isnan(values[step]) for step, value in kept.items())
     assert all(value == values[step] for step, value in kept.items() if not math.isnan(value))
     assert max(values) in kept
