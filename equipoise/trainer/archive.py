@@ -111,9 +111,11 @@ class _ArchiveReader:
             raise CheckpointError(f"its byte order is {order!r}")
         return order
 
-    def _storage(self, identifier: Any) -> Storage:
+    def _storage(self, identifier: Any) -> Storage | StandIn:
         """Return the storage that a pickle names by kind, type, key, device and number of elements."""
         kind, dtype, key, _, count = identifier
+        if kind == "storage" and isinstance(dtype, StandIn):
+            return dtype  # of quantised tensors
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or type(count) is not int:
             raise CheckpointError("it names a storage in a way that is not allowed")
         if key not in self.storages:

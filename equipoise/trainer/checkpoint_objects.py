@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 
+from equipoise.errors import CheckpointError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.safe_pickle import load_pickle
 from equipoise.trainer.stand_in import stand_ins_in
@@ -39,7 +40,14 @@ def warn_of_objects_written(trainer: "Trainer", checkpoint: dict[str, Any]) -> N
     if trainer.objects_were_reported:
         return
     trainer.objects_were_reported = True
-    objects = _objects_in({key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS})
+    try:
+        objects = _objects_in({key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS})
+    except CheckpointError as error:
+        rank_zero_warn(
+            f"The checkpoints of this run can be read with weights_only=False alone: {error}. Save plain data, such as"
+            " tensors, in place of what causes this."
+        )
+        return
     if objects:
         rank_zero_warn(
             f"The checkpoints of this run hold objects that are no plain data: {_listed(objects)}. They are"
@@ -80,11 +88,20 @@ class _WithoutTensors(pickle.Pickler):
 
 
 def _objects_in(checkpoint: dict[str, Any]) -> dict[str, str]:
-    """Return where the objects are that are not created when a checkpoint is read, and their classes."""
+    """Return where the objects are that are not created when a checkpoint is read, and their classes.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
     file = io.BytesIO()
     try:
         _WithoutTensors(file, protocol=2).dump(checkpoint)
     except Exception:
         return {}  # writing it will say why
     file.seek(0)
-    return stand_ins_in(load_pickle(file, lambda identifier: None))
+    try:
+        return stand_ins_in(load_pickle(file, lambda identifier: None))
+    except CheckpointError:
+        raise
+    except Exception:
+        return {}  # a class that the user allows may need its tensors

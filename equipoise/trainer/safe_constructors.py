@@ -8,8 +8,6 @@ import collections
 import pathlib
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,13 +16,12 @@ from equipoise.errors import CheckpointError
 from equipoise.trainer.stand_in import StandIn
 from equipoise.trainer.tensor_formats import REBUILD
 
-__all__ = ["CONSTRUCTORS", "VALUES", "check_key", "numpy_constructors", "numpy_values", "set_numpy_state"]
+__all__ = ["CONSTRUCTORS", "VALUES", "check_key"]
 
 _PATHS = [getattr(pathlib, f"{pure}{kind}Path") for pure in ("", "Pure") for kind in ("", "Posix", "Windows")]
 _BUILTINS = [bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple]
 _CONTAINERS = [collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque]
-_NUMPY_KINDS = "biufcmMSU"
-_MOST_PARTS_OF_A_KEY = 10_000
+_MOST_PARTS_OF_A_KEY = 1_000
 
 
 def check_key(key: Any) -> None:
@@ -128,75 +125,6 @@ def _layout(name: str) -> torch.layout:
     if not isinstance(layout, torch.layout):
         raise CheckpointError(f"{name!r} is no layout of tensors")
     return layout
-
-
-# Numpy
-
-
-def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
-    numpy = import_module("numpy")
-    if kind is not numpy.ndarray:
-        raise CheckpointError(f"an array is of the class {kind!r}")
-    return numpy.empty(0, "u1")
-
-
-def _dtype(code: str, align: bool = False, copy: bool = False) -> Any:
-    dtype = import_module("numpy").dtype(str(code))
-    if dtype.kind not in _NUMPY_KINDS:
-        raise CheckpointError(f"an array has items of the type {code!r}")
-    return dtype
-
-
-def _scalar(dtype: Any, content: bytes) -> Any:
-    numpy = import_module("numpy")
-    if not isinstance(dtype, numpy.dtype) or dtype.kind not in _NUMPY_KINDS or len(content) != dtype.itemsize:
-        raise CheckpointError(f"a number of numpy is {content!r} of type {dtype!r}")
-    return numpy.ndarray((1,), dtype, content)[0]
-
-
-def set_numpy_state(value: Any, state: Any) -> None:
-    """Set the state of an array or a dtype that a file has made.
-
-    Args:
-        value: The array, still empty, or the dtype.
-        state: A tuple, as numpy writes it.
-
-    Raises:
-        CheckpointError: If it is not such a tuple.
-    """
-    numpy = import_module("numpy")
-    if isinstance(value, numpy.dtype):
-        if state[1] not in ("<", "|", "=") or any(part is not None for part in state[2:5]):
-            raise CheckpointError("an array has fields, or the byte order of another machine")
-        return
-    _, shape, dtype, in_columns, content = state
-    sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or not isinstance(dtype, numpy.dtype) or dtype.kind not in _NUMPY_KINDS:
-        raise CheckpointError(f"an array has the shape {shape!r} and the type {dtype!r}")
-    if type(in_columns) is not bool or type(content) is not bytes:
-        raise CheckpointError("the content of an array is damaged")
-    value.__setstate__((1, shape, dtype, in_columns, content))  # numpy compares the sizes
-
-
-def numpy_values() -> dict[str, Any]:
-    """Return the names of numpy that a checkpoint may use; empty if numpy is not installed."""
-    try:
-        numpy = import_module("numpy")
-    except ModuleNotFoundError:
-        return {}
-    values = {"numpy.ndarray": numpy.ndarray, "numpy.dtype": numpy.dtype}
-    for core in ("numpy.core", "numpy._core"):
-        values[f"{core}.multiarray._reconstruct"] = _empty_array
-        values[f"{core}.multiarray.scalar"] = _scalar
-    return values
-
-
-@cache
-def numpy_constructors() -> dict[int, Callable[..., Any]]:
-    """Return what a call of numpy's names calls, by identity."""
-    functions: dict[int, Callable[..., Any]] = {id(_empty_array): _empty_array, id(_scalar): _scalar}
-    values = numpy_values()
-    return {**functions, id(values["numpy.dtype"]): _dtype} if values else {}
 
 
 # Tables

@@ -15,13 +15,8 @@ from typing import Any
 import torch
 
 from equipoise.errors import CheckpointError
-from equipoise.trainer.safe_constructors import (
-    CONSTRUCTORS,
-    VALUES,
-    numpy_constructors,
-    numpy_values,
-    set_numpy_state,
-)
+from equipoise.trainer.safe_arrays import numpy_constructors, numpy_values, set_numpy_state
+from equipoise.trainer.safe_constructors import CONSTRUCTORS, VALUES
 from equipoise.trainer.stand_in import StandIn
 from equipoise.trainer.tensor_formats import STORAGE_TYPES
 

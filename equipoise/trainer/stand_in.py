@@ -4,11 +4,17 @@ A stand-in keeps the name of the class and nothing else. It can be kept, copied 
 error that says how to get the object itself.
 """
 
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
 
 from equipoise.errors import CheckpointError
 
 __all__ = ["StandIn", "class_in_place_of", "stand_ins_in"]
+
+# A file may nest its objects as deeply, and in as many places, as it likes.
+_MOST_FOUND = 1000
+_MOST_KEYS = 20
+_LONGEST_KEY = 200
 
 # Operators that Python looks up on the class, so `__getattr__` does not see them.
 _CONVERSIONS = ("abs", "bool", "bytes", "complex", "float", "index", "int", "invert", "neg", "pos")
@@ -98,16 +104,71 @@ def stand_ins_in(value: Any, path: str = "") -> dict[str, str]:
         >>> stand_ins_in({"mine": [1, StandIn("torch.nn", "ReLU")]})
         {"['mine'][1]": 'torch.nn.ReLU'}
     """
+    if isinstance(value, StandIn):
+        return {path: class_in_place_of(value)}
     found: dict[str, str] = {}
-    seen: set[int] = set()
-    waiting = [(path, value)]
-    for place, item in waiting:  # the list grows
-        if isinstance(item, StandIn):
-            found[place] = class_in_place_of(item)
-            continue
-        if not isinstance(item, dict | list | tuple | set | frozenset) or id(item) in seen:
-            continue
-        seen.add(id(item))  # a container may hold itself, or one container many times
-        children = item.items() if isinstance(item, dict) else enumerate(item)
-        waiting += [(f"{place}[{key!r}]", child) for key, child in children]
+    seen = {id(value)}  # a container may hold itself, or one container many times
+    containers = [_Container(value, None, None)]
+    for container in containers:  # the list grows
+        for key, child in _items_of(container.value):
+            if isinstance(child, StandIn):
+                found[path + _place_in(container, key)] = class_in_place_of(child)
+                if len(found) == _MOST_FOUND:
+                    return found
+            elif _is_container(child) and id(child) not in seen:
+                seen.add(id(child))
+                containers.append(_Container(child, container, key))
     return found
+
+
+class _Container(NamedTuple):
+    """A container that is searched.
+
+    Attributes:
+        value: It.
+        parent: The one that holds it; None: the whole.
+        key: Where it is in there.
+    """
+
+    value: Any
+    parent: "_Container | None"
+    key: Any
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple | set | frozenset) or _is_array_of_objects(value)
+
+
+def _is_array_of_objects(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", None) == "O"
+
+
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    if _is_array_of_objects(value):
+        return enumerate(value.flat)
+    return enumerate(value) if _is_container(value) else ()
+
+
+def _place_in(container: _Container, key: Any) -> str:
+    """Return the keys that lead to an item, without the first of very many."""
+    keys = [key]
+    above: _Container | None = container
+    while above is not None and above.parent is not None:
+        if len(keys) == _MOST_KEYS:
+            keys.append(...)
+            break
+        keys.append(above.key)
+        above = above.parent
+    return "".join(f"[{_shown(each)}]" for each in reversed(keys))
+
+
+def _shown(key: Any) -> str:
+    """Return a key as a program writes it, if that is short for certain."""
+    if isinstance(key, str | bytes) and len(key) > _LONGEST_KEY:
+        return f"{key[:_LONGEST_KEY]!r}..."
+    simple = key is None or key is ... or isinstance(key, str | bytes | float)
+    if simple or (isinstance(key, int) and key.bit_length() < 64):
+        return repr(key)
+    return f"a {type(key).__name__}"

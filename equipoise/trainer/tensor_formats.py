@@ -109,6 +109,8 @@ def _finished(tensor: Tensor, requires_grad: bool, metadata: dict[str, bool] | N
     if metadata is not None and metadata.get("conj"):
         tensor = tensor.conj()
     if metadata is not None and metadata.get("neg"):
+        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():  # its elements repeat
+            raise CheckpointError(f"a negated tensor of shape {tuple(tensor.shape)} is larger than its storage")
         tensor = torch.neg(tensor)
     return tensor.requires_grad_(bool(requires_grad))
 
