@@ -35,6 +35,7 @@ import torch
 
 from equipoise.parallel import log_forwarding
 from equipoise.parallel.authentication import new_key, use_key
+from equipoise.parallel.main_script import hidden, main_script
 from equipoise.parallel.place import slurm_job
 from equipoise.parallel.preloading import preload, preloaded_modules
 from equipoise.parallel.surroundings import Surroundings
@@ -46,7 +47,6 @@ __all__ = ["launch"]
 T = TypeVar("T")
 
 preload(__name__)
-_HIDING = threading.Lock()  # one thread's workers must not start while another shows the script again
 _GATHERING = 1.0  # seconds in which the causes of a failure are gathered
 _ANSWERING = 10.0  # seconds in which a hung process begins to tell where it is, on a busy machine as well
 _EXIT_CODES = {255: " The server that starts processes may have been ended, or cannot tell how the process ended."}
@@ -77,10 +77,11 @@ def launch(
     key = new_key()
     workers: list[_Worker] = []
     try:
-        layout = package.pack((function, is_consequence, sys.path, Surroundings(), list(known), DEFINITIONS))
+        of_process = (sys.path, Surroundings(), main_script())
+        layout = package.pack((function, is_consequence, *of_process, list(known), DEFINITIONS))
         context = get_context("forkserver")
         context.set_forkserver_preload(preloaded_modules())
-        with _hidden_main():
+        with hidden():
             for rank in range(count):
                 workers.append(_Worker.start(context, rank, count, package, layout, answer, key))
         return answer.unpack(_supervise(workers), known)  # type: ignore[no-any-return]
@@ -89,21 +90,6 @@ def launch(
             worker.end()
         package.close()
         answer.close()
-
-
-@contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Keeps multiprocessing from importing the user's script in the workers, where it would run once more."""
-    main = sys.modules["__main__"]
-    with _HIDING:
-        file, spec = vars(main).pop("__file__", None), main.__spec__
-        main.__spec__ = None
-        try:
-            yield
-        finally:
-            main.__spec__ = spec
-            if file is not None:
-                main.__file__ = file
 
 
 # The parent's side.
@@ -287,10 +273,11 @@ def _enter(options: _Options, package: Package, answer: Package, stack: Connecti
         set_start_method(options.start_method, force=True)  # loaders start their workers as they do in the parent
         if rank == 0:
             log_forwarding.install(send, options.levels)
-        function, is_consequence, path, surroundings, known, definitions = package.unpack(options.layout)
+        function, is_consequence, path, surroundings, script, known, definitions = package.unpack(options.layout)
         package.close()
         # What a loader's worker sends to this one names classes of the script by their place in `__main__`.
         define(definitions)
+        script.show()
         sys.path[:] = path
         surroundings.restore()
         value = function(rank)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 BATCHES = """
 import sys
@@ -41,20 +42,26 @@ class Module(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-for bad in (-1, 5):
+def main(bad):
     trainer = Trainer(strategy=DDPStrategy(timeout=60.0), devices=2, accelerator="cpu", max_epochs=1, logger=False,
                       enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     try:
-        trainer.fit(Module(), DataLoader(Data(bad), batch_size=2, num_workers=1, collate_fn=collate))
+        loader = DataLoader(Data(bad), batch_size=2, num_workers=1, collate_fn=collate, multiprocessing_context=METHOD)
+        trainer.fit(Module(), loader)
         print("steps", trainer.global_step)
     except Outer.Planned as error:
-        print("caught", str(error).splitlines()[-1])
+        print("caught", str(error).splitlines()[-1].removeprefix("__mp_main__."))
+
 """
+UNGUARDED = "for bad in (-1, 5): main(bad)"  # forked processes do not import the script
+GUARDED = f"if __name__ == '__main__':\n    {UNGUARDED}"
 
 
-def test_classes_of_the_script_come_out_of_the_workers_of_a_loader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_classes_of_the_script_come_out_of_the_workers_of_a_loader(tmp_path: Path, method: str) -> None:
+    end = UNGUARDED if method == "fork" else GUARDED
     script = tmp_path / "script.py"
-    script.write_text(BATCHES)
+    script.write_text(BATCHES.replace("METHOD", repr(method)) + end)
     done = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=900)
     assert done.stdout.splitlines() == ["steps 2", "caught Outer.Planned: on purpose"], done.stderr
 

@@ -1,0 +1,65 @@
+"""The user's script, as multiprocessing finds it in `__main__`: by a file, or by the name of a module (`python -m`).
+
+Workers that `launch` starts do not run it again: it is hidden while they start. In them it is shown afterwards, since a
+loader that starts its own workers by "spawn" or "forkserver" lets those import it, to find the classes of its data.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from typing import NamedTuple
+
+__all__ = ["MainScript", "hidden", "main_script"]
+
+_HIDING = threading.Lock()  # one thread's workers must not start while another shows the script again
+
+
+class MainScript(NamedTuple):
+    """The script of a process.
+
+    Attributes:
+        file: Its path; None if it has none, as in a notebook.
+        module: Its full name if it was started as a module.
+    """
+
+    file: str | None
+    module: str | None
+
+    def show(self) -> None:
+        """Let multiprocessing find the script in this process, for the processes that this one starts."""
+        main = sys.modules["__main__"]
+        if self.file is not None:
+            main.__file__ = self.file
+        if self.module is not None:
+            main.__spec__ = ModuleSpec(self.module, None)
+
+
+def main_script() -> MainScript:
+    """Return the script of this process."""
+    with _HIDING:
+        main = sys.modules["__main__"]
+        return MainScript(getattr(main, "__file__", None), getattr(main.__spec__, "name", None))
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Keep multiprocessing from importing the script in processes that start meanwhile, where it would run once more.
+
+    Example:
+        >>> with hidden():
+        ...     main_is_found = hasattr(sys.modules["__main__"], "__file__")
+        >>> main_is_found
+        False
+    """
+    main = sys.modules["__main__"]
+    with _HIDING:
+        file, spec = vars(main).pop("__file__", None), main.__spec__
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
