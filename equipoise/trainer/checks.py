@@ -79,7 +79,7 @@ def check_run(context: "Context") -> None:
                 f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`."
             )
     warn_of_mistyped_hooks(context)
-    check_hook_signatures([module, *context.trainer.callbacks])
+    check_hook_signatures([module, *context.trainer.callbacks], fn)
     context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
     if fn == TrainerFn.FITTING:
         _check_fit(context)

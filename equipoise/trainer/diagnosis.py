@@ -1,5 +1,6 @@
 """What torch's errors do not say: which tensor it was."""
 
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,8 @@ def explain(error: Exception, module: nn.Module, batch: Any) -> None:
     """
     if is_out_of_memory(error):
         return
-    add_notes(error, module, batch)
+    with suppress(Exception):  # the user's `__repr__` or `__len__` may fail, and the error is what they must see
+        add_notes(error, module, batch)
     if not isinstance(error, RuntimeError) or not any(part in str(error) for part in _MESSAGES):
         return
     places = {f"parameter {name!r}": p.device for name, p in module.named_parameters()}

@@ -23,6 +23,10 @@ __all__ = ["LossWatch"]
 
 _ADVICE = " Trainer(detect_nonfinite=True) names the first module whose output is not finite."
 
+_MOST_WINDOWS = (
+    10  # accumulation windows that may be without a loss at the beginning: a few are often skipped on purpose
+)
+
 Watch = Callable[[StepResult, Any, int, bool], None]
 
 
@@ -42,6 +46,7 @@ class LossWatch:
         self._strategy = context.strategy
         self.skipped = 0
         self._has_seen_loss = False
+        self._windows_without_loss = 0
         self._has_reported = False
         self._every = max(trainer.log_every_n_steps, 1)
         self._arriving: tuple[ArrivingValue, str] | None = None  # a loss and its place
@@ -109,8 +114,11 @@ class LossWatch:
             )
 
     def _look_for_skips(self, last: bool) -> None:
-        """Report if a whole accumulation window, the first one, had no loss because the step returned none."""
+        """Report if the first windows, or all of the first epoch, had no loss because the step returned none."""
         if not last or self._has_seen_loss or self._has_reported or not self.skipped:
+            return
+        self._windows_without_loss += 1
+        if self._windows_without_loss < _MOST_WINDOWS and not self._trainer.fit_loop_state.batches_done():
             return
         self._has_seen_loss = True  # so that it is reported once
         warn(

@@ -99,3 +99,8 @@ class _Counting:
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["batch_sampler"], name)  # a loader's own `__iter__` may ask for more

@@ -1,5 +1,6 @@
 """Errors of a step, a backward, a loader and a hook say what torch leaves out."""
 
+import functools
 from typing import Any
 
 import lightning as L
@@ -199,3 +200,48 @@ def test_hooks_with_other_names_and_stars_are_taken() -> None:
     callback = Stars()
     trainer(callbacks=[callback]).fit(Net(), batches(good()))
     assert callback.calls == 2
+
+
+def test_hooks_behind_a_decorator_are_taken() -> None:
+    """The decorator takes what the hook is called with, and hands on what the hook takes."""
+
+    def without_arguments(hook: Any) -> Any:
+        @functools.wraps(hook)
+        def called(self: Any, *args: Any) -> Any:
+            return hook(self)
+
+        return called
+
+    class Counts(L.Callback):
+        count = 0
+
+        @without_arguments
+        def on_train_batch_end(self) -> None:
+            self.count += 1
+
+    callback = Counts()
+    trainer(callbacks=callback).fit(Net(), batches(good()))
+    assert callback.count == 1
+
+
+def test_hooks_that_a_run_does_not_call_are_not_looked_at() -> None:
+    class Old(L.Callback):
+        def on_predict_epoch_end(self, trainer: Any, pl_module: Any, outputs: Any) -> None: ...
+
+    run = trainer(callbacks=Old())
+    run.fit(Net(), batches(good()))
+    with pytest.raises(ConfigurationError, match=r"`Old.on_predict_epoch_end` is called with \(trainer, pl_module\)"):
+        run.predict(Net(), batches(good()[0]))
+
+
+def test_a_module_that_cannot_be_printed_does_not_hide_the_error() -> None:
+    class Unprintable(nn.Linear):
+        def __repr__(self) -> str:
+            raise ValueError("not to be seen")
+
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(features[:, :1])
+
+    module = Net()
+    module.head = Unprintable(5, 3)
+    assert notes_of(RuntimeError, module, batches(good())) == ""

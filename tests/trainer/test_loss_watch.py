@@ -191,7 +191,20 @@ def test_a_step_that_always_returns_none(strategy: str) -> None:
     assert report.startswith("`training_step` returned None for every batch so far, so nothing was trained.")
 
 
-@pytest.mark.parametrize(("skipped", "window"), [((1, 2, 3), 1), ((0, 2), 2), ((), 1)])
+def test_a_step_that_returns_none_in_a_long_epoch() -> None:
+    """The epoch's end is not waited for."""
+    at: list[int] = []
+
+    class Notes(Skips):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            at.append(batch_idx)
+
+    with pytest.raises(UserWarning, match="returned None for every batch so far"):
+        trainer().fit(Notes(*range(12)), DataLoader(torch.ones(12, 3)))
+    assert at == list(range(10))
+
+
+@pytest.mark.parametrize(("skipped", "window"), [((1, 2, 3), 1), ((0, 2), 2), ((), 1), ((0,), 1), ((0, 1), 2)])
 def test_steps_that_return_none_now_and_then(skipped: tuple[int, ...], window: int) -> None:
     assert not reports(Skips(*skipped), accumulate_grad_batches=window)
 

@@ -158,3 +158,23 @@ def test_a_packed_sequence_knows_how_many_sequences_it_holds(count: int) -> None
     assert infer_batch_size(batch) == infer_batch_size((batch, torch.zeros(count))) == count
     assert infer_batch_size((batch, torch.zeros(count + 1))) is None
     assert size_to_cut(batch) is None
+
+
+def test_a_loader_that_asks_its_batch_sampler_for_more() -> None:
+    """A pass of a derived loader begins in its own `__iter__`, during which its batch sampler is another."""
+
+    class Passes(Uneven):
+        passes = 0
+
+        def begin(self) -> None:
+            self.passes += 1
+
+    class Loader(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            self.batch_sampler.begin()  # type: ignore[union-attr]
+            return super().__iter__()
+
+    sampler = Passes()
+    counts = SampleCounts()
+    assert len(list(counts.opened(Loader(range(10), batch_sampler=sampler)))) == 4
+    assert (sampler.passes, counts.of(2)) == (1, 4)
