@@ -218,7 +218,8 @@ def _gather(workers: list[_Worker], seconds: float | None, terminated: int | Non
 def _forwarded_signals(workers: list[_Worker]) -> Iterator[int | None]:
     """Hands SIGTERM, and SIGUSR1 in a job of Slurm, on to the workers, whose trainers end after the batch.
 
-    Yields a descriptor that can be read once a SIGTERM came; None outside of the main thread, which has no handlers.
+    A handler of SIGTERM that was there is called as well. Yields a descriptor that can be read once a SIGTERM came;
+    None outside of the main thread, which has no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield None
@@ -227,14 +228,19 @@ def _forwarded_signals(workers: list[_Worker]) -> Iterator[int | None]:
     if slurm_job() is not None and not callable(signal.getsignal(signal.SIGUSR1)):
         handed_on[signal.SIGUSR1] = signal.SIGUSR2  # SIGUSR1 asks a worker where it is
     come, comes = os.pipe()
+    before = {number: signal.getsignal(number) for number in handed_on}
 
     def forward(number: int, frame: Any) -> None:
         for worker in workers:
             worker.send_signal(handed_on[signal.Signals(number)])
         if number == signal.SIGTERM:
             os.write(comes, b".")
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
 
-    before = {number: signal.signal(number, forward) for number in handed_on}
+    for number in handed_on:
+        signal.signal(number, forward)
     try:
         yield come
     finally:

@@ -102,3 +102,32 @@ def test_a_sigterm_ends_a_program_whose_processes_hang(tmp_path: Path) -> None:
     assert "in hang" in told
     _, alive = psutil.wait_procs(others, timeout=600)
     assert not alive
+
+
+HANDLER = """
+import os, signal, threading
+from equipoise.parallel.launch import launch
+
+def work(rank):
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    os.write(1, b"here\\n")
+    while not asked.wait(1):
+        pass
+
+signal.signal(signal.SIGTERM, lambda *_: print("the program's handler", flush=True))
+launch(work, 2)
+"""
+
+
+def test_a_sigterm_reaches_the_programs_own_handler_as_well(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HANDLER)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+    process.send_signal(signal.SIGTERM)
+    told, errors = process.communicate(timeout=600)
+    assert (told, process.returncode) == ("the program's handler\n", 0), errors
