@@ -33,6 +33,9 @@ torch.set_num_threads(1)  # small tensors: more threads would only wait for each
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets workers find the test modules imported, as they find the trainer; without a GPU, which must not be asked."""
+    addresses = [item.nodeid for item in session.items if " at 0x" in item.nodeid]
+    if addresses:  # which differ from process to process, so pytest-xdist would run nothing
+        raise pytest.UsageError(f"Names of tests hold addresses of objects: {addresses[0]}. Give the parameters `ids`.")
     modules = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}
     if not torch.cuda.is_available():
         preload("equipoise.trainer.trainer", *sorted(name for name in modules if name.startswith("tests.")))
