@@ -30,6 +30,7 @@ def rank_zero_warn(message: str, *, category: type[Warning] = UserWarning) -> No
     Example:
         >>> import warnings
         >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
         ...     rank_zero_warn("Too few batches.")
         >>> str(caught[0].message)
         'Too few batches.'
