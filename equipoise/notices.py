@@ -76,9 +76,9 @@ def _level_of_user() -> int:
 
     A worker process has no line of the user's, since its main program belongs to the libraries.
     """
-    first = inspect.currentframe()
-    assert first is not None
-    frame: FrameType | None = first.f_back
+    frame: FrameType | None = inspect.currentframe()
+    assert frame is not None
+    frame = frame.f_back  # no name for this call's own frame: it would keep all frames, with their batches, in a cycle
     level = 1
     while frame is not None:
         if not _is_of_library(frame.f_code.co_filename):
