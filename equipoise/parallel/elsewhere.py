@@ -15,6 +15,7 @@ __all__ = ["ElsewhereParameter", "bring_back", "send_elsewhere"]
 
 _ATTRIBUTES = {"__get__", "__set__", "__delete__"}
 _QUESTIONS = {
+    "__len__",
     "data_ptr",
     "dim",
     "element_size",

@@ -74,7 +74,8 @@ class PipelineStrategy(StagedStrategy):
         threads: For that engine, whether every device has a thread. Default: where all are different ones. Never for
             stages on a CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with less
             memory.
-        timeout: Seconds for which processes wait for what is due before a missing one counts as hung. Default: 1800.
+        timeout: Seconds for which processes wait for what is due before a missing one counts as hung. The first process
+            counts as hung, too, if a callback or loader sleeps for so long and computes nothing. Default: 1800.
 
     Raises:
         ConfigurationError: If an argument cannot be right.
