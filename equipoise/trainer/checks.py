@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import Dataset, IterableDataset
 
-from equipoise.callbacks.lightning_classes import is_a, is_overridden
+from equipoise.callbacks.lightning_classes import base_of, is_a, is_overridden
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
 from equipoise.notices import rank_zero_warn
+from equipoise.trainer import interop
 from equipoise.trainer.hook_names import warn_of_mistyped_hooks
 from equipoise.trainer.hook_signatures import check_hook_signatures
 
@@ -223,12 +225,18 @@ def placing(module: LightningModule) -> Iterator[None]:
 def check_monitors(trainer: "Trainer") -> None:
     """Check that what early stopping monitors has been logged; called when the first values of an epoch are there.
 
+    A class derived from Lightning's may look later than that, and one that looks after validations does not look in a
+    run without any.
+
     Raises:
         ConfigurationError: Naming what was logged; also a RuntimeError, as in Lightning.
     """
     if trainer.enable_validation and not trainer.fit_loop_state.val_loop.has_run:
         return
     for callback in trainer.early_stopping_callbacks:
+        looks = trainer.enable_validation or interop.looks_after_training_epochs(callback)
+        if type(callback) is not base_of(callback, EarlyStopping) or not looks:
+            continue
         known = sorted(map(str, trainer.callback_metrics))
         if callback.strict and callback.monitor not in known:
             near = get_close_matches(str(callback.monitor), known, n=1)

@@ -60,6 +60,7 @@ __all__ = [
     "load_saving_states",
     "log_hyperparams",
     "logging_levels",
+    "looks_after_training_epochs",
     "metric_states",
     "pretend_device",
     "saving_states",
@@ -212,6 +213,11 @@ def cannot_fire(callback: Callback, hook: str) -> bool:
         and callback._every_n_train_steps < 1
         and callback._train_time_interval is None
     )
+
+
+def looks_after_training_epochs(callback: Any) -> bool:
+    """Whether early stopping looks at the end of training epochs; by default it decides so itself, in `setup`."""
+    return bool(callback._check_on_train_epoch_end)
 
 
 def last_checkpoints(callback: ModelCheckpoint, trainer: "Trainer") -> set[str]:

@@ -368,6 +368,17 @@ def test_early_stopping_watches_what_was_never_logged() -> None:
     refuses(lambda: run.fit(Validated(), loader(), loader()), "monitors 'accuracy'", "there are: loss, val_loss.")
 
 
+def test_early_stopping_that_does_not_look_yet() -> None:
+    class Patient(EarlyStopping):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+
+    run = trainer(callbacks=[Patient("accuracy")])
+    run.fit(Validated(), loader(), loader())
+    run = trainer(callbacks=[EarlyStopping("val_loss")], limit_val_batches=0, check_val_every_n_epoch=5)
+    run.fit(Validated(), loader(), loader())  # it would look after a validation
+    assert run.global_step > 0
+
+
 def test_model_checkpoint_watches_what_was_never_logged(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, monitor="val_los")
     with pytest.raises(MisconfigurationException, match=r"'val_los'.*\['loss', 'val_loss'"):
