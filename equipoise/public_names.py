@@ -34,6 +34,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "equipoise.trainer.trainer": ("Trainer",),
     "lightning.pytorch": ("LightningDataModule", "LightningModule"),
 }
+_PACKAGES = ("callbacks", "strategies", "trainer")
 
 
 def _homes_of(package: str) -> dict[str, str]:
@@ -68,6 +69,8 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
     homes = _homes_of(package)
 
     def __getattr__(name: str) -> Any:
+        if package == "equipoise" and name in _PACKAGES:  # as after `import equipoise`, where nobody imported it
+            return import_module(f"{package}.{name}")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name]), name)

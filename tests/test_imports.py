@@ -417,3 +417,7 @@ assert LightningDataModule is lightning.pytorch.LightningDataModule
 assert equipoise.MemoryLogger is MemoryLogger
 """
     run(script, tmp_path)
+
+
+def test_packages_need_no_import_of_their_own(tmp_path: Path) -> None:
+    run("import equipoise; equipoise.callbacks.Callback; equipoise.strategies.Strategy; equipoise.trainer", tmp_path)
