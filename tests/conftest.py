@@ -65,6 +65,8 @@ hypothesis.settings.load_profile("equipoise")
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the seed here rather than in each test, so that it can be named and given again."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; programs in tests inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
 
