@@ -40,7 +40,9 @@ def test_the_wheel_holds_configurations_and_the_starter_project_and_no_leftovers
     starter = {path.removeprefix("equipoise/starter/") for path in files if path.startswith("equipoise/starter/")}
     assert {"conf/config.yaml", "conf/experiment/digits.yaml", "digits/module.py", "tests/test_digits.py"} <= starter
     assert not any(name.startswith(("tests/", "examples/", "benchmarks/")) for name in files)
-    assert not any("__pycache__" in name or "outputs" in name or name.endswith(".pyc") for name in files)
+    folders = {folder for name in files for folder in name.split("/")[:-1]}
+    assert not folders & {"__pycache__", "outputs", "multirun"}
+    assert not any(name.endswith(".pyc") for name in files)
 
 
 def test_a_starter_project_from_a_wheel_trains_at_once(site, tmp_path):
