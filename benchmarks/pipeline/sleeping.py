@@ -96,7 +96,9 @@ class Sleeper(L.LightningModule):
         begin = time.perf_counter()
         for _ in range(len(batch)):
             x = batch[:1].requires_grad_()
-            self.net[len(self.net) - len(self.net) // self.devices :](x).sum().backward()
+            for _ in range(len(self.net) // self.devices):
+                x = self.net[-1](x)  # all layers take the same time, and the last is always in this process
+            x.sum().backward()
         self.zero_grad()
         self.alone.append(time.perf_counter() - begin)
         self.began = time.perf_counter()
