@@ -97,6 +97,7 @@ def test_scaled_float16(automatic: bool) -> None:
     assert trainer.global_step == 8
 
 
+@pytest.mark.filterwarnings("ignore:The loss is nan")
 def test_an_overflow_is_skipped() -> None:
     """Gradients that are not finite change nothing, halve the scale, and the run goes on."""
     module, expected = pair()
@@ -111,6 +112,7 @@ def test_an_overflow_is_skipped() -> None:
     assert torch.isfinite(module.net[0].weight).all()
 
 
+@pytest.mark.filterwarnings("ignore:The loss is nan")
 def test_the_scaler_is_resumed(tmp_path: Path) -> None:
     """A resumed run has the scale of one that went on."""
     module, resumed = pair()
