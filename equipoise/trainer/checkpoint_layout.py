@@ -194,6 +194,15 @@ def _optional(check: Check) -> Check:
     return check_if_there
 
 
+def _unless_empty(check: Check) -> Check:
+    def check_if_filled(value: Any, place: str) -> None:
+        _mapping(value, place)
+        if value:
+            check(value, place)
+
+    return check_if_filled
+
+
 def _random_state(value: Any, place: str) -> None:
     _named(value, place)
     with loading(place):
@@ -241,7 +250,7 @@ _RANDOM_STATE = _fields({"global": _random_state, "generators": _list}, required
 _POSITION = _fields(
     {
         "random_state": _RANDOM_STATE,
-        "epoch_random_state": _optional(_RANDOM_STATE),
+        "epoch_random_state": _unless_empty(_RANDOM_STATE),  # empty before the first epoch of a run
         "order_drawn": _flag,
         "ahead": _list,
         "window": _named,

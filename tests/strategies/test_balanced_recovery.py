@@ -79,6 +79,7 @@ def test_given_sizes_are_replaced() -> None:
     assert len(recovery.events) == 1
 
 
+@pytest.mark.filterwarnings("ignore:The loss is inf")
 def test_while_measuring() -> None:
     """What a device has shown not to hold limits what is measured, and the shares."""
 
