@@ -259,7 +259,10 @@ def test_a_network_whose_only_block_cannot_be_followed():
         def forward(self, features: Any) -> Any:
             return self.net(features)
 
-    refused(Around(), r"not enough for 2 stages.*'net' \(Untraceable\) is one block.*Untraceable.forward, line \d+")
+    refused(
+        Around(),
+        r"not enough for 2 stages.*'net' \(Untraceable\), which .* is one block.*Untraceable.forward, line \d+",
+    )
 
 
 def test_more_stages_than_blocks():

@@ -86,7 +86,7 @@ class StageByStage:
                 self.device = stages.homes.get(id(tensor), stages.now)
 
         monkeypatch.setattr(pipeline._Run, "compute", noted)
-        monkeypatch.setattr(stage_graphs, "bring", lambda tensor, device: tensor.clone())
+        monkeypatch.setattr(stage_graphs, "to_device", lambda tensor, device: tensor.clone())
         monkeypatch.setattr(ledger, "_Entry", Entry)
 
     def name(self, stage: int) -> str:

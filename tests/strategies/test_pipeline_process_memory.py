@@ -67,7 +67,9 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
 
 
-def fit(module: Model, engine: str, *, micro_batches: int = 2) -> tuple[Model, OOMRecovery, float]:
+def fit(
+    module: Model, engine: str, *, micro_batches: int = 2, sizes: Sequence[int] = (2, 8, 8, 2)
+) -> tuple[Model, OOMRecovery, float]:
     recovery = OOMRecovery()
     trainer = Trainer(
         strategy=Labelled(engine=engine, micro_batches=micro_batches, cut_before=["net.1", "net.2"], timeout=300.0),  # type: ignore[arg-type]
@@ -82,7 +84,8 @@ def fit(module: Model, engine: str, *, micro_batches: int = 2) -> tuple[Model, O
         callbacks=[recovery],
     )
     draw = torch.Generator().manual_seed(5)
-    batches = [torch.randn(size, WIDTH, generator=draw, dtype=torch.float64) for size in (8, 8, 2)]
+    # The first batch has enough memory: what is followed of the forward is compared with it on the last device.
+    batches = [torch.randn(size, WIDTH, generator=draw, dtype=torch.float64) for size in sizes]
     trainer.fit(module, *(DataLoader(batches, batch_size=None) for _ in range(2)))  # type: ignore[arg-type]
     return module, recovery, float(trainer.callback_metrics["val"])
 
@@ -103,6 +106,15 @@ def test_the_device_is_named_and_the_batch_cut(stage: int, place: str, engine: s
     assert recovery.events
     assert {event.device for event in recovery.events} == {f"cpu:{stage}"}
     assert {event.phase == "evaluation" for event in recovery.events} == {place == "evaluation"}
+
+
+def test_memory_runs_out_while_the_forward_is_compared() -> None:
+    """The comparison computes on the last device. A smaller micro-batch is compared instead."""
+    whole, _, val = fit(Model(), "threads", micro_batches=4, sizes=(8, 8, 2))
+    module, recovery, other_val = fit(Model(0, "forward"), "threads", sizes=(8, 8, 2))
+    same(whole, module)
+    assert other_val == pytest.approx(val, rel=1e-12)
+    assert recovery.events[0].device == f"cpu:{STAGES - 1}"
 
 
 class LowInStep(torch.optim.SGD):
