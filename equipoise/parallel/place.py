@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["Place", "find_place", "slurm_job"]
+__all__ = ["Place", "find_place", "mpi_size", "slurm_job"]
 
 _SHELLS = ("bash", "interactive")  # names of Slurm jobs in which a person types commands
 _SPECIAL_STEPS = 0xFFFFFFF0  # Slurm's steps from this number on: the batch script, an interactive shell
@@ -72,9 +72,10 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         return _of_group(environment)
     if "RANK" in environment or ("LOCAL_RANK" in environment and "WORLD_SIZE" in environment):
         return _of_torchrun(environment)
-    if "SLURM_PROCID" in environment:
-        return _of_slurm(environment)
-    return None
+    place = _of_slurm(environment) if "SLURM_PROCID" in environment else None
+    if place is None and (_number(environment, "WORLD_SIZE") or 1) > 1:
+        _needed(environment, "RANK")  # each of the processes that are meant would train a copy of its own
+    return place
 
 
 def _of_group(environment: Mapping[str, str]) -> Place:
@@ -173,6 +174,31 @@ def _tasks_on_node(environment: Mapping[str, str], node: int) -> int | None:
         if node < len(counts):
             return counts[node]
     return _number(environment, "SLURM_NTASKS_PER_NODE")
+
+
+# MPI.
+
+
+def mpi_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of processes that `mpirun` has started; 1 if it did not start this one.
+
+    Open MPI names it in one variable, MPICH and Intel's MPI in another, which Slurm sets as well.
+
+    Args:
+        environment: The variables to look at.
+
+    Raises:
+        ConfigurationError: If a variable is no number.
+
+    Example:
+        >>> mpi_size({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"})
+        4
+    """
+    size = _number(environment, "OMPI_COMM_WORLD_SIZE")
+    of_slurm = "SLURM_PROCID" in environment and _started_by_srun(environment)
+    if size is None and not of_slurm:
+        size = _number(environment, "PMI_SIZE")
+    return size or 1
 
 
 # Numbers.

@@ -27,7 +27,7 @@ from equipoise.strategies.ddp_engines import Engine, NativeEngine, TorchEngine, 
 from equipoise.strategies.ddp_modules import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp_recovery import Guard
 from equipoise.strategies.ddp_shares import ProcessShares, check_shares
-from equipoise.strategies.processes import check_count, in_group, place_of_worker, refuse_machines
+from equipoise.strategies.processes import check_alone, check_count, in_group, place_of_worker
 from equipoise.strategies.steps import EvaluationStep, StepResult, TrainingStep
 from equipoise.strategies.strategy import Strategy, Transfer
 
@@ -130,7 +130,7 @@ class DDPStrategy(Strategy):
         self._all_devices = tuple(devices)
         self._place = find_place()
         if self._place is None:
-            refuse_machines(num_nodes)
+            check_alone(num_nodes)
             self.world_size, self.devices = len(devices), tuple(devices[:1])
             self.launches = len(devices) > 1
         else:

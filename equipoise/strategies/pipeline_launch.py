@@ -22,7 +22,7 @@ from equipoise.parallel.stage_messages import Messenger
 from equipoise.parallel.stage_processes import StageProcesses
 from equipoise.parallel.stage_worker import StageWorker
 from equipoise.parallel.transport import dumps, loads
-from equipoise.strategies.processes import check_count, in_group, place_of_worker, refuse_machines
+from equipoise.strategies.processes import check_alone, check_count, in_group, place_of_worker
 
 if TYPE_CHECKING:
     from equipoise.strategies.staged_strategy import StagedStrategy
@@ -57,7 +57,7 @@ class StageLaunch:
         self.count = len(devices) * num_nodes
         self._place = find_place()
         if self._place is None:
-            refuse_machines(num_nodes)
+            check_alone(num_nodes)
         else:
             check_count(self._place, devices, num_nodes)
         self.device = self._device_of(0 if self._place is None else self._place.local_rank)

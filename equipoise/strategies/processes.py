@@ -11,10 +11,10 @@ from torch import nn
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.place import Place, find_place
+from equipoise.parallel.place import Place, find_place, mpi_size
 from equipoise.parallel.process_group import joined
 
-__all__ = ["check_count", "compute_metrics_alone", "in_group", "place_of_worker", "refuse_copies", "refuse_machines"]
+__all__ = ["check_alone", "check_count", "compute_metrics_alone", "in_group", "place_of_worker", "refuse_copies"]
 
 
 def check_count(place: Place, devices: Sequence[torch.device], num_nodes: int) -> None:
@@ -43,7 +43,10 @@ def refuse_copies(name: str) -> None:
         ConfigurationError: If there are several processes, each of which would train a copy of its own.
     """
     place = find_place()
-    if place is None or place.world_size == 1:
+    if place is None:
+        _refuse_mpi()
+        return
+    if place.world_size == 1:
         return
     raise ConfigurationError(
         f"strategy={name!r} computes in one process, but this is one of {place.world_size}: {place.origin}. Each would"
@@ -52,16 +55,33 @@ def refuse_copies(name: str) -> None:
     )
 
 
-def refuse_machines(num_nodes: int) -> None:
-    """Checks that one machine is enough where nobody has started processes on others.
+def check_alone(num_nodes: int) -> None:
+    """Checks that one program on one machine is all there is, where nobody says that there are others.
+
+    Args:
+        num_nodes: The number of machines.
 
     Raises:
-        ConfigurationError: If there are to be several.
+        ConfigurationError: If there are to be several machines, or `mpirun` has started several processes.
     """
     if num_nodes != 1:
         raise ConfigurationError(
             f"num_nodes={num_nodes}: processes on several machines are started by torchrun or Slurm, but"
             " neither started this one."
+        )
+    _refuse_mpi()
+
+
+def _refuse_mpi() -> None:
+    size = mpi_size()
+    if size > 1:
+        raise ConfigurationError(
+            f"mpirun has started this process as one of {size}, but RANK and WORLD_SIZE are not set, so each would"
+            " train a copy of its own. Start the script with torchrun; or set RANK, WORLD_SIZE and LOCAL_RANK in each"
+            " process from mpirun's variables (Open MPI: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and"
+            " OMPI_COMM_WORLD_LOCAL_RANK; others: PMI_RANK, PMI_SIZE and MPI_LOCALRANKID), and MASTER_ADDR and"
+            " MASTER_PORT to the first machine and a free port of it. For trainings that are independent on purpose:"
+            " SingleDeviceStrategy(independent=True), with devices=[...] for each."
         )
 
 

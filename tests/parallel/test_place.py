@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise import ConfigurationError
-from equipoise.parallel.place import Place, find_place
+from equipoise.parallel.place import Place, find_place, mpi_size
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TASK = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
@@ -32,6 +32,8 @@ STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
         (FIRST | {"SLURM_NTASKS": "1"}, None),
         (FIRST | STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),
         (BATCH_SCRIPT, None),
+        ({"WORLD_SIZE": "1"}, None),
+        (TASK | STEP | {"WORLD_SIZE": "8"}, Place(5, 1, 1, 8, None)),  # Slurm says the rank
         (BATCH_SCRIPT | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, None),
         (FIRST | STEP | {"SLURM_JOB_NAME": "bash"}, None),
         (FIRST | STEP | {"SLURM_JOB_NAME": "interactive"}, None),
@@ -69,6 +71,8 @@ def test_machines_that_the_user_gives() -> None:
     ("environment", "message"),
     [
         ({"RANK": "1"}, "says RANK=1, but not WORLD_SIZE.*torchrun"),
+        ({"WORLD_SIZE": "2"}, "says WORLD_SIZE=2, but not RANK.*torchrun.*unset"),
+        (BATCH_SCRIPT | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, .*but not RANK"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one', which is no number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but WORLD_SIZE=2: ranks count from 0"),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID=1, SLURM_NTASKS=2, but not SLURM_LOCALID"),
@@ -78,3 +82,17 @@ def test_machines_that_the_user_gives() -> None:
 def test_places_that_cannot_be(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         find_place(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"PMI_SIZE": "3"}, 3),
+        (BATCH_SCRIPT | {"PMI_SIZE": "3"}, 3),  # mpirun in a batch script
+        (FIRST | STEP | {"SLURM_JOB_NAME": "bash", "PMI_SIZE": "8"}, 1),  # Slurm's own, in a shell
+    ],
+)
+def test_processes_of_mpirun(environment: dict[str, str], size: int) -> None:
+    assert mpi_size(environment) == size

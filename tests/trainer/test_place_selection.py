@@ -107,6 +107,22 @@ def test_one_process_of_torchrun_has_one_device(monkeypatch: pytest.MonkeyPatch)
     assert plain(strategy="dp", devices=2).connected_strategy.devices == tuple(CARDS[:2])
 
 
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_copies_that_mpirun_would_train(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "4")
+    processes = PipelineStrategy(engine="processes")
+    for strategy in ("auto", "single_device", "ddp", DDPStrategy(), "balanced", processes):
+        devices = 2 if strategy in ("balanced", processes) else 1
+        telling = ("one of 4", "torchrun", "RANK, WORLD_SIZE and LOCAL_RANK", "MASTER_PORT", "independent=True")
+        refuses(lambda s=strategy, d=devices: plain(accelerator="cpu", strategy=s, devices=["cpu"] * d), *telling)
+    assert plain(accelerator="cpu", strategy=SingleDeviceStrategy(independent=True)).world_size == 1
+    started(monkeypatch, rank=1, size=4, here=4)
+    assert plain(accelerator="cpu").world_size == 4
+    monkeypatch.undo()
+    monkeypatch.setenv(name, "1")
+    assert plain(accelerator="cpu").world_size == 1
+
+
 def test_machines_with_unequal_numbers_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, rank=3, size=5, here=3)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
