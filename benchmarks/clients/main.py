@@ -93,9 +93,17 @@ def make_environment(name: str, folder: Path) -> Path:
 
 
 def run_tests(
-    name: str, python: Path, sources: Path, trainer: str, record: Path, minutes: float, only: list[str] | None = None
+    name: str, python: Path, trainer: str, record: Path, arguments: argparse.Namespace, only: list[str] | None = None
 ) -> str:
     """Run a library's tests, and write the record.
+
+    Args:
+        name: The library.
+        python: The Python of its environment.
+        trainer: "lightning" or "equipoise".
+        record: The file to write.
+        arguments: The command line's.
+        only: The tests to run; None: all of the library's that may run a Trainer.
 
     Returns:
         "" or the reason why the run did not end.
@@ -103,7 +111,7 @@ def run_tests(
     library = LIBRARIES[name]
     record.unlink(missing_ok=True)
     record.parent.mkdir(parents=True, exist_ok=True)
-    folder = sources / name
+    folder = arguments.sources / name
     chosen = list(library.tests)
     if only is not None:
         listed = record.with_suffix(".args")
@@ -111,7 +119,7 @@ def run_tests(
         chosen = [f"@{listed}"]
     command = [
         *(str(python), "-m", "pytest", "-q", "-p", "client_trainer", "-p", "no:cacheprovider", "-o", "addopts="),
-        *("--timeout", "180", "--continue-on-collection-errors", "-W", "ignore", *library.options, *chosen),
+        *("--timeout", str(arguments.test_limit), "--continue-on-collection-errors", "-W", "ignore", *library.options, *chosen),
     ]
     environment = {
         **os.environ,
@@ -125,11 +133,11 @@ def run_tests(
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            process.wait(timeout=60 * minutes)
+            process.wait(timeout=60 * arguments.limit)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(timeout=60)
-            return f"ended after {minutes:g} minutes"
+            process.kill()  # Lightning's Trainer goes on after SIGTERM
+            process.wait()
+            return f"ended after {arguments.limit:g} minutes"
     return ""
 
 
@@ -153,9 +161,9 @@ def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     ours = arguments.records / f"{name}-equipoise.jsonl"
     notes = []
     if not (arguments.reuse and theirs.exists()):
-        notes.append(run_tests(name, python, arguments.sources, "lightning", theirs, arguments.limit))
+        notes.append(run_tests(name, python, "lightning", theirs, arguments))
     listed = [test for test, line in read_record(theirs).items() if line["ran"] and line["outcome"] == "passed"]
-    notes.append(run_tests(name, python, arguments.sources, "equipoise", ours, arguments.limit, only=listed))
+    notes.append(run_tests(name, python, "equipoise", ours, arguments, only=listed))
     outcomes = read_record(ours)
     passed = [test for test in listed if outcomes.get(test, {}).get("outcome") == "passed"]
     failed = {test: outcomes[test]["error"] for test in listed if outcomes.get(test, {}).get("outcome") == "failed"}
@@ -192,6 +200,7 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=20.0, help="minutes for one library and one Trainer (default: 20)"
     )
+    parser.add_argument("--test-limit", type=int, default=180, help="seconds for one test (default: 180)")
     parser.add_argument("--reuse", action="store_true", help="keep records of runs with Lightning's Trainer")
     arguments = parser.parse_args()
     for name in ("sources", "environments", "records"):
