@@ -119,7 +119,8 @@ def run_tests(
         chosen = [f"@{listed}"]
     command = [
         *(str(python), "-m", "pytest", "-q", "-p", "client_trainer", "-p", "no:cacheprovider", "-o", "addopts="),
-        *("--timeout", str(arguments.test_limit), "--continue-on-collection-errors", "-W", "ignore", *library.options, *chosen),
+        *("--timeout", str(arguments.test_limit), "--continue-on-collection-errors", "-W", "ignore"),
+        *(*library.options, *chosen),
     ]
     environment = {
         **os.environ,
