@@ -66,6 +66,10 @@ class Comparison:
         forward: Its forward.
         structure: The call, with its tensors.
         device: Where both are computed. Layers that lie elsewhere are there while they are called.
+
+    Attributes:
+        is_possible: Whether the forward agrees with itself, as far as that had to be asked: without that nothing can be
+            compared with it.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Comparison:
     ) -> None:
         self._module, self._network, self._forward = module, network, forward
         self._structure, self._device = structure, device
+        self.is_possible = True
         self._keeps = False  # whether the forward goes backward by itself, and so needs what is saved for that
         # Of torch's encoder not the forward itself is followed, but one that computes the same in another way.
         self._same_graph = not any(isinstance(part, nn.TransformerEncoder) for part in network.modules())
@@ -105,8 +110,8 @@ class Comparison:
         if made.agrees(expected):
             return None
         again, error = self._outcome(self._call_forward)
-        repeats = error is None and again is not None and again.agrees(expected)
-        return self._locate(traced, None) if repeats else None
+        self.is_possible = error is None and again is not None and again.agrees(expected)
+        return self._locate(traced, None) if self.is_possible else None
 
     # Computation.
 

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.call_structure import CallStructure
 from equipoise.parallel.checkpointing import is_checkpointed
 from equipoise.parallel.micro_steps import current_step, is_inside_stage
@@ -88,6 +89,7 @@ class StagedNetwork:
         self._own: dict[str, Any] = {}  # forwards that the user has set in an instance
         self._pipelines: dict[tuple[Any, ...], Pipeline | ProcessPipeline] = {}
         self._compared: set[tuple[Any, ...]] = set()  # calls of which what was followed has been compared
+        self._differing: set[str] = set()  # networks that differ from themselves, of which the user has been told
         self._whole: dict[type[nn.Module], str] = {}  # submodules that were followed wrongly, with the reason
         self._named = dict(module.named_modules())
 
@@ -281,6 +283,9 @@ class StagedNetwork:
             comparison = Comparison(self.module, network, self._originals[name], structure, self.options.devices[-1])
             with self._uncovered(), self._all_here():
                 parting = comparison.parting(traced)
+            if not comparison.is_possible and name not in self._differing:
+                self._differing.add(name)
+                rank_zero_warn(_cannot_be_compared(network))
             if parting is None:
                 self._compared.add(key)
                 return traced
@@ -345,4 +350,13 @@ def _cannot_be_followed(network: nn.Module, parting: Parting) -> str:
         " the forward asks something that a followed value answers wrongly, such as isinstance(x, Tensor), hasattr(x,"
         " ...), `x.dtype is ...`, or an error that `try` waits for. Move the question, with what depends on it, into a"
         " submodule, which then stays whole; or choose another strategy."
+    )
+
+
+def _cannot_be_compared(network: nn.Module) -> str:
+    return (
+        f"{type(network).__name__} computes something else when it is called again with the same input, random numbers"
+        " and buffers, so what was followed of its forward could not be compared with it, and is used as it is. A"
+        " forward may use the clock, a generator of its own, or a counter outside of the module. Whatever it asks there"
+        " must not decide what is computed, unless it is asked in a submodule that stays whole."
     )
