@@ -11,6 +11,7 @@ names the others.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -33,12 +34,14 @@ class Library:
         tests: Files and folders of tests that run a Trainer, in its sources.
         needs: Packages that its tests need.
         options: Further options of pytest.
+        data: Files of its sources that its tests would download, each with its place in the installed package.
     """
 
     version: str
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
     options: tuple[str, ...] = field(default=())
+    data: tuple[tuple[str, str], ...] = ()
 
 
 LIBRARIES = {
@@ -54,9 +57,17 @@ LIBRARIES = {
             "tests/external/scar",
         ),
     ),
-    "gluonts": Library("0.17.0", ("test/torch/model", "test/torch/test_torch_item_id_info.py"), needs=("flask",)),
+    "gluonts": Library(
+        "0.17.0",
+        ("test/torch/model", "test/torch/test_torch_item_id_info.py"),
+        needs=("flask", "scipy"),
+    ),
     "chemprop": Library("2.3.1", ("tests/unit", "tests/integration", "tests/cli")),
-    "pytorch-forecasting": Library("1.8.0", ("tests/test_models",)),
+    "pytorch-forecasting": Library(
+        "1.8.0",
+        ("tests/test_models",),
+        data=(("examples/data/stallion.parquet", "pytorch_forecasting/data/stallion.parquet"),),
+    ),
     "darts": Library(
         "0.46.1",
         (
@@ -73,8 +84,14 @@ LIBRARIES = {
 }
 
 
-def make_environment(name: str, folder: Path) -> Path:
-    """Return the Python of a library's environment; make it first if it is not there."""
+def make_environment(name: str, folder: Path, sources: Path) -> Path:
+    """Return the Python of a library's environment; make it first if it is not there.
+
+    Args:
+        name: The library.
+        folder: The folder of all environments.
+        sources: The folder of all sources.
+    """
     library = LIBRARIES[name]
     environment = folder / name
     python = environment / "bin" / "python"
@@ -85,6 +102,9 @@ def make_environment(name: str, folder: Path) -> Path:
         packages = [TORCH, LIGHTNING, "pytest", "pytest-timeout", f"{name}=={library.version}", *library.needs]
         install = [str(python), "-m", "pip", "install", "--quiet", *packages]
         subprocess.run(install, check=True)
+        for source, place in library.data:
+            (packages_folder,) = environment.glob("lib/python*/site-packages")
+            shutil.copyfile(sources / name / source, packages_folder / place)
         ready.touch()
     # The project's own requirements, without the project: it is imported from this checkout.
     needs = ["hydra-core", "omegaconf", "rich", "cloudpickle", "psutil", "torchmetrics"]
@@ -157,7 +177,7 @@ def read_record(record: Path) -> dict[str, dict[str, Any]]:
 
 def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one library under both Trainers; return its row of the table."""
-    python = make_environment(name, arguments.environments)
+    python = make_environment(name, arguments.environments, arguments.sources)
     theirs = arguments.records / f"{name}-lightning.jsonl"
     ours = arguments.records / f"{name}-equipoise.jsonl"
     notes = []
