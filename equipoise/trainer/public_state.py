@@ -52,6 +52,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
         optimizers, lr_scheduler_configs: What `configure_optimizers` returned.
         received_sigterm: Whether a SIGTERM came, or a SIGUSR1 in a job of Slurm.
         requeues: Whether this job of Slurm goes back into the queue when it ends, since SIGUSR1 came.
+        number_of_fit: The number of this fit, from 1, among those in its folder; counted in a job of Slurm.
     """
 
     callbacks: list[Callback]
@@ -66,6 +67,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
         self.should_stop = False
         self.received_sigterm = False
         self.requeues = False
+        self.number_of_fit = 1
         self.datamodule: LightningDataModule | None = None
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []

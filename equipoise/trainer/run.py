@@ -78,6 +78,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
     trainer.state.fn, trainer.state.status = request.fn, TrainerStatus.RUNNING
     trainer.state.stage = _STAGE[request.fn]
     trainer.should_stop = False
+    slurm.count_fit(trainer)
     strategy = trainer.connected_strategy
     known = known_objects(trainer, request) if strategy.launches else []
     try:

@@ -1,7 +1,12 @@
-"""Jobs of Slurm that are interrupted and put back into the queue: their checkpoint, and the way back to it."""
+"""Jobs of Slurm that are interrupted and put back into the queue: their checkpoint, and the way back to it.
+
+A program may fit several times in one folder. Each of these fits has a file of its own, by its number: the program
+calls them in the same order when Slurm starts it once more.
+"""
 
 import os
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +18,26 @@ from equipoise.parallel.place import slurm_job
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["checkpoint_path", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
+__all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
+
+_fits: Counter[Path] = Counter()  # how many this program has begun, by their folder
+
+
+def count_fit(trainer: "Trainer") -> None:
+    """Note that a run begins, before it goes to other processes."""
+    if slurm_job() is not None and trainer.state.fn == TrainerFn.FITTING:
+        folder = Path(trainer.default_root_dir).absolute()
+        _fits[folder] += 1
+        trainer.number_of_fit = _fits[folder]
 
 
 def checkpoint_path(trainer: "Trainer") -> Path:
-    """Return where the state of an interrupted job is saved: in `default_root_dir`, under the number of the job."""
-    return Path(trainer.default_root_dir, f"slurm-{slurm_job()}.ckpt")
+    """Return where the state of an interrupted fit is saved: in `default_root_dir`, named after the job.
+
+    The names of the second fit and later ones in a folder hold their numbers.
+    """
+    number = trainer.number_of_fit
+    return Path(trainer.default_root_dir, f"slurm-{slurm_job()}{f'-fit-{number}' if number > 1 else ''}.ckpt")
 
 
 def interrupted_checkpoint(trainer: "Trainer") -> Path | None:
@@ -28,6 +47,13 @@ def interrupted_checkpoint(trainer: "Trainer") -> Path | None:
         return None
     path = checkpoint_path(trainer)
     if not path.is_file():
+        patterns = (f"slurm-{slurm_job()}.ckpt", f"slurm-{slurm_job()}-fit-*.ckpt")
+        others = [other for pattern in patterns for other in path.parent.glob(pattern)]
+        if others:
+            rank_zero_info(
+                f"Slurm has started this job again. Fit {trainer.number_of_fit} of this program in {path.parent} begins"
+                f" as it did at first, since the interrupted one was another: {others[0].name}."
+            )
         return None
     rank_zero_info(f"Slurm has started this job again: it goes on from {path}, where it was interrupted.")
     return path

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from equipoise.parallel.place import slurm_job
+from equipoise.trainer import slurm
 from tests.conftest import ignoring
-from tests.trainer.small import Small, loader, trainer
+from tests.trainer.small import Small, Validated, loader, trainer
 
 pytestmark = ignoring()
 ROOT = Path(__file__).parents[2]
@@ -207,13 +209,19 @@ def job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
 
 
+def start_program_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets the fits so far, as another process does."""
+    monkeypatch.setattr(slurm, "_fits", Counter())
+
+
 @pytest.mark.usefixtures("job")
-def test_sigterm_saves_and_does_not_queue(tmp_path: Path) -> None:
+def test_sigterm_saves_and_does_not_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes before a job is killed, also by `scancel`; Slurm puts a preempted job back by itself."""
     with pytest.raises(SIGTERMException) as ended:
         trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGTERM), loader())
     assert ended.value.code is None
     assert (tmp_path / "slurm-77.ckpt").is_file()
+    start_program_again(monkeypatch)
     run = trainer(default_root_dir=tmp_path)
     run.fit(Small(), loader())
     assert run.loaded_ckpt_path is None  # Slurm has not started this job again
@@ -229,10 +237,35 @@ def test_slurm_does_not_take_the_job_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert ended.value.code == os.EX_TEMPFAIL
     assert signal.getsignal(signal.SIGUSR1) == before
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start_program_again(monkeypatch)
     run = trainer(default_root_dir=tmp_path)
     run.fit(Small(), loader())
     assert str(run.loaded_ckpt_path) == str(tmp_path / "slurm-77.ckpt")
     assert run.global_step == 3
+
+
+@pytest.mark.usefixtures("job")
+def test_each_fit_of_a_job_goes_on_from_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of two fits is interrupted; the first one, which had ended, begins anew, and says so."""
+    trainer(default_root_dir=tmp_path).fit(Small(), loader())
+    with pytest.raises(SIGTERMException):
+        trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGTERM), loader())
+    own = tmp_path / "slurm-77-fit-2.ckpt"
+    assert [path.name for path in tmp_path.glob("slurm-*")] == [own.name]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start_program_again(monkeypatch)
+    first, second = trainer(default_root_dir=tmp_path), trainer(default_root_dir=tmp_path)
+    with caplog.at_level("INFO"):
+        first.fit(Small(), loader())
+    assert first.loaded_ckpt_path is None
+    assert "Fit 1 of this program" in caplog.text
+    assert own.is_file()
+    first.validate(Validated(), loader())  # counts no fit
+    second.fit(Small(), loader())
+    assert second.loaded_ckpt_path == own
+    assert not own.exists()
 
 
 @pytest.mark.usefixtures("job")
