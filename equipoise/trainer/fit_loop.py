@@ -19,6 +19,7 @@ from equipoise.trainer.log_entry import Collection
 from equipoise.trainer.loss_watch import LossWatch
 from equipoise.trainer.optimizers import Schedulers
 from equipoise.trainer.progress import FitProgress
+from equipoise.trainer.releasing import call_all
 from equipoise.trainer.resumption import Resumption, before_validation, flat_loaders, leave_epoch
 from equipoise.trainer.signals import leave_training
 from equipoise.trainer.step import AutomaticOptimization, ManualOptimization, make_optimization
@@ -148,14 +149,9 @@ class FitLoop:
 
     def release(self) -> None:
         """End worker processes and let go of what belongs to the run."""
-        if self.loss_watch is not None:
-            self.loss_watch.close()
-            self.loss_watch = None
-        if self.stream is not None:
-            self.stream.close()
-            self.stream = None
-        if self.loaders is not None:
-            self.loaders.close()
+        parts = self.loss_watch, self.stream, self.loaders
+        self.loss_watch = self.stream = None
+        call_all(part.close for part in parts if part is not None)
 
     # Data.
 

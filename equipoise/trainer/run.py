@@ -9,6 +9,7 @@ the loop
 release everything, on_fit_end, teardown
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,7 @@ from equipoise.trainer.error_notes import add_note_on_loading
 from equipoise.trainer.finders import refuse_tuner
 from equipoise.trainer.hooks import Hooks
 from equipoise.trainer.optimizers import move_state, parse_optimizers
+from equipoise.trainer.releasing import call_all
 from equipoise.trainer.selection import merge_callbacks
 from equipoise.trainer.signals import signals_noted, uninterrupted
 
@@ -349,17 +351,21 @@ def _release_after(trainer: "Trainer", request: Request, error: BaseException) -
 
 
 def _release(trainer: "Trainer", module: LightningModule, error: BaseException | None) -> None:
-    """Lets go of workers, devices and whatever else a run holds."""
-    trainer.fit_loop_state.release()
-    trainer.predict_loop.release()
-    for loop in (trainer.fit_loop_state.val_loop, *trainer.evaluations.values()):
-        loop.release()
-    trainer.logs.close(failed=error is not None)
+    """Lets go of workers, devices and whatever else a run holds, even if one of them fails."""
+    strategy = trainer.connected_strategy
+    steps: list[Callable[[], object]] = [trainer.fit_loop_state.release, trainer.predict_loop.release]
+    steps += [loop.release for loop in (trainer.fit_loop_state.val_loop, *trainer.evaluations.values())]
+    steps.append(partial(trainer.logs.close, failed=error is not None))
     if trainer.checkpoint_io is not None:
-        trainer.checkpoint_io.teardown()  # one that writes in the background comes to its end
-    trainer.connected_strategy.teardown(error)
+        steps.append(trainer.checkpoint_io.teardown)  # one that writes in the background comes to its end
+    steps.append(partial(strategy.teardown, error))
     if trainer.activation_checkpointing:
-        keep_activations(module)
+        steps.append(partial(keep_activations, module))
+    steps.append(partial(_move_states_to_cpu, trainer))
+    steps.append(strategy.empty_cache)  # for others; what a run needs again it takes again
+    call_all(steps)
+
+
+def _move_states_to_cpu(trainer: "Trainer") -> None:
     for optimizer in trainer.optimizers:
         move_state(optimizer, torch.device("cpu"))
-    trainer.connected_strategy.empty_cache()  # for others; what a run needs again it takes again

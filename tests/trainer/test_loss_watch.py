@@ -1,6 +1,8 @@
 """A loss that is not finite, and a step that never returns one, are reported once."""
 
 import math
+import multiprocessing
+import threading
 import warnings
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, Trainer
 from equipoise.errors import ConfigurationError
-from tests.conftest import ignoring
+from tests.conftest import ignoring, threads_that_stay
 
 pytestmark = ignoring("An epoch has")
 FOUND = r"The loss is nan in step 2, batch 2 of epoch 0 \(counted from 0\)\."
@@ -163,6 +165,27 @@ def test_the_last_loss_is_read_when_the_fit_ends(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
     (report,) = reports(Poisoned("loss", at=3), log_every_n_steps=1, max_epochs=1)
     assert "step 3, batch 3" in report
+
+
+class Failing(Poisoned):
+    """Fails behind a bad loss that is still on its way."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise KeyError("on purpose")
+
+
+def test_a_report_that_is_an_error_keeps_nothing_from_being_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    from equipoise.trainer.loss_watch import LossWatch
+
+    monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
+    data = DataLoader(torch.randn(8, 3), batch_size=2, num_workers=1, persistent_workers=True)
+    run = trainer(strategy="dp", devices=["cpu", "cpu"], log_every_n_steps=1)
+    known = set(threading.enumerate())
+    with pytest.raises(KeyError, match="on purpose") as raised:
+        run.fit(Failing("loss", at=0), data)
+    assert "Releasing failed as well: UserWarning: The loss is nan in step 0" in raised.value.__notes__[-1]
+    assert not multiprocessing.active_children()
+    assert not threads_that_stay(known, daemons=True)
 
 
 # A step without a loss
