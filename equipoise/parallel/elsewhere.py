@@ -26,6 +26,7 @@ _QUESTIONS = {
     "is_floating_point",
     "is_inference",
     "is_neg",
+    "is_pinned",
     "is_same_size",
     "is_shared",
     "is_signed",
@@ -49,13 +50,16 @@ def _asked(
     """Answer a question about a tensor that lies elsewhere; refuse whatever needs its values."""
     name = getattr(func, "__name__", "")
     plain: Any = nn.Parameter.__torch_function__
-    if name in _ATTRIBUTES or name in _QUESTIONS or name in _VIEWS:
+    asks_type = name == "type" and len(args) == 1 and not kwargs  # with more arguments it converts
+    if asks_type or name in _ATTRIBUTES or name in _QUESTIONS or name in _VIEWS:
         answer = plain(func, types, args, kwargs or {})
         return answer.as_subclass(_ElsewhereView) if type(answer) is Tensor else answer
     if name == "equal":  # callbacks of Lightning's look for a parameter in an optimiser by it
         return args[0] is args[1]
     if name == "__repr__":
-        return f"<a parameter of another process, {_form(args[0])}>"
+        return f"<{_form(args[0])}, device {args[0].device}; the values are in another process>"
+    if name == "__format__" and not any(args[1:]):  # a format such as ".3f" needs the value
+        return str(args[0])
     form = next((_form(value) for value in _flat(args) if isinstance(value, ElsewhereParameter | _ElsewhereView)), "")
     raise StepError(
         f"A parameter of another stage ({form}) was read or written to by `{name}`, in a callback, a hook or a step,"
