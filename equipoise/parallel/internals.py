@@ -1,4 +1,4 @@
-"""What replicas and shards must touch of torch's and torchmetrics' inner workings, in one place.
+"""What replicas and shards must touch of the inner workings of torch, torchmetrics and Python, in one place.
 
 Each name stands here with the reason why nothing public does; `tests/parallel/test_internals.py` notices when one of
 them changes.
@@ -6,6 +6,7 @@ them changes.
 
 import copy
 from collections.abc import Iterable, Sequence
+from multiprocessing import forkserver
 from operator import attrgetter
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "metrics_of",
     "other_state",
     "parameters_of",
+    "preloaded_by_user",
     "restore_metric_state",
     "set_device_of",
     "shell_of",
@@ -346,3 +348,11 @@ def with_own_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
     other = copy.copy(loader)
     vars(other)["_iterator"] = None
     return other
+
+
+# Processes
+
+
+def preloaded_by_user() -> list[str]:
+    """Return the modules that `multiprocessing.set_forkserver_preload` was given last: no public name reads them."""
+    return list(vars(forkserver._forkserver).get("_preload_modules", []))

@@ -37,7 +37,7 @@ from equipoise.parallel import log_forwarding
 from equipoise.parallel.authentication import new_key, use_key
 from equipoise.parallel.main_script import hidden, main_script
 from equipoise.parallel.place import slurm_job
-from equipoise.parallel.preloading import preload, preloaded_modules
+from equipoise.parallel.preloading import preload, preloading
 from equipoise.parallel.surroundings import Surroundings
 from equipoise.parallel.transport import DEFINITIONS, Layout, Package, define
 from equipoise.parallel.worker_reports import Report, raise_first_cause, raise_unended, report_of
@@ -80,8 +80,7 @@ def launch(
         of_process = (sys.path, Surroundings(), main_script())
         layout = package.pack((function, is_consequence, *of_process, list(known), DEFINITIONS))
         context = get_context("forkserver")
-        context.set_forkserver_preload(preloaded_modules())
-        with hidden():
+        with hidden(), preloading():
             for rank in range(count):
                 workers.append(_Worker.start(context, rank, count, package, layout, answer, key))
         return answer.unpack(_supervise(workers), known)  # type: ignore[no-any-return]

@@ -4,7 +4,13 @@ Each worker would import them anew otherwise, at the cost of half a second of CP
 that workers need registers itself, so that this layer knows none of the layers above it.
 """
 
-__all__ = ["preload", "preloaded_modules"]
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+
+from equipoise.parallel.internals import preloaded_by_user
+
+__all__ = ["preload", "preloaded_modules", "preloading"]
 
 _TORCH = ("torch", "torch._dynamo", "torch.nn.parallel.distributed")
 _registered: list[str] = []
@@ -32,3 +38,19 @@ def preload(*names: str) -> None:
 def preloaded_modules() -> list[str]:
     """Return the names of all modules that a server started now would import, torch first."""
     return [*_TORCH, *_registered]
+
+
+@contextmanager
+def preloading() -> Iterator[None]:
+    """Let a server that starts meanwhile import these modules, and then those that the user gave multiprocessing.
+
+    The user's list stays as it is. Of it "__main__" is left out, Python's default: no script runs again.
+    """
+    users = preloaded_by_user()
+    ours = preloaded_modules()
+    others = [name for name in users if name != "__main__" and name not in ours]
+    forkserver.set_forkserver_preload([*ours, *others])
+    try:
+        yield
+    finally:
+        forkserver.set_forkserver_preload(users)

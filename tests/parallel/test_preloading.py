@@ -30,26 +30,33 @@ def run(script: str, folder: Path) -> Any:
 
 IN_A_WORKER = """
 import gc, json, sys
+from multiprocessing import forkserver, set_forkserver_preload
 from equipoise import DDPStrategy, PipelineStrategy, Trainer
 from equipoise.parallel.launch import launch
 from equipoise.parallel.preloading import preload
 
 preload("tabnanny", "a_module_that_is_not_there")
-assert "tabnanny" not in sys.modules
+set_forkserver_preload(["__main__", "pyclbr", "torch"])
+assert not {"tabnanny", "pyclbr"} & set(sys.modules)
 
 def what_a_worker_finds(rank):
     return list(sys.modules), gc.get_freeze_count()
 
 modules, frozen = launch(what_a_worker_finds, 1)
 assert frozen > 10_000
+assert forkserver._forkserver._preload_modules == ["__main__", "pyclbr", "torch"]
 json.dump(modules, sys.stdout)
 """
 
 
 def test_a_worker_finds_what_was_registered(tmp_path: Path) -> None:
-    """The trainer and its strategies register themselves; what cannot be imported is passed over."""
+    """The trainer and its strategies register themselves; what cannot be imported is passed over.
+
+    Modules that the user gave multiprocessing are there as well.
+    """
     modules = run(IN_A_WORKER, tmp_path)
     assert "tabnanny" in modules
+    assert "pyclbr" in modules
     assert "equipoise.trainer.trainer" in modules
     assert "equipoise.strategies.ddp" in modules
     assert "equipoise.strategies.pipeline" in modules
