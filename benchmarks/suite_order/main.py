@@ -194,9 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [outcome.row(index) for index, outcome in enumerate(outcomes, 1)]
     console.print(table("The suite in random order", COLUMNS, rows))
     failures = Counter(name for outcome in outcomes for name in outcome.failing)
-    if failures:
-        counted = [(name, str(count)) for name, count in failures.most_common()]
-        console.print(table("Failing tests", ("test", "runs"), counted))
+    for name, count in failures.most_common():
+        print(f"failed in {count} of {options.runs} runs: {name}")  # not in a table, which would break long names
     if options.markdown is not None:
         options.markdown.write_text(markdown(COLUMNS, rows))
     print(f"The output of each run lies in {logs}")
