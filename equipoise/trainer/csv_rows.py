@@ -3,12 +3,17 @@
 Lightning's CSVLogger deletes the file of an earlier run in its folder. A checkpoint therefore notes how many rows each
 file had. A run that is resumed into the same folder drops the rows behind these, since it will write them again, and
 appends. So every row stands there once, as in a run that was never killed.
+
+A new column needs a new header, with which Lightning's logger writes the file again. Here it is replaced as a whole, so
+a process that is killed meanwhile loses no rows.
 """
 
 import csv
+import io
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -19,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger
 from equipoise.trainer import interop
 from equipoise.trainer.checkpoint_layout import loading
 
-__all__ = ["continue_files", "put_aside", "rows_written"]
+__all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
 
 _FILE = "metrics.csv"
 
@@ -88,6 +93,29 @@ def _continue_files(loggers: Sequence[Any], saved: Sequence[dict[str, Any] | Non
             continue
         _replace(path, lines[: known["rows"] + 1])
         interop.continue_csv(logger, next(csv.reader([lines[0].decode()])))
+
+
+def keep_rows(loggers: Iterable[Any]) -> None:
+    """Lets CSV loggers replace their files as a whole where a column is new.
+
+    Args:
+        loggers: The loggers of the run, which have begun.
+    """
+    for logger in loggers:
+        writer = interop.csv_writer(logger)
+        if writer is not None and "://" not in str(writer.metrics_file_path):
+            interop.set_csv_rewriting(writer, partial(_rewrite, Path(writer.metrics_file_path)))
+
+
+def _rewrite(path: Path, columns: Sequence[str]) -> None:
+    """Writes the rows of a file with more columns."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    _replace(path, [text.getvalue().encode()])
 
 
 def _replace(path: Path, lines: Iterable[bytes]) -> None:

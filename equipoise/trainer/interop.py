@@ -65,6 +65,7 @@ __all__ = [
     "pretend_device",
     "saving_states",
     "seed_workers",
+    "set_csv_rewriting",
     "unbind_log",
     "unscales_by_itself",
     "wrap_optimizer",
@@ -297,6 +298,17 @@ def continue_csv(logger: CSVLogger, columns: list[str]) -> None:
     writer.metrics_file_path = os.path.join(logger.log_dir, writer.NAME_METRICS_FILE)
     writer.metrics_keys = columns
     logger._experiment = writer
+
+
+def set_csv_rewriting(writer: ExperimentWriter, rewrite: Callable[[list[str]], None]) -> None:
+    """Lets the writer of a CSV logger take another function for its file, where columns have been added.
+
+    Args:
+        writer: The writer. One of a class of its own is left as it is.
+        rewrite: Writes the file with these columns.
+    """
+    if type(writer) is ExperimentWriter:
+        writer._rewrite_with_new_header = rewrite  # type: ignore[assignment]
 
 
 def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | None:

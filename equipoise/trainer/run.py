@@ -34,7 +34,7 @@ from equipoise.trainer.checkpoint_choice import select_checkpoint
 from equipoise.trainer.checkpoint_reading import load_checkpoint
 from equipoise.trainer.checks import check_run, placing
 from equipoise.trainer.context import Context
-from equipoise.trainer.csv_rows import continue_files
+from equipoise.trainer.csv_rows import continue_files, keep_rows
 from equipoise.trainer.data import Source
 from equipoise.trainer.effects import Effects, collect, known_objects, take_over, this_process
 from equipoise.trainer.error_notes import add_note_on_loading
@@ -237,6 +237,7 @@ def _set_up(context: Context) -> None:
     # Weights & Biases wants to be first; all loggers begin here, so that callbacks find their folders.
     for logger in sorted(trainer.loggers, key=lambda logger: not is_a(logger, WandbLogger)):
         getattr(logger, "experiment", None)
+    keep_rows(trainer.loggers)
     strategy.barrier("pre_setup")
     hooks.call_datamodule("setup", stage=fn)
     hooks.call_callbacks("setup", stage=fn)
