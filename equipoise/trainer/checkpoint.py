@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer import interop
-from equipoise.trainer.checkpoint_layout import check_like, check_optimizer_state, loading
+from equipoise.trainer.checkpoint_layout import check_like, check_optimizer_shapes, check_optimizer_state, loading
 from equipoise.trainer.csv_rows import rows_written
 from equipoise.trainer.hooks import overrides, state_key_of
 from equipoise.trainer.progress import BatchProgress, Progress
@@ -259,10 +259,12 @@ def _restore_optimizers(context: "Context", checkpoint: dict[str, Any]) -> None:
             f"The checkpoint holds {len(states)} optimiser state(s), but `configure_optimizers` returned"
             f" {len(trainer.optimizers)}."
         )
+    names = {id(parameter): name for name, parameter in context.module.named_parameters()}
     for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
         with loading(f"optimizer_states[{index}]", optimizer):
             _check_kind(index, optimizer, state)
             check_optimizer_state(state, f"optimizer_states[{index}]")
+            check_optimizer_shapes(optimizer, state, names)
             _load_optimizer(context, index, optimizer, state)
     for index, (config, state) in enumerate(
         zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False)

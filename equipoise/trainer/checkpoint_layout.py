@@ -9,12 +9,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.parallel.random_state import RandomState
 from equipoise.trainer.stand_in import StandIn
 
-__all__ = ["check_layout", "check_like", "check_optimizer_state", "check_version", "loading"]
+__all__ = [
+    "check_layout",
+    "check_like",
+    "check_optimizer_shapes",
+    "check_optimizer_state",
+    "check_version",
+    "loading",
+]
 
 Check = Callable[[Any, str], None]
 
@@ -94,6 +102,42 @@ def check_optimizer_state(state: Mapping[str, Any], place: str) -> None:
             ):
                 raise _damaged(here, "of the same kind as for the other parameters", value)
 
+
+def check_optimizer_shapes(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    """Check that what one of torch's own optimisers keeps for a parameter has the parameter's shape.
+
+    Only what has that shape in all of them is looked at; an optimiser of another class may keep whatever it wants.
+
+    Args:
+        optimizer: The optimiser.
+        state: Its saved state.
+        names: Names of parameters, by their identity.
+
+    Raises:
+        CheckpointError: Naming the first parameter to which something does not fit.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in state.get("param_groups", ()) for index in group.get("params", ())]
+    for index, parameter in zip(indices, parameters, strict=False):
+        entries = state.get("state", {}).get(index, {})
+        for name in _SHAPED_AS_PARAMETERS & entries.keys():
+            value = entries[name]
+            if isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"The checkpoint's state of {type(optimizer).__name__} does not fit: {name!r} of the parameter"
+                    f" {names.get(id(parameter), index)!r} has the shape {tuple(value.shape)}, but the parameter"
+                    f" {tuple(parameter.shape)}. Let `configure_optimizers` return the same parameters in the same"
+                    " order as then, or take another checkpoint."
+                )
+
+
+_SHAPED_AS_PARAMETERS = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adam, AdamW, NAdam, RAdam, Adamax, SparseAdam
+    *("momentum_buffer", "square_avg", "grad_avg", "acc_delta"),  # SGD, Muon, RMSprop, Adadelta
+    *("sum", "prev", "step_size", "ax"),  # Adagrad, Rprop, ASGD
+}
 
 # What a value is now, what it may be in a checkpoint, and how that is called.
 _KINDS: tuple[tuple[Any, Any, str], ...] = (

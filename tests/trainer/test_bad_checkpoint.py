@@ -178,6 +178,55 @@ def test_momentum_is_no_state_of_adam(tmp_path: Path) -> None:
     refuses(resume(tmp_path / "momentum.ckpt", module), "another kind than Adam", "betas", error=CheckpointError)
 
 
+OPTIMISERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "Adamax": torch.optim.Adamax,
+    "SGD": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": torch.optim.Adagrad,
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_state_of_another_shape_than_its_parameter(name: str, tmp_path: Path) -> None:
+    """Parameters in another order; the optimiser would only miss it in its first step."""
+    make = OPTIMISERS[name]
+    run = trainer(max_epochs=1)
+    run.fit(with_optimizers(lambda m: make(m.parameters())), loader())
+    run.save_checkpoint(tmp_path / "order.ckpt")
+    module = with_optimizers(lambda m: make(list(m.parameters())[::-1]))
+    parts = [f"state of {name} does not fit", "the parameter 'layer.bias' has the shape (1, 2), but the parameter (1,)"]
+    refuses(resume(tmp_path / "order.ckpt", module), *parts, "same order", error=CheckpointError)
+
+
+class Rows(torch.optim.Optimizer):
+    """Keeps a value for each row, under a name that torch uses for something else."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            average = state.setdefault("exp_avg", torch.zeros(len(parameter)))
+            average += parameter.grad.reshape(len(parameter), -1).sum(1)
+        return loss
+
+
+@pytest.mark.parametrize("make", [Rows, torch.optim.Adafactor, torch.optim.LBFGS], ids=lambda make: make.__name__)
+def test_states_that_have_other_shapes_by_right(make: Any, tmp_path: Path) -> None:
+    run = trainer(max_epochs=1)
+    run.fit(with_optimizers(lambda m: make(m.parameters())), loader())
+    run.save_checkpoint(tmp_path / "other.ckpt")
+    again = trainer(max_epochs=2)
+    again.fit(with_optimizers(lambda m: make(m.parameters())), loader(), ckpt_path=tmp_path / "other.ckpt")
+    assert again.global_step == 6
+
+
 def test_a_schedule_that_ends_before_the_run(tmp_path: Path) -> None:
     def scheduled(module: Any) -> Any:
         optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
