@@ -42,8 +42,9 @@ def warn_of_mistyped_hooks(context: "Context") -> None:
         if near and method.__name__ not in called:
             warn_of_method(
                 method,
-                f"`{kind.__name__}.{method.__name__}` is never called, because no hook has that name; did you mean"
-                f" `{near[0]}`? Begin the name with an underscore if it is a method of your own.",
+                f"`{kind.__name__}.{method.__name__}` is called by no trainer, because no hook has that name; did you"
+                f" mean `{near[0]}`? If it is a method of your own, which you call from another file, ignore this"
+                " warning, or let the name begin with an underscore.",
             )
 
 
