@@ -7,7 +7,7 @@ OnHost           through the hosts, where gradients are on a GPU: nobody waits f
 """
 
 import math
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,18 @@ def as_number(total: Tensor) -> float | Tensor:
     return total if reading_waits(total.device) else total.item()
 
 
-class Apart:
+class _Exchange:
+    """One exchange at a time, which runs while this process goes on."""
+
+    _work: "dist.Work | None" = None
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class Apart(_Exchange):
     """Σw in an exchange of its own, while the backward runs.
 
     Args:
@@ -49,18 +60,12 @@ class Apart:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._total = torch.zeros(())
-        self._work = cast("dist.Work | None", None)
 
     def send(self, own: Weight) -> None:
         """See `TotalWeight`."""
         self._wait()  # if a closure is called again
         self._total = torch.as_tensor(own, dtype=torch.float64).to(self.device, copy=True)
         self._work = dist.all_reduce(self._total, async_op=True)
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
 
     def total(self) -> float | Tensor:
         """See `TotalWeight`."""
@@ -100,7 +105,7 @@ class AlongGradients:
         return whole_number if abs(total - whole_number) <= self._near * total else total
 
 
-class OnHost:
+class OnHost(_Exchange):
     """Σw through the hosts of all processes, by a process group beside that of the gradients.
 
     A weight that is a tensor of the device is not read. Where any process has one, Σw is exchanged between the devices
@@ -115,7 +120,6 @@ class OnHost:
         self._uses_devices = False  # the same in all processes, since all read the same numbers
         self._own: Weight = 0
         self._numbers = torch.zeros(2, dtype=torch.float64)  # Σw of hosts' numbers, and how many weights are tensors
-        self._work = cast("dist.Work | None", None)
 
     def send(self, own: Weight) -> None:
         """See `TotalWeight`."""
@@ -127,11 +131,6 @@ class OnHost:
         self._work = dist.all_reduce(self._numbers, group=host_group(), async_op=True)
         if self._uses_devices:
             self._devices.send(own)
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
 
     def total(self) -> float | Tensor:
         """See `TotalWeight`."""
