@@ -5,13 +5,15 @@ here: `is_a(module, LightningModule)` is true for both. The older package is nev
 the names of their modules.
 """
 
+import inspect
 import sys
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities import model_helpers
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-__all__ = ["base_of", "is_a", "is_overridden"]
+__all__ = ["base_of", "is_a", "is_overridden", "takes_iterator"]
 
 _OLDER = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
@@ -60,6 +62,20 @@ def is_overridden(name: str, value: Any) -> bool:
         if is_a(value, kind):
             return model_helpers.is_overridden(name, value, base_of(value, kind))
     return model_helpers.is_overridden(name, value)
+
+
+def takes_iterator(module: Any, step: str, *, alone: bool = False) -> bool:
+    """Return whether a step takes an argument `dataloader_iter`, from which it pulls its batches by itself.
+
+    Args:
+        module: A module.
+        step: The name of the step, such as "training_step".
+        alone: Ask whether it takes nothing else. Default: False.
+    """
+    method = getattr(module, step, None)
+    if not callable(method) or not is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
+        return False
+    return not alone or len(inspect.signature(method).parameters) == 1
 
 
 def _namesake_in(kind: type, wanted: type) -> type | None:

@@ -2,16 +2,18 @@
 
 import contextlib
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from equipoise.callbacks.lightning_classes import is_a
+from equipoise.callbacks.lightning_classes import is_a, takes_iterator
 from equipoise.callbacks.progress_display import format_time
+from equipoise.parallel.split import Splitter
 
-__all__ = ["checkpoint_callbacks", "device_name", "devices_of", "format_duration", "shorten"]
+__all__ = ["checkpoint_callbacks", "device_name", "devices_of", "format_duration", "shorten", "size_function"]
 
 
 def devices_of(trainer: Any) -> list[torch.device]:
@@ -38,6 +40,21 @@ def format_duration(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 59.95 else format_time(seconds)
+
+
+def size_function(trainer: Any, module: Any) -> Callable[[Any], int | None]:
+    """Return what tells the samples of a step from the batch that `on_train_batch_end` receives; None if nothing can.
+
+    Args:
+        trainer: Whose fit it is.
+        module: The user's module.
+    """
+    if takes_iterator(module, "training_step"):
+        return _cannot_tell  # the batch is only the last of those that the step has pulled
+    return Splitter(module, getattr(trainer.strategy, "dim", 0)).size
+
+
+def _cannot_tell(batch: Any) -> None: ...
 
 
 def shorten(path: str) -> str:

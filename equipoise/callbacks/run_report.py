@@ -19,7 +19,7 @@ from rich.text import Text
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.curve_history import CurveHistory
 from equipoise.callbacks.report_record import collect_record
-from equipoise.callbacks.run_facts import devices_of, shorten
+from equipoise.callbacks.run_facts import devices_of, shorten, size_function
 from equipoise.callbacks.run_summary import RunSummary
 from equipoise.callbacks.throughput import Throughput
 from equipoise.errors import ConfigurationError
@@ -28,7 +28,6 @@ from equipoise.memory.report import write_report
 from equipoise.memory.run_record import Outcome
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.object_exchange import gather_objects
-from equipoise.parallel.split import Splitter
 
 __all__ = ["RunReport"]
 
@@ -125,7 +124,7 @@ class RunReport(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Looks at the devices."""
         if (run := self._run) is not None:
-            run.trainer, run.size_of = trainer, Splitter(pl_module, getattr(trainer.strategy, "dim", 0)).size
+            run.trainer, run.size_of = trainer, size_function(trainer, pl_module)
             run.devices = _list_devices(trainer)
             if self._shared is None:
                 self._recorded.on_fit_start(trainer)

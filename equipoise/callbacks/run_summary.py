@@ -17,10 +17,16 @@ from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.curve_history import CurveHistory
 from equipoise.callbacks.learning_curves import can_draw, draw_curves
 from equipoise.callbacks.progress_display import format_value
-from equipoise.callbacks.run_facts import checkpoint_callbacks, device_name, devices_of, format_duration, shorten
+from equipoise.callbacks.run_facts import (
+    checkpoint_callbacks,
+    device_name,
+    devices_of,
+    format_duration,
+    shorten,
+    size_function,
+)
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, peak_of_process
-from equipoise.parallel.split import Splitter
 
 __all__ = ["RunSummary"]
 
@@ -112,7 +118,7 @@ class RunSummary(Callback):
         """Starts the clock."""
         # log_dir is agreed upon by all processes, so it is asked for while all are here.
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        size_of = Splitter(pl_module, getattr(trainer.strategy, "dim", 0)).size
+        size_of = size_function(trainer, pl_module)
         self._fit = _Fit(trainer=trainer, folder=folder, started=monotonic(), size_of=size_of)
         self.recorded.on_fit_start(trainer)
 

@@ -33,6 +33,7 @@ class SingleDeviceStrategy(Strategy):
     """
 
     name: ClassVar[str] = "single_device"
+    keeps_batches_whole: ClassVar[bool] = True
 
     def __init__(self, *, independent: bool = False) -> None:
         if not isinstance(independent, bool):

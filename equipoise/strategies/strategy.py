@@ -40,6 +40,8 @@ class Strategy:
     Attributes:
         name: The name by which `Trainer(strategy=...)` finds it.
         goes_back_in_parts: Whether `forward_backward` runs a backward for each part of a batch rather than one for all.
+        keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
+            Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
         launches: Whether `launch` runs things in other processes than the caller's.
@@ -49,6 +51,7 @@ class Strategy:
 
     name: ClassVar[str] = ""
     goes_back_in_parts: ClassVar[bool] = False
+    keeps_batches_whole: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
     dim: int = 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.callbacks.lightning_classes import takes_iterator
 from equipoise.trainer.signals import leave_training
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class AfterBatch:
         self.log_every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
         self.writes = bool(trainer.loggers or trainer.metric_listeners) and self.log_every > 0
         self.validates = loop.validates_in_epoch()
+        self.pulls = takes_iterator(loop.context.module, "training_step")  # then steps are fewer than batches
 
     def __call__(self, index: int, last: bool, ends: bool, *, write: bool = True, validate: bool = True) -> bool:
         """Does what is due.
@@ -68,7 +70,7 @@ class AfterBatch:
         """Whether validation follows this batch."""
         trainer, loop = self.trainer, self.loop
         every, is_last = loop.val_check_batch, self.progress.batch.is_last_batch
-        if is_last and every is not None and math.isinf(every):
+        if is_last and (self.pulls or (every is not None and math.isinf(every))):
             return True
         if trainer.should_stop and loop.can_stop_early():
             return True  # early stopping wants to know how the model is now

@@ -14,15 +14,15 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import Dataset, IterableDataset
 
-from equipoise.callbacks.lightning_classes import base_of, is_a, is_overridden
+from equipoise.callbacks.lightning_classes import base_of, is_a, is_overridden, takes_iterator
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer import interop
 from equipoise.trainer.hook_names import warn_of_mistyped_hooks
 from equipoise.trainer.hook_signatures import check_hook_signatures
+from equipoise.trainer.iterator_step import check_iterator_step
 
 if TYPE_CHECKING:
     from equipoise.trainer.context import Context
@@ -75,10 +75,11 @@ def check_run(context: "Context") -> None:
     for old, new in _REMOVED.items():
         if callable(getattr(module, old, None)):
             raise ConfigurationError(f"`{name}.{old}` belongs to Lightning 1.x and would never be called. Use `{new}`.")
-    for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, step) or _nothing, "dataloader_iter", explicit=True):
+    for step in ("validation_step", "test_step", "predict_step"):
+        if takes_iterator(module, step):
             raise ConfigurationError(
-                f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`."
+                f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`. Only"
+                " `training_step` may pull its batches from an iterator."
             )
     warn_of_mistyped_hooks(context)
     check_hook_signatures([module, *context.trainer.callbacks], fn)
@@ -108,9 +109,6 @@ def check_run(context: "Context") -> None:
         _warn_of_lost_validation(context)
 
 
-def _nothing() -> None: ...
-
-
 def _stages(fn: TrainerFn | None) -> list[str]:
     """The stages that need loaders."""
     return {
@@ -130,6 +128,8 @@ def _check_fit(context: "Context") -> None:
                 " it."
             )
     _check_arguments(f"{name}.training_step", module.training_step)
+    if takes_iterator(module, "training_step"):
+        check_iterator_step(context)
     for callback in trainer.checkpoint_callbacks:
         _check_checkpoint_name(callback)
     val, has_step = context.sources["val"], is_overridden("validation_step", module)

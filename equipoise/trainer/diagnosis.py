@@ -8,6 +8,7 @@ from torch import nn
 from equipoise.errors import StepError
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.split import entries_of
+from equipoise.trainer.dataloader_iter import DataLoaderIter
 from equipoise.trainer.error_notes import add_notes
 
 __all__ = ["EXPLAINED", "explain"]
@@ -23,13 +24,15 @@ def explain(error: Exception, module: nn.Module, batch: Any) -> None:
     Args:
         error: What torch raised.
         module: The user's module.
-        batch: The batch that was being computed.
+        batch: The batch that was being computed, or the iterator from which the step pulls it.
 
     Raises:
         StepError: Naming the batch's entries, parameters and buffers that lie apart from the others, and the devices.
     """
     if is_out_of_memory(error):
         return
+    if isinstance(batch, DataLoaderIter):
+        batch = batch.batch
     with suppress(Exception):  # the user's `__repr__` or `__len__` may fail, and the error is what they must see
         add_notes(error, module, batch)
     if not isinstance(error, RuntimeError) or not any(part in str(error) for part in _MESSAGES):

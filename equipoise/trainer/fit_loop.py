@@ -14,6 +14,7 @@ from equipoise.trainer.after_batch import AfterBatch
 from equipoise.trainer.batch_stream import BatchStream, length_of
 from equipoise.trainer.checks import check_monitors, warn_of_eval_mode
 from equipoise.trainer.data import Loaders
+from equipoise.trainer.iterator_step import run_epoch
 from equipoise.trainer.loader_state import has_state, random_state_of
 from equipoise.trainer.log_entry import Collection
 from equipoise.trainer.loss_watch import LossWatch
@@ -126,7 +127,7 @@ class FitLoop:
         while not self.done():
             self.begin_epoch()
             with self.context.profile("run_training_epoch"):
-                self.epoch()
+                run_epoch(self)
             self.end_epoch()
 
     def done(self) -> bool:
@@ -273,7 +274,7 @@ class FitLoop:
         hooks, logs, place, transfer = context.hooks, context.logs, context.strategy.place, context.make_transfer()
         batch_start, batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
         idle_end, before_transfer = hooks.bind_deciders("on_train_batch_end"), hooks.bind("on_before_batch_to_device")
-        optimize, schedulers, after_batch = self._bind_optimization(), self.schedulers, AfterBatch(self)
+        optimize, schedulers, after_batch = self.bind_optimization(), self.schedulers, AfterBatch(self)
         watch = self.loss_watch.bind() if self.loss_watch is not None else None
         counts, index, wanted = progress.batch.current, progress.batch.current.ready - 1, hooks.uses_outputs()
         scheduled = self.trainer.lr_scheduler_configs  # the list itself: callbacks may add to it
@@ -292,7 +293,7 @@ class FitLoop:
             batch = parts[0] if len(parts) == 1 else batch
             logs.begin_batch(batch)
             if batch_start is not None and there and batch_start(batch, index) == -1:
-                self._leave_epoch(index)
+                self.skip_rest(index)
                 break
             counts.started = index + 1
             ends = progress.batch.is_last_batch or index + 1 == self.max_batches
@@ -317,7 +318,7 @@ class FitLoop:
             if after_batch(index, last, ends):
                 break
 
-    def _bind_optimization(self) -> AutomaticOptimization | ManualOptimization:
+    def bind_optimization(self) -> AutomaticOptimization | ManualOptimization:
         """Asked anew each epoch, since callbacks change accumulation and optimisers between epochs."""
         self.window.parts = self.trainer.accumulate_grad_batches
         assert self.loss_watch is not None
@@ -330,7 +331,7 @@ class FitLoop:
         )
         return self.optimization
 
-    def _leave_epoch(self, index: int) -> None:
+    def skip_rest(self, index: int) -> None:
         """`on_train_batch_start` returned -1: the epoch ends before this batch."""
         self.progress.batch.is_last_batch = True
         self.progress.batch.current.processed = index + 1

@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.split import infer_batch_size
 from equipoise.trainer import interop
+from equipoise.trainer.dataloader_iter import check_batch_size
 from equipoise.trainer.interop import LogOptions
 from equipoise.trainer.log_entry import Collection, Entry, default_dtype, on_cpu, reduction_name
 
@@ -89,7 +90,7 @@ class Logs:
             return
         entry = self._entries.get((hook, name, self.dataloader_idx))
         if entry is None or entry.given != given:
-            entry = self._register(hook, name, value, LogOptions(*given))
+            entry = self._register(hook, name, value, LogOptions(*given), batch_size)
         self._stale = _ALL
         if isinstance(value, Tensor):
             if value.ndim:
@@ -103,7 +104,7 @@ class Logs:
         if not self.in_batches:
             self.commit()
 
-    def _register(self, hook: str | None, name: str, value: Any, given: LogOptions) -> Entry:
+    def _register(self, hook: str | None, name: str, value: Any, given: LogOptions, batch_size: int | None) -> Entry:
         """Checks the arguments, once for each name and hook."""
         if (collection := self.collection) is None:
             raise MisconfigurationException(
@@ -135,6 +136,8 @@ class Logs:
                 f"`self.log({name!r}, ...)` was called twice in `{hook}` with different arguments: {entry.options},"
                 f" then {options}."
             )
+        if entry.weighs and batch_size is None:
+            check_batch_size(self._batch)
         entry.given = tuple(given)
         self._entries[hook, name, index] = entry
         collection.any_on_step = collection.any_on_step or bool(options.on_step)

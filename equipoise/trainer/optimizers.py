@@ -240,7 +240,11 @@ class Schedulers:
         if self.trainer.lr_scheduler_configs:
             self._step("step", index, plateau=False)
             if ends:
-                self._step("epoch", self.trainer.current_epoch, plateau=False)
+                self.end_batches()
+
+    def end_batches(self) -> None:
+        """Steps those that watch nothing, after every so many epochs."""
+        self._step("epoch", self.trainer.current_epoch, plateau=False)
 
     def after_validation(self, index: int) -> None:
         """Steps those that watch a value after every so many steps."""

@@ -125,7 +125,8 @@ class FitProgress:
 
     Attributes:
         epoch: Epochs.
-        batch: Batches of the epoch.
+        batch: Batches of the epoch; steps, where the training step pulls its batches by itself.
+        pulled: Batches that the training step has pulled by itself; not in the `fit_loop` entry, which is Lightning's.
         optimizer_step: Optimiser steps in automatic optimisation.
         manual_step: Optimiser steps in manual optimisation, over all optimisers.
         zero_grad: Gradients set to zero, once per accumulation window.
@@ -136,6 +137,7 @@ class FitProgress:
 
     epoch: Progress = field(default_factory=Progress)
     batch: BatchProgress = field(default_factory=BatchProgress)
+    pulled: Progress = field(default_factory=Progress)
     optimizer_step: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
     manual_step: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
     zero_grad: Progress = field(default_factory=lambda: Progress(("ready", "completed", "started")))
@@ -149,13 +151,13 @@ class FitProgress:
 
     def begin_epoch(self) -> None:
         """Sets what counts within an epoch back to zero."""
-        for progress in (self.batch, self.scheduler, self.optimizer_step, self.zero_grad):
+        for progress in (self.batch, self.pulled, self.scheduler, self.optimizer_step, self.zero_grad):
             progress.begin()
         self.val_batch.forget_total()
 
     def rewind(self) -> None:
         """Goes back to the last completed batch, after a failure or when a checkpoint is resumed."""
-        for progress in (self.batch, self.scheduler, self.optimizer_step, self.zero_grad):
+        for progress in (self.batch, self.pulled, self.scheduler, self.optimizer_step, self.zero_grad):
             progress.rewind()
 
     def state_dict(self) -> dict[str, Any]:

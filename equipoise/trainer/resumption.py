@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torchmetrics import Metric
 
+from equipoise.callbacks.lightning_classes import takes_iterator
 from equipoise.errors import ConfigurationError
 from equipoise.strategies.strategy import parameters_of
 from equipoise.trainer import interop
@@ -29,6 +30,7 @@ from equipoise.trainer.after_batch import AfterBatch
 from equipoise.trainer.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.checkpoint_file import is_plain
 from equipoise.trainer.hooks import state_key_of
+from equipoise.trainer.iterator_step import run_epoch
 from equipoise.trainer.loader_state import has_state, load_random_state, random_state_of
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def position_of(loop: "FitLoop") -> dict[str, Any]:
         "random_state": random_state_of(flat_loaders(loop)),
         "epoch_random_state": loop.epoch_random_state,
         "order_drawn": loop.stream is not None,
+        "pulled": loop.progress.pulled.state_dict() if takes_iterator(loop.context.module, "training_step") else None,
         "ahead": _kept(loop.stream),
         "window": window.state_dict(),
         "gradients": [p.grad for p in parameters],
@@ -191,10 +194,15 @@ class Resumption:
         if position is not None and position.get("batch_is_done", False):
             self.in_validation = False
         self.batch_again = self.in_epoch and not self.batch_unfinished and batch.ready > batch.completed
+        pulled = position.get("pulled") if position is not None else None
+        if pulled is not None:
+            loop.progress.pulled.load_state_dict(pulled)
         if not self.in_epoch and not self.at_epoch_end:
             epoch.set(epoch.completed)
         elif self.batch_again:
             loop.progress.rewind()
+        if pulled is None:  # the loop read the batches, one for each step
+            loop.progress.pulled.current.set(batch.ready)
         if position is not None:
             loop.window.load_state_dict(position["window"])
             loop.has_ended = position.get("has_ended", False)
@@ -233,7 +241,7 @@ class Resumption:
 
     def start_stream(self, stream: BatchStream) -> None:
         """Reads on in the epoch: every RNG as before its order was drawn, past the batches that were seen."""
-        loop, seen = self.loop, self.loop.progress.batch.current.ready
+        loop, seen = self.loop, self._batches_seen()
         assert loop.loaders is not None
         if self.position is not None:
             loop.epoch_random_state = self.position["epoch_random_state"]
@@ -247,6 +255,18 @@ class Resumption:
             stream.resume(seen, ahead=ahead[0] if ahead else NOTHING, stateful=bool(stateful))
         else:
             stream.start()
+
+    def _batches_seen(self) -> int:
+        """The number of batches of the epoch that were read, be it by the loop or by the training step."""
+        progress = self.loop.progress
+        steps, pulled = progress.batch.current.ready, progress.pulled.current.ready
+        if self.in_epoch and steps != pulled and not takes_iterator(self.loop.context.module, "training_step"):
+            raise ConfigurationError(
+                f"The checkpoint was written in the middle of an epoch, after {steps} steps of a"
+                f" `training_step(dataloader_iter)` that had pulled {pulled} batches; one that takes a batch cannot go"
+                " on there. Resume with a `training_step(dataloader_iter)`, or from a checkpoint of an epoch's end."
+            )
+        return pulled
 
     def finish_epoch(self) -> None:
         """Does what remained of an epoch whose last hook wrote the checkpoint."""
@@ -282,14 +302,16 @@ class Resumption:
             load_random_state(flat_loaders(loop), position["random_state"])
         if self.in_epoch:
             if not self._finish_batch():
-                loop.epoch()
+                run_epoch(loop)
             loop.end_epoch()
 
     def _finish_batch(self) -> bool:
         """What follows the last batch; returns whether the epoch ends with it."""
         loop, batch = self.loop, self.loop.progress.batch
         index, ends = batch.current.ready - 1, self.loop.batches_done()
-        last = ends or (index + 1) % loop.trainer.accumulate_grad_batches == 0
+        pulled = loop.progress.pulled.current
+        step_was_left = pulled.ready > pulled.completed  # it wanted more batches than there are
+        last = not step_was_left and (ends or (index + 1) % loop.trainer.accumulate_grad_batches == 0)
         if self.batch_unfinished:
             self._finish_hook("on_train_batch_end", {}, None, index)
             batch.current.set(index + 1)

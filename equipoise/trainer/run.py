@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.callbacks.lightning_classes import is_a, is_overridden
+from equipoise.callbacks.lightning_classes import is_a, is_overridden, takes_iterator
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel import random_state
 from equipoise.parallel.checkpointing import checkpoint_activations, keep_activations
@@ -36,6 +36,7 @@ from equipoise.trainer.checks import check_run, placing
 from equipoise.trainer.context import Context
 from equipoise.trainer.csv_rows import continue_files, keep_rows
 from equipoise.trainer.data import Source
+from equipoise.trainer.dataloader_iter import checking_batches
 from equipoise.trainer.effects import Effects, collect, known_objects, take_over, this_process
 from equipoise.trainer.error_notes import add_note_on_loading
 from equipoise.trainer.finders import refuse_tuner
@@ -180,7 +181,8 @@ def _prepare(trainer: "Trainer", request: Request) -> Context:
         _set_epoch_limits(trainer)
     trainer.callbacks = merge_callbacks(trainer.callbacks, _ask_callbacks(module))
     strategy = trainer.connected_strategy
-    trainer.logs.size_of = Splitter(module, strategy.dim).size
+    size_of = Splitter(module, strategy.dim).size
+    trainer.logs.size_of = checking_batches(size_of) if takes_iterator(module, "training_step") else size_of
     if strategy.world_size > 1:
         trainer.logs.reduce = strategy.reduce
         trainer.logs.agree = partial(agree, gather=strategy.gather_objects, module=module, device=strategy.root_device)

@@ -7,7 +7,7 @@ wrapper around Lightning's default would count as an override and send both trai
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -145,6 +145,8 @@ def describe(value: Any) -> str:
         return f"{type(value).__name__}({', '.join(map(describe, value))})"
     if callable(value):
         return "<callable>"
+    if isinstance(value, Iterator):
+        return "<iterator>"
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"<{type(value).__name__}>"
 
 

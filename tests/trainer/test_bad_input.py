@@ -71,12 +71,6 @@ def test_not_a_lightning_module(model: Any, parts: list[str]) -> None:
     refuses_fit(model, *parts)
 
 
-@pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step", "predict_step"])
-def test_dataloader_iter(step: str) -> None:
-    module = type("Module", (Small,), {step: lambda self, dataloader_iter: None})()
-    refuses_fit(module, f"`Module.{step}(dataloader_iter)`", "(self, batch, batch_idx)")
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [

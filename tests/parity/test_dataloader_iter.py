@@ -1,0 +1,246 @@
+"""A training step that pulls its batches by itself: weights, hooks, values and counters are Lightning's.
+
+Where they are not, on purpose, `tests/trainer/test_iterator_step.py` says what they are.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from . import data
+from .harness import Case, Record, check, column, parity
+from .modules import Classifier, with_optimizers
+
+
+class Pulls(Classifier):
+    """Pulls so many batches in each step, fewer where the epoch has no more."""
+
+    def __init__(self, batches: int = 1, dropout: float = 0.0, batch_norm: bool = False) -> None:
+        super().__init__(dropout, batch_norm)
+        self.batches = batches
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        losses: list[Tensor] = []
+        samples = 0
+        while len(losses) < self.batches and (pulled := next(dataloader_iter, None)) is not None:
+            batch, batch_idx, dataloader_idx = pulled
+            self.log("index", float(batch_idx + dataloader_idx), on_epoch=False, batch_size=1)
+            losses.append(self.loss(batch))
+            samples += len(batch[1])
+        loss = torch.stack(losses).mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=samples)
+        self.log("samples", float(samples), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=samples)
+        return loss
+
+
+class Overdraws(Pulls):
+    """Asks for the same number of batches in each step, whether there are as many or not."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        losses = [self.loss(next(dataloader_iter)[0]) for _ in range(self.batches)]
+        return torch.stack(losses).mean()
+
+
+class Prefetches(Pulls):
+    """Pulls one batch ahead of the one it trains on."""
+
+    ahead: Any = None
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        if self.ahead is None:
+            self.ahead = next(dataloader_iter)[0]
+        batch, self.ahead = self.ahead, next(dataloader_iter)[0]
+        return self.loss(batch)
+
+
+class Exhausts(Pulls):
+    """Pulls a whole epoch in one step."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        return torch.stack([self.loss(batch) for batch, _, _ in dataloader_iter]).mean()
+
+
+class Combined(Pulls):
+    """Pulls two batches of several loaders each."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        (first, _, _), (second, batch_idx, _) = next(dataloader_iter), next(dataloader_iter, (None, -1, 0))
+        given = [first] if second is None else [first, second]
+        self.log("index", float(batch_idx), batch_size=1)
+        losses = [self.loss(batch) for batches in given for batch in batches.values() if batch is not None]
+        return torch.stack(losses).mean()
+
+
+class Converts(Pulls):
+    """Converts and moves its batches by itself."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        features, labels = next(dataloader_iter)[0]
+        loss = self.loss((features.to(self.device, self.dtype), labels.to(self.device)))
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(labels))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+class PullsByHand(Pulls):
+    """Optimises by hand, twice in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            batch, _, _ = next(dataloader_iter)
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("train_loss", loss, batch_size=4)
+
+
+class Skips(Pulls):
+    """Returns no loss for every third batch."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return None if batch_idx % 3 == 1 else self.loss(batch)
+
+
+class LeavesEpoch(Pulls):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class StopsInStep(Pulls):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        self.trainer.should_stop = self.global_step == 4
+        return super().training_step(dataloader_iter)
+
+
+def by_step(module: Any) -> Any:
+    optimizer = SGD(module.parameters(), 0.1, momentum=0.9)
+    return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+def by_epoch(module: Any) -> Any:
+    optimizer = SGD(module.parameters(), 0.1)
+    return [optimizer], [StepLR(optimizer, 1, 0.5)]
+
+
+def by_plateau(module: Any) -> Any:
+    optimizer = SGD(module.parameters(), 0.1)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def pulls(batches: int, dropout: float = 0.0, base: type[Pulls] = Pulls) -> Any:
+    return lambda: base(batches, dropout)
+
+
+def indices(record: Record) -> list[float]:
+    return column(record, "index")
+
+
+def only_training(batches: int = 6) -> dict[str, Any]:
+    return {"train_dataloaders": data.loader(batches, 1)}
+
+
+CASES = [
+    Case(name="one batch a step", module=pulls(1), proves=lambda record: indices(record) == [0, 1, 2, 3, 4, 5] * 2),
+    Case(name="two batches a step", module=pulls(2), proves=lambda record: indices(record) == [1, 3, 5] * 2),
+    Case(name="a short last step", module=pulls(4), proves=lambda record: indices(record) == [3, 5] * 2),
+    Case(name="a short last batch", module=pulls(2), data=lambda: data.sized(5, odd=3)),
+    Case(name="all batches in one step", module=Exhausts),
+    Case(name="shuffled with dropout", module=pulls(2, 0.3), data=data.shuffled),
+    Case(name="combined loaders", module=Combined, data=lambda: data.combined("max_size_cycle")),
+    Case(name="combined loaders, the shorter ends", module=Combined, data=lambda: data.combined("min_size")),
+    Case(
+        name="limited to a number",
+        module=pulls(2),
+        options={"limit_train_batches": 5},
+        proves=lambda record: indices(record) == [1, 3, 4] * 2,
+    ),
+    Case(name="limited to a fraction", module=pulls(1), options={"limit_train_batches": 0.5}),
+    Case(name="fast_dev_run", module=pulls(1), options={"fast_dev_run": 2}),
+    Case(name="prefetching", module=Prefetches, data=only_training),
+    Case(name="by hand", module=PullsByHand),
+    Case(name="skipped steps", module=Skips),
+    Case(name="left by on_train_batch_start", module=LeavesEpoch),
+    Case(name="stopped in a step", module=StopsInStep),
+    Case(name="max_steps", module=pulls(2), options={"max_steps": 4, "max_epochs": -1}),
+    Case(name="validation inside", module=pulls(1), options={"val_check_interval": 2}),
+    Case(name="validation inside, by steps of two", module=pulls(2), options={"val_check_interval": 2}),
+    Case(name="clipping", module=pulls(2), options={"gradient_clip_val": 0.1}),
+    Case(name="float64", module=Converts, options={"precision": "64-true"}),
+    Case(name="bf16", module=pulls(2), options={"precision": "bf16-mixed"}),
+    Case(name="scheduler by step", module=with_optimizers(by_step, Pulls, batches=2)),
+    Case(name="scheduler by epoch", module=with_optimizers(by_epoch, Pulls)),
+    Case(name="scheduler by a value", module=with_optimizers(by_plateau, Pulls, batches=2), options={"max_epochs": 4}),
+    Case(
+        name="checkpoints and early stopping",
+        module=pulls(2),
+        options={"max_epochs": 4},
+        callbacks=lambda: [
+            ModelCheckpoint(monitor="val_loss", save_top_k=2),
+            EarlyStopping("val_loss", patience=1),
+            LearningRateMonitor(),
+        ],
+        ignore=["best_model", "checkpoint"],
+    ),
+    Case(
+        name="averaged weights, with an epoch for the batch statistics",
+        module=lambda: Pulls(batch_norm=True),
+        callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)],
+        options={"max_epochs": 4},
+    ),
+]
+
+
+@parity(CASES)
+def test_dataloader_iter(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)
+
+
+COUNTERS = ["_progress"]
+"""Lightning counts a step that was begun, though it was not completed."""
+OVERDRAWN = [
+    Case(name="sized", module=pulls(4, base=Overdraws), data=lambda: only_training(6), ignore=COUNTERS, watch=False),
+    Case(
+        name="limited",
+        module=pulls(2, base=Overdraws),
+        data=only_training,
+        options={"limit_train_batches": 3},
+        ignore=COUNTERS,
+        watch=False,
+    ),
+    Case(
+        name="unsized",
+        module=pulls(1, base=Overdraws),
+        data=lambda: {"train_dataloaders": data.unsized()["train_dataloaders"]},
+        ignore=COUNTERS,
+        watch=False,
+    ),
+    Case(
+        name="unsized and limited",
+        module=pulls(2, base=Overdraws),
+        data=lambda: {"train_dataloaders": data.unsized()["train_dataloaders"]},
+        options={"limit_train_batches": 3},
+        ignore=COUNTERS,
+        watch=False,
+    ),
+]
+
+
+@parity(OVERDRAWN)
+def test_stop_iteration_in_the_step(case: Case, watched: bool, tmp_path: Path) -> None:
+    check(case, watched, tmp_path)
