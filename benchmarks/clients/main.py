@@ -45,18 +45,7 @@ class Library:
 
 
 LIBRARIES = {
-    "scvi-tools": Library(
-        "1.4.2",
-        (
-            "tests/train",
-            "tests/model/test_linear_scvi.py",
-            "tests/model/test_peakvi.py",
-            "tests/model/test_amortizedlda.py",
-            "tests/model/test_pyro.py",
-            "tests/external/solo",
-            "tests/external/scar",
-        ),
-    ),
+    "scvi-tools": Library("1.4.2", ("tests/train", "tests/model", "tests/external", "tests/dataloaders")),
     "gluonts": Library(
         "0.17.0",
         ("test/torch/model", "test/torch/test_torch_item_id_info.py"),
@@ -73,6 +62,12 @@ LIBRARIES = {
         "0.46.1",
         (
             "darts/tests/models/forecasting/test_ptl_trainer.py",
+            "darts/tests/models/forecasting/test_RNN.py",
+            "darts/tests/models/forecasting/test_TFT.py",
+            "darts/tests/models/forecasting/test_tide_model.py",
+            "darts/tests/models/forecasting/test_ensemble_models.py",
+            "darts/tests/models/forecasting/test_probabilistic_models.py",
+            "darts/tests/models/forecasting/test_global_forecasting_models.py",
             "darts/tests/models/forecasting/test_nbeats_nhits.py",
             "darts/tests/models/forecasting/test_tsmixer.py",
             "darts/tests/models/forecasting/test_TCN.py",

@@ -1,6 +1,7 @@
 """Whether the tests pass in any order: the suite several times in random order, on request beside other work.
 
 python benchmarks/suite_order/main.py --runs 10 --busy 4 --busy-runs 5     the campaign, some hours
+python benchmarks/suite_order/main.py --runs 10 --marks "not slow"           what `make test` runs
 python benchmarks/suite_order/main.py --runs 3 tests/trainer               a part of the suite
 python benchmarks/suite_order/main.py --runs 1 --seed 1234                 an order again
 
@@ -82,15 +83,18 @@ def busy_processes(count: int) -> Iterator[list[int]]:
             process.wait()
 
 
-def command(seed: int, workers: int, report: Path, tests: Sequence[str]) -> list[str]:
+def command(seed: int, workers: int, report: Path, tests: Sequence[str], marks: str = "") -> list[str]:
     """Return the command of one run."""
     order = ["--random-order-bucket=global", f"--random-order-seed={seed}", f"--hypothesis-seed={seed}"]
     parallel = ["-n", str(workers)] if workers else []
     options = ["-p", "no:cacheprovider", f"--junitxml={report}"]
-    return [sys.executable, "-m", "pytest", *options, *order, *parallel, *tests]
+    chosen = ["-m", marks] if marks else []
+    return [sys.executable, "-m", "pytest", *options, *order, *parallel, *chosen, *tests]
 
 
-def run_once(seed: int, busy: int, workers: int, seconds: float, logs: Path, tests: Sequence[str]) -> Outcome:
+def run_once(
+    seed: int, busy: int, workers: int, seconds: float, logs: Path, tests: Sequence[str], marks: str = ""
+) -> Outcome:
     """Run the suite once in the order of a seed.
 
     Args:
@@ -100,12 +104,13 @@ def run_once(seed: int, busy: int, workers: int, seconds: float, logs: Path, tes
         seconds: Time after which the run is ended.
         logs: The folder that the output and the results are written to.
         tests: Files or folders; none: the whole suite.
+        marks: An expression of marks that chooses among these tests. Default: all.
     """
     report = logs / f"{seed}.xml"
     start = time.monotonic()
     with (logs / f"{seed}.log").open("wb") as log, busy_processes(busy):
         process = subprocess.Popen(
-            command(seed, workers, report, tests),
+            command(seed, workers, report, tests, marks),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -169,6 +174,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--busy-runs", type=int, help="number of runs that have them (default: all)")
     parser.add_argument("--seed", type=int, help="seed of the first run; the others count on (default: drawn)")
     parser.add_argument("--workers", type=int, default=2, help="processes of pytest-xdist; 0: without (default: 2)")
+    parser.add_argument("--marks", default="", help='marks that choose tests, such as "not slow" (default: all tests)')
     parser.add_argument("--minutes", type=float, default=120.0, help="longest duration of a run (default: 120)")
     parser.add_argument("--logs", type=Path, help="folder for the runs' output (default: a temporary one)")
     parser.add_argument("--markdown", type=Path, help="write the table there")
@@ -187,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
     for index in range(options.runs):
         busy = options.busy if index >= options.runs - busy_runs else 0
         print(f"run {index + 1} of {options.runs}: --random-order-seed={first + index}, {busy} busy", flush=True)
-        outcomes.append(run_once(first + index, busy, options.workers, options.minutes * 60, logs, options.tests))
+        limit = options.minutes * 60
+        outcomes.append(run_once(first + index, busy, options.workers, limit, logs, options.tests, marks=options.marks))
         print(", ".join(outcomes[-1].row(index + 1)), flush=True)
 
     console = Console()
