@@ -9,8 +9,9 @@ so the first start takes some seconds and later ones a tenth of one. What they r
     wait for all                    <──        the answer of the first, or the error of any
     one failed: end the others
 
-A worker that fails takes others with it: their connections break. So errors are gathered for a moment, and the first
-cause is raised: a signal before an error, an error before what follows from it, a hang if there is nothing else.
+A worker that fails takes others with it: their connections break. So errors are gathered for a moment, or for longer
+while all of them follow from another, and the first cause is raised: a signal before an error, an error before what
+follows from it, a hang if there is nothing else.
 Workers end when their parent does, and leave by `os._exit` once everything is written, since threads of torch's process
 groups may abort or hang an ordinary exit.
 """
@@ -40,14 +41,15 @@ from equipoise.parallel.place import slurm_job
 from equipoise.parallel.preloading import preload, preloading
 from equipoise.parallel.surroundings import Surroundings
 from equipoise.parallel.transport import DEFINITIONS, Layout, Package, define
-from equipoise.parallel.worker_reports import Report, raise_first_cause, raise_unended, report_of
+from equipoise.parallel.worker_reports import Report, causes_among, raise_first_cause, raise_unended, report_of
 
 __all__ = ["launch"]
 
 T = TypeVar("T")
 
 preload(__name__)
-_GATHERING = 1.0  # seconds in which the causes of a failure are gathered
+_GATHERING = 1.0  # seconds in which causes of a failure are gathered after the first
+_UNTIL_CAUSE = 10.0  # seconds until a cause is there, where all that came follows from it: the machine may be busy
 _ANSWERING = 10.0  # seconds in which a hung process begins to tell where it is, on a busy machine as well
 _EXIT_CODES = {255: " The server that starts processes may have been ended, or cannot tell how the process ended."}
 _TERMINATING = 60.0  # seconds that workers have to end by themselves after a SIGTERM
@@ -195,12 +197,15 @@ def _gather(workers: list[_Worker], seconds: float | None, terminated: int | Non
         terminated: A descriptor that can be read once a SIGTERM came, from when on it takes `_TERMINATING` at most.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
-    failing = False
+    is_failing = has_cause = False
     while waiting := {worker.connection: worker for worker in workers if worker.report is None}:
-        if not failing and any(worker.report is not None and worker.report.failed for worker in workers):
-            failing = True
-            gathered = time.monotonic() + _GATHERING
-            deadline = gathered if deadline is None else min(deadline, gathered)
+        reports = [worker.report for worker in workers if worker.report is not None]
+        if not is_failing and any(report.failed for report in reports):
+            is_failing = True
+            deadline = _sooner(deadline, _UNTIL_CAUSE)
+        if not has_cause and causes_among(reports, list(waiting.values())):
+            has_cause = True
+            deadline = _sooner(deadline, _GATHERING)
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return
@@ -211,6 +216,12 @@ def _gather(workers: list[_Worker], seconds: float | None, terminated: int | Non
                 deadline = time.monotonic() + _TERMINATING
             else:
                 waiting[ready].read()  # type: ignore[index]
+
+
+def _sooner(deadline: float | None, seconds: float) -> float:
+    """Return a deadline, or the time in some seconds if that is sooner."""
+    later = time.monotonic() + seconds
+    return later if deadline is None else min(deadline, later)
 
 
 @contextlib.contextmanager

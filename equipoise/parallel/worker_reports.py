@@ -13,7 +13,7 @@ import cloudpickle
 from equipoise.errors import WorkerError
 from equipoise.parallel.transport import Layout, pickle_error
 
-__all__ = ["Report", "Worker", "raise_first_cause", "raise_unended", "report_of"]
+__all__ = ["Report", "Worker", "causes_among", "raise_first_cause", "raise_unended", "report_of"]
 
 _ATTEMPTS = 3  # at a report, which a signal's handler may break off
 
@@ -86,6 +86,20 @@ def _report_once(error: BaseException, rank: int, is_consequence: Callable[[Base
 # The parent's side.
 
 
+def causes_among(reports: Sequence[Report], silent: Sequence[Worker]) -> list[Report]:
+    """Return the failures that may be the cause of the others, the first one first; empty if all follow from something.
+
+    Args:
+        reports: Those of the workers that have ended.
+        silent: The others.
+    """
+    failed = sorted((report for report in reports if report.failed), key=lambda report: report.time)
+    # A watchdog aborts a process that has waited in vain for another.
+    waited = [report for report in failed if report.signal == signal.SIGABRT and silent]
+    killed = [report for report in failed if report.signal is not None and report not in waited]
+    return killed or [report for report in failed if not report.consequence and report not in waited]
+
+
 def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker]) -> NoReturn:
     """Raise what went wrong first: a signal before an error, an error before what follows from it, then a hang.
 
@@ -95,10 +109,7 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
         silent: The others.
     """
     failed = sorted((report for report in reports if report.failed), key=lambda report: report.time)
-    # A watchdog aborts a process that has waited in vain for another.
-    waited = [report for report in failed if report.signal == signal.SIGABRT and silent]
-    killed = [report for report in failed if report.signal is not None and report not in waited]
-    causes = killed or [report for report in failed if not report.consequence and report not in waited]
+    causes = causes_among(reports, silent)
     if not causes and silent:
         told = f"rank {silent[0].rank} of {count} hung, while others waited for it. It is here:\n\n{silent[0].where()}"
         raise WorkerError(told) from RemoteTraceback(failed[0].text)

@@ -307,6 +307,25 @@ def test_an_error_is_blamed_before_what_follows_from_it() -> None:
     assert caught.value.__notes__[0] in ("Raised in rank 1 of 3.", "Raised in rank 2 of 3.")
 
 
+def follows_and_then_fails(fifo: str, rank: int) -> None:
+    """Rank 0 ends with what follows from rank 1, which raises its error when rank 0 is gone."""
+    if rank == 0:
+        os.open(fifo, os.O_WRONLY)
+        raise RuntimeError("Connection closed by peer")
+    with open(fifo, "rb") as ended:
+        ended.read()
+    raise RuntimeError("a mistake")
+
+
+def test_a_cause_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all that is known follows from something else; the machine may be busy."""
+    monkeypatch.setattr("equipoise.parallel.launch._GATHERING", 0.0)
+    monkeypatch.setattr("equipoise.parallel.launch._UNTIL_CAUSE", 120.0)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(RuntimeError, match="a mistake"):
+        launch(partial(follows_and_then_fails, str(tmp_path / "fifo")), 2, is_consequence=follows_from_another)
+
+
 def gives_up(rank: int) -> None:
     raise RuntimeError("Timed out waiting 1000ms for recv" if rank == 1 else "Connection closed by peer")
 

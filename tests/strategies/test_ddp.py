@@ -21,7 +21,7 @@ from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
 from equipoise.strategies import ddp_engines, ddp_totals
 from tests.conftest import ignoring
 from tests.strategies.test_ddp_faults import HOW, Mistake, hangs, raises
-from tests.strategies.waiting import wait_briefly
+from tests.strategies.waiting import blame_early, wait_briefly
 from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
 
 pytestmark = ignoring(
@@ -286,8 +286,10 @@ class Fails(Numbered):
 
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("name", HOW)
-def test_failures_are_told(name: str, engine: Any) -> None:
+def test_failures_are_told(name: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     how, error, message = HOW[name]
+    if how is hangs:
+        blame_early(monkeypatch)
     module = Fails(how, 1)
     run = trainer(DDPStrategy(engine=engine, timeout=300.0), 2)
     with pytest.raises(error, match=message) as caught:

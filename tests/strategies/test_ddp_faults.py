@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import DDPStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
-from tests.strategies.waiting import wait_briefly
+from tests.strategies.waiting import blame_early, wait_briefly
 
 pytestmark = ignoring()
 
@@ -118,8 +118,10 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimiser step", "validation", "checkpoint"])
 @pytest.mark.parametrize("how", HOW)
-def test_a_fault(how: str, place: str, tmp_path: Path) -> None:
+def test_a_fault(how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function, error, message = HOW[how]
+    if function is hangs:
+        blame_early(monkeypatch)
     run = trainer(tmp_path, timeout=300.0)
     with pytest.raises(error, match=message):
         run.fit(Faulty(place, function), loader(), loader())

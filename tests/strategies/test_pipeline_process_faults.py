@@ -21,6 +21,7 @@ from equipoise import PipelineStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
 from tests.strategies.ports import unused_port
 from tests.strategies.test_ddp_faults import Mistake, hangs, is_killed, raises
+from tests.strategies.waiting import blame_early
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
@@ -111,16 +112,18 @@ def test_the_first_process_is_killed() -> None:
     nobody_is_left()
 
 
-def test_a_process_that_hangs() -> None:
+def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait no longer than they were told, and the one that hangs is named, with the place."""
+    blame_early(monkeypatch)
     with pytest.raises(WorkerError, match=r"rank 1 of 3 hung(?s:.*)in hangs"):
         make_trainer(timeout=10.0).fit(Faulty("forward", hangs, 0), loader())
     nobody_is_left()
 
 
 @pytest.mark.parametrize("place", ["forward", "validation", "teardown"])
-def test_the_first_process_hangs(place: str) -> None:
+def test_the_first_process_hangs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is due fails to come, since the others wait for its commands; beats that it sends tell them."""
+    blame_early(monkeypatch)
     module = HangsAtTheEnd(place, hangs, 2) if place == "teardown" else Faulty(place, hangs, 2)
     with pytest.raises(WorkerError, match=r"rank 0 of 3 hung(?s:.*)in hangs"):
         make_trainer(timeout=10.0).fit(module, loader(), loader())

@@ -1,10 +1,13 @@
-"""How long a process waits for one that hangs, without a deadline for the start of a run."""
+"""How long others wait for a process that hangs, without a deadline for the start of a run."""
 
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
-__all__ = ["wait_briefly"]
+from equipoise.parallel import launch
+
+__all__ = ["blame_early", "wait_briefly"]
 
 
 def wait_briefly() -> None:
@@ -13,3 +16,8 @@ def wait_briefly() -> None:
     A timeout of the strategy would hold from the start of the processes on, which takes longer on a busy machine.
     """
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+
+
+def blame_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the parent name the process that hangs one second after the others gave up, rather than ten."""
+    monkeypatch.setattr(launch, "_UNTIL_CAUSE", 1.0)
