@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,12 +29,14 @@ class Outcome:
         seen: The samples of each batch, by process, epoch and batch.
         rows: The text of `metrics.csv`.
         kills: How many processes were killed.
+        calls: The number of calls of functions in each process, if it was counted.
     """
 
     values: dict[str, Any]
     seen: dict[tuple[int, int, int], list[list[int]]]
     rows: str
     kills: int = 0
+    calls: dict[int, int] = field(default_factory=dict)
 
 
 def undisturbed(case: Case, folder: Path, limit: float) -> Outcome:
@@ -46,18 +48,19 @@ def undisturbed(case: Case, folder: Path, limit: float) -> Outcome:
         limit: Seconds for each process.
     """
     folder.mkdir(parents=True)
-    if not _attempt(lambda: _keep(folder, train(case, folder, Kill(None), resume=False)), folder, limit):
+    count = Kill(None, rank=None, folder=folder)
+    if not _attempt(lambda: _keep(folder, train(case, folder, count, resume=False)), folder, limit):
         raise AssertionError("the undisturbed run was killed")
     return _outcome(folder, kills=0)
 
 
-def killed_and_resumed(case: Case, folder: Path, calls: int, limit: float) -> Outcome:
+def killed_and_resumed(case: Case, folder: Path, calls: dict[int, int], limit: float) -> Outcome:
     """Runs a program that is killed once or twice, and resumed after each kill.
 
     Args:
         case: The program.
         folder: Where its files go.
-        calls: The calls of functions that the undisturbed run made.
+        calls: The number of calls of functions that each process of the undisturbed run made.
         limit: Seconds for each process.
     """
     folder.mkdir(parents=True)
@@ -65,8 +68,9 @@ def killed_and_resumed(case: Case, folder: Path, calls: int, limit: float) -> Ou
     planned = choose.choice([1, 1, 2])
     kills = 0
     for number in range(planned):
-        at = int(calls * choose.uniform(0.1, 1.0) / (number + 1))
+        moment = choose.uniform(0.1, 1.0) / (number + 1)
         rank = choose.randrange(2) if case.mode == "ddp" else 0
+        at = int(calls[rank] * moment)
         kills_caller = case.mode in ("ddp", "pipeline") and choose.random() < 0.3
 
         def run(at: int = at, rank: int = rank, kills_caller: bool = kills_caller, resume: bool = number > 0) -> None:
@@ -89,7 +93,8 @@ def _keep(folder: Path, values: dict[str, Any]) -> None:
 def _outcome(folder: Path, kills: int) -> Outcome:
     values = torch.load(folder / "values.pt", weights_only=False)  # written by this program a moment ago
     rows = (folder / "metrics.csv").read_text()
-    return Outcome(values, _seen(folder), rows, kills)
+    calls = {int(path.stem.rpartition("-")[2]): int(path.read_text()) for path in folder.glob("calls-*.txt")}
+    return Outcome(values, _seen(folder), rows, kills, calls)
 
 
 def _seen(folder: Path) -> dict[tuple[int, int, int], list[list[int]]]:

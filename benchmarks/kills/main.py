@@ -79,7 +79,7 @@ def run(case: Case, folder: Path, tally: Tally) -> str:
     try:
         limit = LIMITS[case.mode]
         expected = undisturbed(case, folder / "undisturbed", limit)
-        actual = killed_and_resumed(case, folder / "resumed", expected.values["calls"], limit)
+        actual = killed_and_resumed(case, folder / "resumed", expected.calls, limit)
         tally.counts["kills"] += actual.kills
         tally.counts["not killed in time"] += actual.kills == 0
         compare(expected, actual)

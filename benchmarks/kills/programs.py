@@ -234,25 +234,31 @@ class Kill(Callback):
 
     Args:
         at: The number of the call; None: never.
-        rank: The process that counts.
+        rank: The process that counts; None: each counts its own calls.
         victim: The process that is killed; None: the one that counts.
+        folder: The folder to write each process's number of calls to; None: the numbers are not written.
     """
 
-    def __init__(self, at: int | None, rank: int = 0, victim: int | None = None) -> None:
+    def __init__(
+        self, at: int | None, rank: int | None = 0, victim: int | None = None, folder: Path | None = None
+    ) -> None:
         self.at = at
         self.rank = rank
         self.victim = victim
+        self.folder = folder
         self.calls = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begins to count."""
-        if trainer.global_rank == self.rank:
+        if self.rank is None or trainer.global_rank == self.rank:
             os.register_at_fork(after_in_child=lambda: sys.setprofile(None))  # workers of loaders do not count
             sys.setprofile(self._count)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ends counting."""
         sys.setprofile(None)
+        if self.folder is not None:
+            (self.folder / f"calls-{trainer.global_rank}.txt").write_text(str(self.calls))
 
     def _count(self, frame: Any, event: str, argument: Any) -> None:
         if event != "call":
@@ -338,7 +344,6 @@ def train(case: Case, folder: Path, kill: Kill, *, resume: bool) -> dict[str, An
         "steps": [trainer.global_step, trainer.current_epoch],
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "best": [_best(callback) for callback in callbacks if isinstance(callback, ModelCheckpoint)],
-        "calls": kill.calls,
     }
 
 
