@@ -2,6 +2,7 @@
 
 python benchmarks/suite_order/main.py --runs 10 --busy 4 --busy-runs 5     the campaign, some hours
 python benchmarks/suite_order/main.py --runs 10 --marks "not slow"           what `make test` runs
+python benchmarks/suite_order/main.py --runs 20 --shift-seeds tests/trainer  with other data and weights in each run
 python benchmarks/suite_order/main.py --runs 3 tests/trainer               a part of the suite
 python benchmarks/suite_order/main.py --runs 1 --seed 1234                 an order again
 
@@ -92,8 +93,29 @@ def command(seed: int, workers: int, report: Path, tests: Sequence[str], marks: 
     return [sys.executable, "-m", "pytest", *options, *order, *parallel, *chosen, *tests]
 
 
+def environment(shift: int) -> dict[str, str]:
+    """Return the variables of a run, whose tests set other seeds if the shift is not 0."""
+    if shift == 0:
+        return dict(os.environ)
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "SEED_SHIFT": str(shift),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTEST_ADDOPTS": "-p shifted_seeds",  # the plugin beside this file
+    }
+
+
 def run_once(
-    seed: int, busy: int, workers: int, seconds: float, logs: Path, tests: Sequence[str], marks: str = ""
+    seed: int,
+    busy: int,
+    workers: int,
+    seconds: float,
+    logs: Path,
+    tests: Sequence[str],
+    *,
+    marks: str = "",
+    shift: int = 0,
 ) -> Outcome:
     """Run the suite once in the order of a seed.
 
@@ -105,6 +127,7 @@ def run_once(
         logs: The folder that the output and the results are written to.
         tests: Files or folders; none: the whole suite.
         marks: An expression of marks that chooses among these tests. Default: all.
+        shift: A number that is added to every seed that a test sets. Default: 0.
     """
     report = logs / f"{seed}.xml"
     start = time.monotonic()
@@ -112,6 +135,7 @@ def run_once(
         process = subprocess.Popen(
             command(seed, workers, report, tests, marks),
             cwd=ROOT,
+            env=environment(shift),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -175,6 +199,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="seed of the first run; the others count on (default: drawn)")
     parser.add_argument("--workers", type=int, default=2, help="processes of pytest-xdist; 0: without (default: 2)")
     parser.add_argument("--marks", default="", help='marks that choose tests, such as "not slow" (default: all tests)')
+    parser.add_argument(
+        "--shift-seeds", action="store_true", help="add the number of the run to every seed that a test sets"
+    )
     parser.add_argument("--minutes", type=float, default=120.0, help="longest duration of a run (default: 120)")
     parser.add_argument("--logs", type=Path, help="folder for the runs' output (default: a temporary one)")
     parser.add_argument("--markdown", type=Path, help="write the table there")
