@@ -6,12 +6,14 @@ in a row; in a healthy run their number does not change. Where it grows again an
 for, from what people know by name, and the line that wrote the tensor is the one that was seen to write it in the steps
 since the first suspicion.
 
-Looking through all objects of a process takes as long as some steps. In the first steps it is spared: what was there
-before is set aside with `gc.freeze`, which costs nothing, so only what has come since is looked at. Later steps are
-looked at in the same way, and after an epoch all objects are, if that takes less than a hundredth of the time.
+Looking through all objects of a process takes as long as some steps. It is done once before the first step, to mark the
+graphs that are there. In the first steps it is spared: what was there before is set aside with `gc.freeze`, which costs
+nothing, so only what has come since is looked at. Later steps are looked at in the same way, and after an epoch all
+objects are, if that takes less than a hundredth of the time.
 """
 
 import gc
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -159,11 +161,19 @@ class LeakWatch:
     def _start(self) -> None:
         self.watches_steps, self._steps = True, 0
         self._nodes, self._plain, self._before = _Series(), _Series(), {}
+        if self._looks == 0:
+            self._pass_over_earlier_graphs()
         # To a tensor that was there before, `total += loss` gives a graph.
         self._known = [weakref.ref(tensor) for tensor in find_tensors(self._named(), self._keeps, _MOST_KNOWN)]
         if gc.get_freeze_count() == 0:  # otherwise somebody has set objects aside, and wants them to stay there
             gc.freeze()
             self._frozen = True
+
+    def _pass_over_earlier_graphs(self) -> None:
+        """Stamps the nodes of graphs that were there before the run, so that they never count as old."""
+        with_graph = [thing for thing in gc.get_objects() if type(thing) is Tensor and thing.grad_fn is not None]
+        for node in _nodes_of(with_graph):
+            node.metadata[self._stamp] = math.inf
 
     def stop(self) -> None:
         """No more steps are looked at; may be called twice."""

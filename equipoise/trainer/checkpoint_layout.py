@@ -305,6 +305,15 @@ _POSITION = _fields(
         "before_validation": _optional(_fields({"random_state": _RANDOM_STATE, "metrics": _named})),
     }
 )
+_LEFT = _fields({"loop": _FIT_LOOP, "positions": _each(_POSITION)}, required=True)
+_EQUIPOISE = _fields(
+    {
+        "position": _optional(_POSITION),
+        "positions": _each(_POSITION),
+        "left": _optional(_LEFT),
+        "strategy": _named,
+    }
+)
 _CHECKPOINT = _fields(
     {
         "state_dict": _named,
@@ -316,6 +325,6 @@ _CHECKPOINT = _fields(
         "loops": _fields(
             {"fit_loop": _FIT_LOOP, "validate_loop": _EVALUATION, "test_loop": _EVALUATION, "predict_loop": _EVALUATION}
         ),
-        "equipoise": _fields({"position": _optional(_POSITION), "positions": _each(_POSITION), "strategy": _named}),
+        "equipoise": _EQUIPOISE,
     }
 )

@@ -378,6 +378,18 @@ def test_what_an_earlier_run_has_left_does_not_grow(monkeypatch: pytest.MonkeyPa
     assert not again.leaks
 
 
+def test_a_graph_from_before_the_run_is_not_taken_for_a_leak_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a run leaks, so that holders are looked for, and the search before it did not come so far."""
+    monkeypatch.setattr(leaks, "_SHARE", 1e9)
+    monkeypatch.setattr(leaks, "_MOST_KNOWN", 0)
+    memory = MemoryLogger()
+    earlier = torch.ones(2, requires_grad=True).exp().log().sum()
+    monkeypatch.setitem(globals(), "_EARLIER", [earlier])
+    with pytest.warns(UserWarning, match=r"Model\.kept keeps"):
+        fit(memory, Model(lambda module, loss: module.kept.append(loss)), max_epochs=4)
+    assert ["kept" in leak.holder for leak in memory.leaks] == [True]
+
+
 def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any, step: int) -> Any:
         raise OSError("no")

@@ -21,7 +21,7 @@ import equipoise
 from equipoise.callbacks import run_summary
 from equipoise.callbacks.progress_bar import ProgressBar
 from equipoise.callbacks.run_summary import RunSummary
-from equipoise.memory.devices import format_bytes, read_memory
+from equipoise.memory.devices import format_bytes, peak_of_process
 
 from .small import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
 from .terminal import Terminal
@@ -93,7 +93,7 @@ class TestTable:
 
     def test_the_peak_is_that_of_the_process(self, plain: io.StringIO):
         trainer(callbacks=[RunSummary(curves=False)], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(1))
-        assert rows(plain.getvalue())["peak memory"] == format_bytes(read_memory("cpu").peak)
+        assert rows(plain.getvalue())["peak memory"] == format_bytes(peak_of_process("cpu"))
 
     def test_values_are_those_lightning_holds_at_the_end(self, plain: io.StringIO):
         summary = RunSummary(curves=False, table=False)

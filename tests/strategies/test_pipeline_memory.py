@@ -99,6 +99,12 @@ class StageByStage:
             of_it = [tensor, tensor.grad, *optimizer.state.get(tensor, {}).values()]
             self.homes.update({id(one): home for one in of_it if one is not None})
 
+    def forget_gradients(self, module: nn.Module) -> None:
+        """Forget where gradients lie, before they are freed and other tensors get their identities."""
+        for tensor in module.parameters():
+            if tensor.grad is not None:
+                self.homes.pop(id(tensor.grad))
+
 
 class Watch(L.Callback):
     """Measures the second step, when gradients and the optimiser's state are there."""
@@ -121,6 +127,7 @@ class Watch(L.Callback):
                 assert len(alone) > self.count or (own == peak if whole else own >= peak)
             self.ledger = ledger.Ledger(module, trainer.optimizers)
             self.ledger.start()
+            self.stages.forget_gradients(module)
         elif batch_idx == 2:
             self.ledger.stop()
             self.measured = [self.ledger.peak(f"device {device}").nbytes for device in range(self.count)]
