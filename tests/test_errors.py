@@ -77,6 +77,7 @@ assert isinstance(pickle.loads(sent), MisconfigurationException)
 """
 
 
+@pytest.mark.slow
 def test_lightning_is_not_imported_for_it(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WITHOUT_LIGHTNING]

@@ -256,6 +256,7 @@ def test_completion_in_the_middle_of_a_line(project, equipoise, monkeypatch):
     assert asked(equipoise, monkeypatch, line, point=len("equipoise fit strategy=s")) == ["strategy=single_device"]
 
 
+@pytest.mark.slow
 def test_completion_in_a_real_shell(project):
     script = f"""
         PATH="{Path(sys.executable).parent}:$PATH"

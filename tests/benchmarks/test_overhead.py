@@ -125,6 +125,7 @@ def test_verdict(
     assert benchmark["main"].conclude(Console(quiet=True), rows, times) == code
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_prints_a_table_and_writes_the_numbers(
     benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -183,6 +184,7 @@ def test_the_bounds_of_recovery(
     assert "| 162 buffers | OOMRecovery | 100.0 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_for_recovery(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark["armed"].main(["--rounds", "1", "--steps", "3"]) == 0

@@ -23,6 +23,7 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("pipeline", "networks", "cuts", "sleeping", "main")
 
 
+@pytest.mark.slow
 def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, main = tmp_path / "tables.md", benchmark["main"]
     command = "--steps 1 --rounds 1 --devices 2 --micro-batches 1 2 --small"

@@ -24,6 +24,7 @@ def campaign(scripts: Scripts) -> ModuleType:
     return scripts("suite_order", "main")["main"]
 
 
+@pytest.mark.slow
 def test_a_failing_test_is_named(campaign: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("random_order")
     (tmp_path / "test_sample.py").write_text(TESTS)
@@ -46,6 +47,7 @@ def test_a_run_that_takes_too_long_is_ended(campaign: ModuleType, tmp_path: Path
     assert not outcome.succeeded
 
 
+@pytest.mark.slow
 def test_a_run_without_a_result_does_not_succeed(campaign: ModuleType, tmp_path: Path) -> None:
     outcome = campaign.run_once(1, 0, 0, 600.0, tmp_path, [str(tmp_path / "nowhere.py")])
     assert outcome.end.startswith("pytest left with exit code")

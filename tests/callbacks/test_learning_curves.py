@@ -102,6 +102,7 @@ class TestPicture:
         assert has_colour(tmp_path / "curves.png", "#c8643c")
 
 
+@pytest.mark.slow
 def test_pyplot_and_the_users_backend_are_left_alone(tmp_path: Path):
     program = (
         "import sys; from pathlib import Path; from equipoise.callbacks.learning_curves import draw_curves;"

@@ -49,6 +49,7 @@ json.dump(modules, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_a_worker_finds_what_was_registered(tmp_path: Path) -> None:
     """The trainer and its strategies register themselves; what cannot be imported is passed over.
 
@@ -93,6 +94,7 @@ json.dump({"calls": calls, "threads": threads, "initialized": torch.cuda.is_init
 """
 
 
+@pytest.mark.slow
 def test_imports_ask_no_device_and_start_no_thread(tmp_path: Path) -> None:
     """A fork of a process that has done so cannot use CUDA, or hangs."""
     assert run(IMPORTING, tmp_path) == {"calls": [], "threads": ["MainThread"], "initialized": False}

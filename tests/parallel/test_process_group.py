@@ -232,6 +232,7 @@ def test_the_interface_is_restored(chosen: str | None, monkeypatch: pytest.Monke
     assert os.environ.get(INTERFACE) == chosen
 
 
+@pytest.mark.slow
 def test_the_interface_is_restored_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INTERFACE, raising=False)
     with socket.socket() as nobody:

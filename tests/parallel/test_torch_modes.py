@@ -34,6 +34,7 @@ def launched_with(changes: str) -> tuple[object, object]:
     return done.returncode, done.stdout.strip() or done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

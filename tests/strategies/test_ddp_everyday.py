@@ -317,6 +317,7 @@ class Normed(Numbered):
         nn.utils.parametrizations.weight_norm(self.net[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at it
 def test_a_parametrised_module_that_was_compiled_before_it_was_passed() -> None:
     torch.manual_seed(3)

@@ -57,6 +57,7 @@ UNGUARDED = "for bad in (-1, 5): main(bad)"  # forked processes do not import th
 GUARDED = f"if __name__ == '__main__':\n    {UNGUARDED}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_classes_of_the_script_come_out_of_the_workers_of_a_loader(tmp_path: Path, method: str) -> None:
     end = UNGUARDED if method == "fork" else GUARDED
@@ -86,6 +87,7 @@ launching.launch(before, 2)
 """
 
 
+@pytest.mark.slow
 def test_a_sigterm_ends_a_program_whose_processes_hang(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HANGS)
@@ -120,6 +122,7 @@ launch(work, 2)
 """
 
 
+@pytest.mark.slow
 def test_a_sigterm_reaches_the_programs_own_handler_as_well(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HANDLER)

@@ -171,6 +171,7 @@ write_checkpoint({"state_dict": {"a": torch.zeros(20_000)}}, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)

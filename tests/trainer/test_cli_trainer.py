@@ -47,6 +47,7 @@ def test_it_stands_for_our_trainer() -> None:
     assert run.max_epochs == 3
 
 
+@pytest.mark.slow
 def test_lightnings_command_line(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
     script = tmp_path / "script.py"

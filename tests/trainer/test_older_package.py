@@ -176,6 +176,7 @@ assert "pytorch_lightning" not in sys.modules, "it was imported"
 """
 
 
+@pytest.mark.slow
 def test_the_older_package_is_not_imported(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_THE_OLDER]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
