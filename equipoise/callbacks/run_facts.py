@@ -43,7 +43,9 @@ def format_duration(seconds: float) -> str:
 
 
 def size_function(trainer: Any, module: Any) -> Callable[[Any], int | None]:
-    """Return what tells the samples of a step from the batch that `on_train_batch_end` receives; None if nothing can.
+    """Return a function from the batch that `on_train_batch_end` receives to the number of samples of the step.
+
+    That function returns None where the number cannot be known.
 
     Args:
         trainer: Whose fit it is.

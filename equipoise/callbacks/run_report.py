@@ -124,7 +124,8 @@ class RunReport(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Looks at the devices."""
         if (run := self._run) is not None:
-            run.trainer, run.size_of = trainer, size_function(trainer, pl_module)
+            run.trainer = trainer
+            run.size_of = size_function(trainer, pl_module)
             run.devices = _list_devices(trainer)
             if self._shared is None:
                 self._recorded.on_fit_start(trainer)

@@ -56,7 +56,7 @@ def refuse_copies(name: str) -> None:
 
 
 def check_alone(num_nodes: int) -> None:
-    """Checks that one program on one machine is all there is, where nobody says that there are others.
+    """Checks that this program is the only one of its run, where nothing in the environment says otherwise.
 
     Args:
         num_nodes: The number of machines.

@@ -238,6 +238,15 @@ def _optional(check: Check) -> Check:
     return check_if_there
 
 
+def _filled(check: Check) -> Check:
+    def check_filled(value: Any, place: str) -> None:
+        check(value, place)
+        if not value:
+            raise _damaged(place, "a filled list", value)
+
+    return check_filled
+
+
 def _unless_empty(check: Check) -> Check:
     def check_if_filled(value: Any, place: str) -> None:
         _mapping(value, place)
@@ -305,7 +314,7 @@ _POSITION = _fields(
         "before_validation": _optional(_fields({"random_state": _RANDOM_STATE, "metrics": _named})),
     }
 )
-_LEFT = _fields({"loop": _FIT_LOOP, "positions": _each(_POSITION)}, required=True)
+_LEFT = _fields({"loop": _FIT_LOOP, "positions": _filled(_each(_POSITION))}, required=True)
 _EQUIPOISE = _fields(
     {
         "position": _optional(_POSITION),

@@ -1,4 +1,4 @@
-"""What a `training_step(dataloader_iter)` receives: an iterator that counts the batches that the step pulls."""
+"""Iterator that a `training_step(dataloader_iter)` receives. It counts the batches that the step pulls."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,7 +29,8 @@ class DataLoaderIter(Iterator[Pulled]):
 
     def __init__(self, batches: Iterable[Any], stream: BatchStream, counts: Counts) -> None:
         self._batches = iter(batches)
-        self._stream, self._counts = stream, counts
+        self._stream = stream
+        self._counts = counts
         self.batch: Any = None
         self.batch_idx = max(counts.ready - 1, 0)
         self.is_overdrawn = False
@@ -46,7 +47,7 @@ class DataLoaderIter(Iterator[Pulled]):
 
     @property
     def done(self) -> bool:
-        """Whether no batch is left."""
+        """True if no batch is left."""
         return self.is_overdrawn or self._stream.length == self._counts.ready
 
     def __next__(self) -> Pulled:
@@ -63,7 +64,8 @@ class DataLoaderIter(Iterator[Pulled]):
         except StopIteration:
             self.is_overdrawn = True
             raise
-        self.batch, self.batch_idx = batch, self._counts.ready
+        self.batch = batch
+        self.batch_idx = self._counts.ready
         self._counts.ready += 1
         return batch, self.batch_idx, 0
 
@@ -75,12 +77,14 @@ def check_batch_size(batch: Any) -> None:
         batch: What the training step was given.
 
     Raises:
-        MisconfigurationException: If the step pulls batches by itself, so that nobody knows which of them is meant.
+        MisconfigurationException: If the step pulls batches by itself. The trainer cannot know which of them is
+            meant.
     """
     if isinstance(batch, DataLoaderIter):
         raise MisconfigurationException(
-            "`self.log(...)` takes a mean over the epoch, weighted by the number of samples, which nobody but a"
-            " `training_step(dataloader_iter)` knows. Pass it: `self.log(..., batch_size=n)`, or say on_epoch=False."
+            "`self.log(...)` takes a mean over the epoch, weighted by the number of samples. Only the"
+            " `training_step(dataloader_iter)` itself knows that number. Pass it: `self.log(..., batch_size=n)`, or say"
+            " on_epoch=False."
         )
 
 

@@ -217,7 +217,7 @@ def cannot_fire(callback: Callback, hook: str) -> bool:
 
 
 def looks_after_training_epochs(callback: Any) -> bool:
-    """Whether early stopping looks at the end of training epochs; by default it decides so itself, in `setup`."""
+    """Return True if early stopping looks at the end of training epochs. By default it decides that in `setup`."""
     return bool(callback._check_on_train_epoch_end)
 
 

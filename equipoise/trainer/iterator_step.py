@@ -36,7 +36,8 @@ def check_iterator_step(context: "Context") -> None:
     Raises:
         ConfigurationError: Naming what is in the way, and the way out.
     """
-    trainer, strategy = context.trainer, context.strategy
+    trainer = context.trainer
+    strategy = context.strategy
     step = f"`{type(context.module).__name__}.training_step(dataloader_iter)`"
     if not takes_iterator(context.module, "training_step", alone=True):
         raise ConfigurationError(
@@ -61,9 +62,9 @@ def check_iterator_step(context: "Context") -> None:
 
 def _accumulation_refused(step: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{step} pulls as many batches as it likes, so nobody knows how much each weighs in an accumulated gradient,"
-        " nor which step is the epoch's last. Leave accumulate_grad_batches and GradientAccumulationScheduler out, and"
-        " pull all batches of an optimiser step in one `training_step`."
+        f"{step} pulls as many batches as it likes, so the trainer cannot know how much each weighs in an accumulated"
+        " gradient, nor which step is the epoch's last. Leave accumulate_grad_batches and"
+        " GradientAccumulationScheduler out, and pull all batches of an optimiser step in one `training_step`."
     )
 
 
@@ -90,14 +91,19 @@ class _IteratorEpoch:
     """
 
     def __init__(self, loop: "FitLoop") -> None:
-        context, hooks, progress = loop.context, loop.context.hooks, loop.progress
+        context = loop.context
+        hooks = context.hooks
         assert loop.stream is not None
-        self.loop, self.progress, self.logs = loop, progress, context.logs
-        self.counts, self.pulled = progress.batch.current, progress.pulled.current
+        self.loop = loop
+        self.progress = loop.progress
+        self.logs = context.logs
+        self.counts = loop.progress.batch.current
+        self.pulled = loop.progress.pulled.current
         self._check()
         batches = context.batches(loop.stream, "[_TrainingEpochLoop].train_dataloader_next", self.pulled.ready)
         self.iterator = DataLoaderIter(batches, loop.stream, self.pulled)
-        self.batch_start, self.batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
+        self.batch_start = hooks.bind("on_train_batch_start")
+        self.batch_end = hooks.bind("on_train_batch_end")
         self.optimize = loop.bind_optimization()
         self.run_step = hooks.profiled(self.optimize, "run_training_batch")
         self.watch = loop.loss_watch.bind() if loop.loss_watch is not None else None
@@ -106,7 +112,8 @@ class _IteratorEpoch:
 
     def _check(self) -> None:
         """Check what `configure_optimizers` has returned, and what callbacks may have changed since."""
-        trainer, module = self.loop.trainer, self.loop.context.module
+        trainer = self.loop.trainer
+        module = self.loop.context.module
         step = f"`{type(module).__name__}.training_step(dataloader_iter)`"
         # Averaging of weights sets a window, too, but goes through an epoch without gradients.
         if trainer.accumulate_grad_batches != 1 and not self.loop.skip_backward:
@@ -128,7 +135,10 @@ class _IteratorEpoch:
 
     def _take_step(self) -> bool:
         """Take one step, with all that belongs to it; return whether the epoch ends with it."""
-        loop, counts, iterator = self.loop, self.counts, self.iterator
+        loop = self.loop
+        counts = self.counts
+        iterator = self.iterator
+        # 1. Count the step, and let hooks see where it begins.
         index = counts.ready
         counts.ready = index + 1
         self.progress.batch.is_last_batch = False
@@ -137,12 +147,14 @@ class _IteratorEpoch:
             loop.skip_rest(index)
             return True
         counts.started = index + 1
+        # 2. Compute it. The step pulls its batches meanwhile.
         last = (index + 1) % loop.trainer.accumulate_grad_batches == 0
         try:
             result = self._run_step(last)
         except StopIteration:
             self._leave_step(index)
             return True
+        # 3. Count what it pulled, and step the schedulers.
         counts.processed = index + 1
         self.pulled.set(self.pulled.ready)
         self.progress.batch.is_last_batch = iterator.done
@@ -151,6 +163,7 @@ class _IteratorEpoch:
             self.watch(result, iterator.batch, iterator.batch_idx, last)
         if last:
             loop.schedulers.after_batch(index, ends=ends)
+        # 4. Let hooks, loggers and validation follow.
         outputs = self.optimize.outputs(result) if self.uses_outputs else {}
         del result  # its graph goes before others look at what is alive, and before the next batch comes
         if self.batch_end is not None:

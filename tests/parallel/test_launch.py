@@ -318,7 +318,7 @@ def follows_and_then_fails(fifo: str, rank: int) -> None:
 
 
 def test_a_cause_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all that is known follows from something else; the machine may be busy."""
+    """A busy machine may report the cause last."""
     monkeypatch.setattr("equipoise.parallel.launch._GATHERING", 0.0)
     monkeypatch.setattr("equipoise.parallel.launch._UNTIL_CAUSE", 120.0)
     os.mkfifo(tmp_path / "fifo")

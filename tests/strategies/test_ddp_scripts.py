@@ -87,15 +87,21 @@ launching.launch(before, 2)
 """
 
 
-@pytest.mark.slow
-def test_a_sigterm_ends_a_program_whose_processes_hang(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(HANGS)
+def start_script(folder: Path, source: str) -> "subprocess.Popen[str]":
+    """Start a script, and wait until both of its workers have said that they are here."""
+    script = folder / "script.py"
+    script.write_text(source)
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+    return process
+
+
+@pytest.mark.slow
+def test_a_sigterm_ends_a_program_whose_processes_hang(tmp_path: Path) -> None:
+    process = start_script(tmp_path, HANGS)
     others = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=600)
@@ -124,13 +130,7 @@ launch(work, 2)
 
 @pytest.mark.slow
 def test_a_sigterm_reaches_the_programs_own_handler_as_well(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(HANDLER)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+    process = start_script(tmp_path, HANDLER)
     process.send_signal(signal.SIGTERM)
     told, errors = process.communicate(timeout=600)
     assert (told, process.returncode) == ("the program's handler\n", 0), errors

@@ -269,3 +269,19 @@ def test_saving_before_any_run(tmp_path: Path) -> None:
     call = lambda: trainer().save_checkpoint(tmp_path / "x.ckpt")  # noqa: E731
     refuses(call, "no run has brought one", "`fit` or `validate`", error=AttributeError)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("positions", [[], "text", [{"random_state": "text"}]])
+def test_an_epoch_that_was_left_in_its_midst(tmp_path: Path, positions: Any) -> None:
+    """The entry for a run with higher limits is checked too."""
+    cut_short = trainer(max_steps=2, default_root_dir=tmp_path, enable_checkpointing=False)
+    cut_short.fit(Small(), loader(4))
+    cut_short.save_checkpoint(path := tmp_path / "left.ckpt")
+    state = torch.load(path, weights_only=True)
+    assert state["equipoise"]["left"]["positions"]
+    state["equipoise"]["left"]["positions"] = positions
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match="positions"):
+        trainer(max_steps=3, default_root_dir=tmp_path, enable_checkpointing=False).fit(
+            Small(), loader(4), ckpt_path=path
+        )
