@@ -154,14 +154,25 @@ def another_group(timeout: timedelta, *, local: bool) -> Iterator[dist.ProcessGr
     dist.destroy_process_group(group)
 
 
+_meeting_points: dict[tuple[str, str, int, int], Store] = {}  # by address, port, rank and number of processes
+
+
 def _meet(place: Place, timeout: timedelta) -> Store:
-    """Meets the other processes where the environment says."""
+    """Return the store at which the processes meet, where the environment says; the same one for every group.
+
+    The first process serves the store, where no launcher does. If it closed the store after each run, a faster process
+    could connect for the next run before that, and lose its connection: both would wait until the timeout.
+    """
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ConfigurationError(
             f"The environment says RANK={place.global_rank} and WORLD_SIZE={place.world_size}, but not"
             f" {' and '.join(missing)}, where the processes are to meet. Start the script with torchrun, which sets all"
             " of them."
         )
+    point = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], place.global_rank, place.world_size)
+    if point in _meeting_points:
+        _meeting_points[point].set_timeout(timeout)
+        return _meeting_points[point]
     try:
         store: Store = next(rendezvous("env://", place.global_rank, place.world_size, timeout=timeout))[0]
     except dist.DistNetworkError as error:
@@ -170,6 +181,7 @@ def _meet(place: Place, timeout: timedelta) -> Store:
         raise ConfigurationError(
             f"MASTER_PORT={os.environ['MASTER_PORT']} is taken by another program. Choose another port."
         ) from error
+    _meeting_points[point] = store
     return store
 
 

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from equipoise.parallel import process_group
 from equipoise.parallel.launch import launch
 from equipoise.parallel.place import Place, find_place
 from equipoise.parallel.process_group import StoreServer, follows_from_another, host_group, joined
+from tests.strategies.ports import unused_port
 
 CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=120)
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -193,6 +196,41 @@ def meets_by_environment(place: Place, port: int) -> list[float]:
 
 def test_the_environment_says_where_to_meet() -> None:
     assert started(meets_by_environment) == [3, 3]
+
+
+def meets_again_before_the_server_has_left(place: Place, port: int, connected: Path) -> list[float]:
+    """As under Slurm, where the first process serves the store; the second is in the next group before it has left."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(place.global_rank), WORLD_SIZE="2")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    leave = dist.destroy_process_group
+    meet = process_group._meet
+
+    def leave_late(group: Any = None) -> None:
+        connected.read_bytes()  # a pipe: it ends when the other process has written
+        leave(group)
+
+    def meet_and_say_so(*arguments: Any) -> Any:
+        store = meet(*arguments)
+        connected.write_bytes(b"")
+        return store
+
+    sums = []
+    for group in range(2):
+        if group == 0 and place.global_rank == 0:
+            dist.destroy_process_group = leave_late
+        if group == 1 and place.global_rank == 1:
+            process_group._meet = meet_and_say_so
+        with joined(place, CPU, timeout=PATIENCE):
+            sums.append(summed())
+        dist.destroy_process_group = leave
+    return sums
+
+
+def test_a_group_after_another_on_the_store_of_the_first_process(tmp_path: Path) -> None:
+    connected = tmp_path / "connected"
+    os.mkfifo(connected)
+    worker = partial(_start, meets_again_before_the_server_has_left, unused_port(), (connected,), 2)
+    assert launch(worker, 2, is_consequence=follows_from_another) == [3, 3]
 
 
 def leaves_a_word(port: int, attempt: int, rank: int) -> bool:

@@ -58,9 +58,14 @@ def start(tmp_path: Path, torchrun: list[str], said: dict[str, Any], **more: str
 
 
 def results(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> dict[int, Any]:
-    for process in processes:
-        _, told = process.communicate(timeout=600)
-        assert process.returncode == 0, told
+    try:
+        for process in processes:
+            _, printed = process.communicate(timeout=600)
+            assert process.returncode == 0, printed
+    finally:
+        for process in processes:
+            process.kill()  # without effect on one that has ended
+            process.communicate()
     found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     return {result["rank"]: result for result in found}
 
