@@ -1,117 +1,129 @@
 """Jobs of Slurm that are interrupted: a checkpoint, the queue, and the way back; in one process and in several."""
 
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise.parallel.place import slurm_job
 from equipoise.trainer import slurm
 from tests.conftest import ignoring
+from tests.strategies.ports import unused_port
+from tests.support.programs import Program
 from tests.trainer.small import Small, Validated, loader, trainer
 
 pytestmark = ignoring()
-ROOT = Path(__file__).parents[2]
-PATIENCE = 240.0  # seconds for everything that follows a signal
 
-# Rank 0 says in its third batch that it is there, rank 1 in its fifth; each goes on when it was signalled.
-SCRIPT = """
-import json, os, signal, sys
-import lightning as L, torch
-from torch.utils.data import DataLoader, TensorDataset
-from equipoise import Trainer
 
-folder, waits, options = sys.argv[1], sys.argv[2] == "waits", json.loads(sys.argv[3])
+class Waiting(L.LightningModule):
+    """Rank 0 says in its third batch that it is there, rank 1 in its fifth; each goes on when it was signalled.
 
-class Module(L.LightningModule):
-    def __init__(self):
+    Args:
+        folder: Where it says so, in pipes that are there. None: nobody signals, and nothing is said.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
-    def training_step(self, batch, batch_idx):
-        if waits and self.trainer.progress.batch.total.ready == 3 + 2 * self.global_rank:
-            woken, wake = os.pipe()
-            os.set_blocking(wake, False)
-            signal.set_wakeup_fd(wake)
-            with open(f"{folder}/ready.{self.global_rank}", "w") as out:
-                out.write("ready")
-            while not self.trainer.received_sigterm:
-                os.read(woken, 1)
-            signal.set_wakeup_fd(-1)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.folder = folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.folder is not None and self.trainer.progress.batch.total.ready == 3 + 2 * self.global_rank:
+            self.wait_for_signal(self.folder / f"ready.{self.global_rank}")
         return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
+
+    def wait_for_signal(self, ready: Path) -> None:
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        before = signal.set_wakeup_fd(wake)
+        ready.write_text("ready")
+        while not self.trainer.received_sigterm:
+            os.read(woken, 1)
+        signal.set_wakeup_fd(before)
+        os.close(woken)
+        os.close(wake)
+
+    def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
-torch.manual_seed(0)
-module, data = Module(), TensorDataset(torch.randn(24, 3))
-trainer = Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                  enable_model_summary=False, precision="64-true", default_root_dir=folder, **options)
-trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True))
-if trainer.is_global_zero:
-    with open(f"{folder}/weights.json", "w") as file:
-        json.dump([p.tolist() for p in module.parameters()] + [trainer.global_step], file)
-"""
+
+def train(folder: Path, *, waits: bool = False, **options: Any) -> None:
+    """What each task does; the first process of all leaves weights and steps in the folder."""
+    torch.manual_seed(0)
+    module, data = Waiting(folder if waits else None), TensorDataset(torch.randn(24, 3))
+    run = trainer(max_epochs=2, precision="64-true", default_root_dir=folder, **options)
+    run.fit(module, DataLoader(data, batch_size=2, shuffle=True))
+    if run.is_global_zero:
+        torch.save([run.global_step, *module.net.state_dict().values()], folder / "weights.pt")
+
+
+def undisturbed(folder: Path, **options: Any) -> Any:
+    """Weights and steps of a run that is no job."""
+    folder.mkdir()
+    train(folder, **options)
+    return result(folder)
+
+
+def result(folder: Path) -> Any:
+    steps, *weights = torch.load(folder / "weights.pt")
+    return steps, [weight.tolist() for weight in weights]
 
 
 class Job:
-    """The tasks of a job in a folder, with a program `scontrol` that writes down how it was called."""
+    """A job in a folder, with a program `scontrol` that writes down how it was called."""
 
-    def __init__(self, folder: Path, tasks: int = 1, options: dict[str, Any] | None = None) -> None:
-        self.folder, self.tasks, self.options = folder, tasks, options or {}
-        self.ranks = self.options.get("devices", tasks)
-        (folder / "script.py").write_text(SCRIPT)
+    def __init__(self, folder: Path, tasks: int = 1) -> None:
+        self.folder, self.tasks = folder, tasks
+        self.checkpoint = folder / "slurm-77.ckpt"
         program = folder / "bin" / "scontrol"
-        program.parent.mkdir()
+        program.parent.mkdir(parents=True)
         program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
         program.chmod(0o755)
+        for rank in range(2):
+            os.mkfifo(folder / f"ready.{rank}")
 
-    def start(self, *, waits: bool, restarts: int = 0) -> list[subprocess.Popen[str]]:
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+    def environment(self, rank: int, *, restarts: int, port: int = 0) -> dict[str, str]:
+        """What Slurm, and the machine, tell a task."""
+        return {
             "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
             "SLURM_JOB_ID": "77",
             "SLURM_STEP_ID": "0",
             "SLURM_NTASKS": str(self.tasks),
             "SLURM_NODELIST": "localhost",
             "SLURM_RESTART_COUNT": str(restarts),
-            "MASTER_PORT": str(free_port()),
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "MASTER_PORT": str(port),
         }
-        command = [sys.executable, "-W", "ignore", str(self.folder / "script.py"), str(self.folder)]
-        command += ["waits" if waits else "goes", json.dumps(self.options)]
-        processes = []
-        for rank in range(self.tasks):
-            own = {**environment, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-            processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own))
-        return processes
 
-    def interrupt(self) -> tuple[list[int], str]:
-        """Runs the job, and sends each task SIGUSR1 once it waits; returns exit codes and what was said."""
-        for rank in range(self.ranks):
-            os.mkfifo(self.folder / f"ready.{rank}")
-        with killed_if_left(self.start(waits=True)) as processes:
-            for rank in range(self.ranks):
-                assert (self.folder / f"ready.{rank}").read_text() == "ready"
-                if rank < self.tasks:
-                    processes[rank].send_signal(signal.SIGUSR1)
-            return finished(processes)
+    def run(self, *, interrupted: bool, restarts: int = 0) -> set[int | None]:
+        """Runs all tasks, and sends each of them SIGUSR1 once it waits, if wanted; returns their exit codes."""
+        script = f"from pathlib import Path\nfrom {__name__} import train\n"
+        script += f"train(Path({str(self.folder)!r}), waits={interrupted})\n"
+        port = unused_port()
+        with ExitStack() as stack:
+            programs = []
+            for rank in range(self.tasks):
+                own = {**os.environ, **self.environment(rank, restarts=restarts, port=port)}
+                programs.append(stack.enter_context(Program(script, environment=own)))
+            for rank, program in enumerate(programs if interrupted else []):
+                self.await_rank(rank)
+                program.send_signal(signal.SIGUSR1)
+            print(*(program.finish()[1] for program in programs), sep="\n")
+            return {program.returncode for program in programs}
 
-    def run(self, *, restarts: int = 0) -> Any:
-        """Runs the job to its end; returns its weights and steps."""
-        with killed_if_left(self.start(waits=False, restarts=restarts)) as processes:
-            codes, said = finished(processes)
-        assert set(codes) == {0}, said
-        return json.loads((self.folder / "weights.json").read_text())
+    def await_rank(self, rank: int) -> None:
+        assert (self.folder / f"ready.{rank}").read_text() == "ready"
 
     @property
     def queued(self) -> str:
@@ -119,71 +131,44 @@ class Job:
         return path.read_text() if path.exists() else ""
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def finished(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
-    said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
-    return [process.returncode for process in processes], "\n".join(said)
-
-
-@contextmanager
-def killed_if_left(processes: list[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-
-
-def folder(tmp_path: Path, name: str) -> Path:
-    path = tmp_path / name
-    path.mkdir()
-    return path
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # starts programs three times
-def test_a_task_is_put_back_into_the_queue_and_goes_on(tmp_path: Path) -> None:
-    expected = Job(folder(tmp_path, "undisturbed")).run()
-    job = Job(folder(tmp_path, "interrupted"))
-    codes, said = job.interrupt()
-    assert codes == [os.EX_TEMPFAIL], said
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_tasks_end_after_the_same_batch_are_put_back_into_the_queue_and_go_on(tmp_path: Path, tasks: int) -> None:
+    expected = undisturbed(tmp_path / "undisturbed", strategy="ddp" if tasks > 1 else "auto", devices=tasks)
+    job = Job(tmp_path / "job", tasks)
+    assert job.run(interrupted=True) == {os.EX_TEMPFAIL}
     assert job.queued == "requeue 77\n"
-    checkpoint = job.folder / "slurm-77.ckpt"
-    assert checkpoint.is_file()
-    assert not (job.folder / "weights.json").exists()
-    assert job.run(restarts=1) == expected
-    assert not checkpoint.exists()
+    assert job.checkpoint.is_file()
+    assert not (job.folder / "weights.pt").exists()
+    assert job.run(interrupted=False, restarts=1) == {0}
+    assert result(job.folder) == expected
+    assert not job.checkpoint.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # starts programs three times
-def test_tasks_end_after_the_same_batch(tmp_path: Path) -> None:
-    expected = Job(folder(tmp_path, "undisturbed"), tasks=2).run()
-    job = Job(folder(tmp_path, "interrupted"), tasks=2)
-    codes, said = job.interrupt()
-    assert codes == [os.EX_TEMPFAIL] * 2, said
-    assert job.queued == "requeue 77\n"
-    assert job.run(restarts=1) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # starts programs three times
-def test_processes_of_the_trainer_end_after_the_same_batch(tmp_path: Path) -> None:
+def test_processes_of_the_trainer_end_after_the_same_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One task, whose trainer has started two processes; Slurm knows the task alone."""
     options = {"strategy": "ddp", "devices": 2}
-    expected = Job(folder(tmp_path, "undisturbed"), options=options).run()
-    job = Job(folder(tmp_path, "interrupted"), options=options)
-    codes, said = job.interrupt()
-    assert codes == [os.EX_TEMPFAIL], said
+    expected = undisturbed(tmp_path / "undisturbed", **options)
+    job = Job(tmp_path / "job")
+
+    def interrupt() -> None:
+        job.await_rank(0)  # the other one comes to its fifth batch only after this
+        os.kill(os.getpid(), signal.SIGUSR1)
+        job.await_rank(1)
+
+    for name, value in job.environment(0, restarts=0).items():
+        monkeypatch.setenv(name, value)
+    start_program_again(monkeypatch)
+    interrupting = Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(SIGTERMException) as ended:
+        train(job.folder, waits=True, **options)
+    interrupting.join()
+    assert ended.value.code == os.EX_TEMPFAIL
     assert job.queued == "requeue 77\n"
-    assert job.run(restarts=1) == expected
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start_program_again(monkeypatch)
+    train(job.folder, **options)
+    assert result(job.folder) == expected
 
 
 # In this process, where one can look closer.

@@ -1,0 +1,56 @@
+"""A program that is forked does what one does that an interpreter runs."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+
+from tests.support.programs import Program
+
+
+def test_what_it_is_given_and_what_it_says(tmp_path: Path) -> None:
+    script = """
+import os, sys, warnings
+class Own: ...
+print(__name__, Own.__module__, sys.argv[1:], os.getcwd(), dict(os.environ), flush=True)
+print(sys.stdin.readline().upper(), sys.stdin.read())
+warnings.warn("nobody sees this")
+print("complaint" * 20_000, file=sys.stderr)
+sys.exit(7)
+"""
+    with Program(script, "a", "b c", folder=tmp_path, environment={"ONLY": "this"}) as program:
+        first = f"__main__ __main__ ['a', 'b c'] {tmp_path} {{'ONLY': 'this'}}\n"
+        assert program.stdout.readline() == first
+        assert program.returncode is None
+        assert program.finish("one\ntwo") == ("ONE\n two\n", "complaint" * 20_000 + "\n")
+        assert program.returncode == 7
+
+
+def test_an_error_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import warnings\nwarnings.warn('here')\n1 / 0  # there\n")
+    with Program(path.read_text(), path=path, shows_warnings=True) as program:
+        _, complaints = program.finish()
+        assert program.returncode == 1
+    assert f"{path}:2: UserWarning: here" in complaints
+    assert "1 / 0  # there" in complaints
+    assert complaints.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_it_is_killed_with_what_it_has_started() -> None:
+    script = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nsys.stdin.read()\n"
+    with Program(script) as program:
+        child = psutil.Process(int(program.stdout.readline()))
+        assert child.ppid() == program.pid == os.getpgid(child.pid)
+    assert child.wait(timeout=60) is None
+    assert not psutil.pid_exists(program.pid)
+
+
+def test_an_interrupt_ends_it_as_an_interpreter() -> None:
+    with Program("import sys\nprint('ready', flush=True)\nsys.stdin.read()\n") as program:
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(signal.SIGINT)
+        _, complaints = program.finish()
+        assert program.returncode == -signal.SIGINT
+    assert complaints.endswith("\nKeyboardInterrupt\n")
