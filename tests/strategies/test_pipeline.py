@@ -12,6 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from equipoise import PipelineStrategy
 from tests.conftest import ignoring
 from tests.strategies.pipelines import Copying, Tokens, fit, pipelined, quiet
+from tests.support.pairs import pairwise
 from tests.test_transparency import (
     CLASSES,
     FEATURES,
@@ -58,10 +59,10 @@ def assert_same_logs(one: Any, other: Any) -> None:
 # Transparency
 
 
-@pytest.mark.parametrize("threads", [None, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("micro_batches", [1, 2, 4, 5, 13])
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "schedule", "threads"),
+    pairwise([2, 3, 4], [1, 2, 4, 5, 13], ["gpipe", "1f1b"], [None, True]),
+)
 def test_gradients_are_those_of_one_device(stages, micro_batches, schedule, threads):
     """Tied weights, skips, containers between stages, masked tokens, batches of fewer samples than micro-batches."""
     options = {"micro_batches": micro_batches, "schedule": schedule, "threads": threads}

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError
 from tests.conftest import ignoring
 from tests.strategies.pipelines import Copying, Tokens, fit, pipelined, quiet
+from tests.support.pairs import pairwise
 from tests.test_transparency import CLASSES, FEATURES, Base, Batches, Gradients, Mlp, assert_same
 
 pytestmark = ignoring(
@@ -88,10 +89,12 @@ class Failing(Base):
 CUT = {"cut_before": ["net.2", "net.3"], "micro_batches": 4}
 
 
-@pytest.mark.parametrize("threads", [None, True])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase", "error", "threads"), pairwise([0, 1, 2], ["forward", "backward"], ERRORS, [None, True])
+)
 def test_errors_in_a_stage_end_the_run_cleanly(stage, phase, error, threads):
     """They name the stage; no thread is left, no forward is caught any more, and the same trainer can go on."""
     module = Failing(stage, phase=phase, error=error).double()
@@ -162,9 +165,7 @@ def test_a_failed_attempt_keeps_no_tensor_alive():
 # Out of memory
 
 
-@pytest.mark.parametrize("threads", [None, True])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "phase", "threads"), pairwise([0, 1, 2], ["forward", "backward"], [None, True]))
 def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phase, threads):
     """The step is done again with more of them, exactly, in the midst of an accumulation window."""
 

@@ -26,6 +26,7 @@ from tests.strategies.test_pipeline import (
 )
 from tests.strategies.test_pipeline_checkpoints import Save, resume, same_weights
 from tests.strategies.test_pipeline_faults import Failing
+from tests.support.pairs import pairwise
 from tests.test_transparency import Batches, Recurrent, Tied, assert_same
 
 pytestmark = ignoring(
@@ -50,12 +51,15 @@ def looped(devices: int, each: int = 2, strategy: Any = PipelineStrategy, **opti
     return pipelined(devices, strategy, **given)
 
 
-@pytest.mark.parametrize("threads", [None, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("micro_batches", [1, 2, 4, 5, 13])
-@pytest.mark.parametrize(("devices", "each"), [(2, 2), (2, 3), (3, 2), (3, 3)])
-def test_gradients_are_those_of_one_device(devices, each, micro_batches, schedule, threads):
+PLANS = [(2, 2), (2, 3), (3, 2), (3, 3)]  # devices, and stages on each
+
+
+@pytest.mark.parametrize(
+    ("plan", "micro_batches", "schedule", "threads"), pairwise(PLANS, [1, 2, 4, 5, 13], SCHEDULES, [None, True])
+)
+def test_gradients_are_those_of_one_device(plan, micro_batches, schedule, threads):
     """Tied weights, skips, containers between stages, masked tokens, batches of fewer samples than micro-batches."""
+    devices, each = plan
     expected = reference(Tokens, val=[4, 3])
     options = {"micro_batches": micro_batches, "schedule": schedule, "threads": threads}
     run = fit(Tokens, SIZES, val=[4, 3], **looped(devices, each, **options))
@@ -68,9 +72,10 @@ def test_gradients_are_those_of_one_device(devices, each, micro_batches, schedul
         assert own == actions_of(schedule, device, devices, last, each)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("strategy", [PipelineStrategy, Copying])
-@pytest.mark.parametrize("make", [Recurrent, Tied, Frozen, Before, SharedLayer, InPlace, Transformer])
+NETWORKS = [Recurrent, Tied, Frozen, Before, SharedLayer, InPlace, Transformer]
+
+
+@pytest.mark.parametrize(("make", "strategy", "schedule"), pairwise(NETWORKS, [PipelineStrategy, Copying], SCHEDULES))
 def test_networks_of_all_kinds(make, strategy, schedule):
     run = fit(make, SIZES, **looped(1 if make is Recurrent else 2, 2, strategy, micro_batches=4, schedule=schedule))
     assert_same(reference(make), run)
@@ -208,9 +213,7 @@ def test_a_step_that_does_not_fit_is_done_in_more_micro_batches(schedule):
     same_weights(fit(make, [13, 13, 5])[0], run[0], 1e-12)
 
 
-@pytest.mark.parametrize("threads", [None, True])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "phase", "threads"), pairwise([0, 1, 2], ["forward", "backward"], [None, True]))
 def test_errors_name_the_stage(stage, phase, threads):
     module = Failing(stage, phase=phase).double()
     cut = {"cut_before": ["net.2", "net.3", "net.4"], "micro_batches": 4, "threads": threads}
