@@ -1,9 +1,6 @@
-"""Processes that somebody else has started: torchrun, on one machine or two."""
+"""Processes that somebody else has started: torchrun, on one machine or two, and Slurm."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +8,7 @@ import pytest
 import torch
 
 from tests.strategies.ports import unused_port
+from tests.strategies.programs import start_script, torchrun, wait_for
 
 SCRIPT = """
 import json, sys
@@ -50,30 +48,23 @@ with open(f"{folder}/{trainer.global_rank}.json", "w") as file:
 """
 
 
-def start(tmp_path: Path, torchrun: list[str], said: dict[str, Any], **more: str) -> subprocess.Popen[str]:
+def script_in(tmp_path: Path) -> Path:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", *torchrun, str(script), str(tmp_path), json.dumps(said)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **more})
+    return script
 
 
-def results(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> dict[int, Any]:
-    try:
-        for process in processes:
-            _, printed = process.communicate(timeout=600)
-            assert process.returncode == 0, printed
-    finally:
-        for process in processes:
-            process.kill()  # without effect on one that has ended
-            process.communicate()
-    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+def results(folder: Path) -> dict[int, Any]:
+    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     return {result["rank"]: result for result in found}
 
 
 def alone(tmp_path: Path) -> Any:
     folder = tmp_path / "alone"
     folder.mkdir()
-    return results(folder, [start(folder, [], {"strategy": "single_device", "devices": 1})])[0]
+    said = json.dumps({"strategy": "single_device", "devices": 1})
+    wait_for([start_script(script_in(tmp_path), [str(folder), said])])
+    return results(folder)[0]
 
 
 def same(expected: Any, actual: Any) -> None:
@@ -82,40 +73,37 @@ def same(expected: Any, actual: Any) -> None:
     assert actual["predicted"] == expected["predicted"]
 
 
-@pytest.mark.slow
+def check(tmp_path: Path, machines: int = 1) -> None:
+    """Both processes end with the same module and results, those of one device."""
+    found, expected = results(tmp_path), alone(tmp_path)
+    assert sorted(found) == [0, 1]
+    for result in found.values():
+        assert (result["world"], result["machines"], result["strategy"]) == (2, machines, "DDPStrategy")
+        same(expected, result)
+
+
 @pytest.mark.parametrize("said", [{"strategy": "ddp", "devices": 2, "num_nodes": 1}, {}], ids=["said", "auto"])
-def test_torchrun(tmp_path: Path, said: dict[str, Any]) -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = results(tmp_path, [start(tmp_path, run, said)])
-    expected = alone(tmp_path)
-    assert sorted(found) == [0, 1]
-    for result in found.values():
-        assert (result["world"], result["machines"], result["strategy"]) == (2, 1, "DDPStrategy")
-        same(expected, result)
+def test_torchrun(tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--standalone", "--nproc-per-node", "2"]
+    assert not torchrun(monkeypatch, script_in(tmp_path), [str(tmp_path), json.dumps(said)], options)
+    check(tmp_path)
 
 
-@pytest.mark.slow
-def test_two_machines(tmp_path: Path) -> None:
+def test_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls of torchrun that know of one another, on one."""
-    port = unused_port()
-    run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    run += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
-    found = results(tmp_path, [start(tmp_path, [*run, node], {}) for node in ("0", "1")])
-    expected = alone(tmp_path)
-    assert sorted(found) == [0, 1]
-    for result in found.values():
-        assert (result["world"], result["machines"]) == (2, 2)
-        same(expected, result)
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    options += ["--master-port", str(unused_port()), "--node-rank"]
+    calls = [[*options, node] for node in ("0", "1")]
+    assert not torchrun(monkeypatch, script_in(tmp_path), [str(tmp_path), "{}"], *calls)
+    check(tmp_path, machines=2)
 
 
-@pytest.mark.slow
 def test_slurm(tmp_path: Path) -> None:
     """Two processes as `srun` starts them; they meet where Slurm's list of machines says."""
-    port = unused_port()
-    slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "1234", "MASTER_PORT": str(port)}
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "1234"}
     slurm |= {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
-    processes = [start(tmp_path, [], {}, SLURM_PROCID=rank, SLURM_LOCALID=rank, **slurm) for rank in ("0", "1")]
-    found, expected = results(tmp_path, processes), alone(tmp_path)
-    assert sorted(found) == [0, 1]
-    for result in found.values():
-        same(expected, result)
+    slurm |= {"MASTER_PORT": str(unused_port())}
+    script, arguments = script_in(tmp_path), [str(tmp_path), "{}"]
+    tasks = [{**slurm, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    wait_for([start_script(script, arguments, **task) for task in tasks])
+    check(tmp_path)

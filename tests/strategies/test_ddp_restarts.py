@@ -3,14 +3,11 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from equipoise import DDPStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
+from tests.strategies.programs import torchrun
 
 pytestmark = ignoring(r"`fit\(ckpt_path='last'\)`", "Checkpoint directory")
 
 SAMPLES, BATCH, EPOCHS, STEPS = 25, 2, 3, 7  # of an epoch; in the last one the second process has no batch
-ROOT = Path(__file__).parents[2]
 
 
 class Samples(Dataset[Any]):
@@ -124,7 +121,6 @@ def assert_each_once(seen: list[tuple[int, list[int]]]) -> None:
     assert drawn == {(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "accumulate"), [("torch", 1), ("native", 2)])
 def test_killed_and_started_anew(engine: Any, accumulate: int, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
@@ -158,25 +154,12 @@ if module.global_rank == 0:
 """
 
 
-@pytest.mark.slow
-def test_torchrun_starts_anew(tmp_path: Path) -> None:
+def test_torchrun_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is killed in the middle of the second epoch, and torchrun starts both once more."""
     script, marker = tmp_path / "script.py", tmp_path / "marker"
     script.write_text(SCRIPT)
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    run += ["--monitor-interval", "0.1", str(script), str(tmp_path)]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    process = subprocess.Popen([sys.executable, *run], env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        _, told = process.communicate(timeout=600)
-    except subprocess.TimeoutExpired:
-        torchrun = psutil.Process(process.pid)
-        for each in (*torchrun.children(recursive=True), torchrun):
-            each.kill()
-        process.communicate()
-        raise
-    assert process.returncode == 0, told
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
+    assert not torchrun(monkeypatch, script, [str(tmp_path)], options)
     assert marker.exists(), "nobody was killed"
     result = torch.load(tmp_path / "result.pt", weights_only=True)
     assert result["began_at"] == STEPS + 3

@@ -1,7 +1,6 @@
 """Whatever goes wrong in a stage of its own process ends the run with one error, soon, and leaves nothing."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,11 +14,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import PipelineStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
 from tests.strategies.ports import unused_port
+from tests.strategies.programs import start_script, torchrun, wait_for
 from tests.strategies.test_ddp_faults import Mistake, hangs, is_killed, raises
 from tests.strategies.waiting import blame_early
 
@@ -166,7 +167,7 @@ class Module(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     def training_step(self, batch, batch_idx):
-        if os.environ.get("FAILS") and batch_idx == 1:
+        if fails and batch_idx == 1:
             raise RuntimeError("on purpose")
         return self.net(batch[0]).square().mean()
     def validation_step(self, batch, batch_idx):
@@ -177,6 +178,7 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 folder, devices, nodes, engine = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+fails = "fails" in sys.argv
 torch.manual_seed(0)
 module, data = Module(), TensorDataset(torch.randn(13, 3))
 strategy = "single_device" if engine == "none" else PipelineStrategy(engine=engine)
@@ -193,27 +195,23 @@ with open(f"{folder}/{rank}.json", "w") as file:
 """
 
 
-def start(folder: Path, torchrun: list[str], arguments: list[str], **more: str) -> subprocess.Popen[str]:
-    folder.mkdir(exist_ok=True)
+def script_in(folder: Path) -> Path:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", *torchrun, str(script), str(folder), *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **more})
+    return script
 
 
-def results(folder: Path, processes: list[subprocess.Popen[str]]) -> list[Any]:
-    for process in processes:
-        _, told = process.communicate(timeout=600)
-        assert process.returncode == 0, told
+def results(folder: Path) -> list[Any]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def check_joined(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+def check_joined(folder: Path, count: int) -> None:
     """All scripts end with the same module and results, those of one device."""
-    alone = folder / "alone"
-    found = results(folder, processes)
-    (expected,) = results(alone, [start(alone, [], ["1", "1", "none"])])
-    assert [result["rank"] for result in found] == list(range(len(found)))
+    found, alone = results(folder), folder / "alone"
+    alone.mkdir()
+    wait_for([start_script(script_in(folder), [str(alone), "1", "1", "none"])])
+    (expected,) = results(alone)
+    assert [result["rank"] for result in found] == list(range(count))
     for result in found:
         for actual, weight in zip(result["weights"], expected["weights"], strict=True):
             torch.testing.assert_close(torch.tensor(actual), torch.tensor(weight), rtol=1e-12, atol=1e-12)
@@ -221,28 +219,27 @@ def check_joined(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
         assert result["predicted"] == pytest.approx(expected["predicted"], rel=1e-12)
 
 
-@pytest.mark.slow
-def test_torchrun(tmp_path: Path) -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    check_joined(tmp_path, [start(tmp_path, run, ["3", "1", "processes"])])
+def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--standalone", "--nproc-per-node", "3"]
+    assert not torchrun(monkeypatch, script_in(tmp_path), [str(tmp_path), "3", "1", "processes"], options)
+    check_joined(tmp_path, 3)
 
 
-@pytest.mark.slow
-def test_two_machines(tmp_path: Path) -> None:
+def test_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls of torchrun that know of one another, on one."""
-    port = unused_port()
-    run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    run += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
-    check_joined(tmp_path, [start(tmp_path, [*run, node], ["1", "2", "processes"]) for node in ("0", "1")])
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    options += ["--master-port", str(unused_port()), "--node-rank"]
+    calls = [[*options, node] for node in ("0", "1")]
+    assert not torchrun(monkeypatch, script_in(tmp_path), [str(tmp_path), "1", "2", "processes"], *calls)
+    check_joined(tmp_path, 2)
 
 
-@pytest.mark.slow
-def test_torchrun_with_an_error(tmp_path: Path) -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = start(tmp_path, run, ["2", "1", "processes"], FAILS="1")
-    _, told = process.communicate(timeout=600)
-    assert process.returncode != 0
-    assert "on purpose" in told
+def test_torchrun_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--standalone", "--nproc-per-node", "2"]
+    arguments = [str(tmp_path), "2", "1", "processes", "fails"]
+    (error,) = torchrun(monkeypatch, script_in(tmp_path), arguments, options)
+    assert isinstance(error, ChildFailedError)
+    assert "on purpose" in str(error)
 
 
 # Signals
