@@ -140,7 +140,7 @@ def describe(value: Any) -> str:
     if isinstance(value, (Optimizer, LRScheduler, nn.Module, BaseException)):
         return f"<{type(value).__name__}>"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in sorted(value.items(), key=str)) + "}"
+        return "{" + ", ".join(f"{key}: {describe(value[key])}" for key in sorted(value, key=str)) + "}"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(map(describe, value))})"
     if callable(value):
