@@ -1,7 +1,7 @@
 """Stops a run at a checkpoint and goes on from it with either trainer; and the pieces whose state must survive that."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import equipoise
 
 from . import data
+from .comparison import assert_same
 from .harness import Case, Record, execute
 from .modules import Classifier
 
@@ -25,6 +26,7 @@ __all__ = [
     "Remembers",
     "Scenario",
     "StatefulData",
+    "assert_same_parts",
     "by_epoch",
     "by_plateau",
     "by_step",
@@ -193,20 +195,32 @@ def run(case: Case, trainer: str, root: Path, watched: bool = False) -> Record:
     return record
 
 
-def resume(plan: Scenario, saver: str, resumer: str, folder: Path, watched: bool = False) -> Record:
-    """Trains with one trainer, then again with the other from the checkpoint on."""
-    run(plan.case, saver, folder / f"{saver}-saves")
-    path = folder / f"{saver}-saves" / "kept" / plan.checkpoint
+def resume(plan: Scenario, saved: Path, resumer: str, root: Path, watched: bool = False) -> Record:
+    """Trains on from the checkpoint of a run.
+
+    Args:
+        plan: What is trained.
+        saved: The folder of the run that wrote the checkpoint.
+        resumer: The trainer that goes on.
+        root: The folder of the second run.
+        watched: Whether its hooks are written down.
+    """
+    path = saved / "kept" / plan.checkpoint
 
     def from_checkpoint(trainer: Any, module: Any, given: Any) -> None:
         trainer.fit(module, ckpt_path=path, **given)
         trainer.save_checkpoint("end.ckpt")
 
-    again = dataclasses.replace(longer(plan), run=from_checkpoint)
-    return run(again, resumer, folder / f"{resumer}-resumes", watched)
+    return run(dataclasses.replace(longer(plan), run=from_checkpoint), resumer, root, watched)
 
 
 def longer(plan: Scenario) -> Case:
+    """The case that ends where the resumed run does."""
     if plan.total_epochs is None:
         return plan.case
     return dataclasses.replace(plan.case, options={**plan.case.options, "max_epochs": plan.total_epochs})
+
+
+def assert_same_parts(names: Sequence[str], expected: Record, actual: Record, title: str) -> None:
+    """Compares the named sections of two records."""
+    assert_same({name: expected[name] for name in names}, {name: actual[name] for name in names}, title)

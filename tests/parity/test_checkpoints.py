@@ -18,6 +18,7 @@ from .resumption import (
     TRAINERS,
     WHOLE,
     StatefulData,
+    assert_same_parts,
     by_step,
     every_epoch,
     every_two_steps,
@@ -28,30 +29,30 @@ from .resumption import (
 )
 
 
-@pytest.mark.parametrize("saver", ["lightning", "equipoise"])
-@pytest.mark.parametrize("checkpoint", ["step=2.ckpt", "step=4.ckpt", "step=8.ckpt"])
-def test_plain_loader_goes_on_where_it_was(saver: str, checkpoint: str, tmp_path: Path) -> None:
+def test_plain_loader_goes_on_where_it_was(tmp_path: Path) -> None:
     """The loader cannot tell its position; Lightning would begin the epoch's data anew."""
-    plan = scenario("mid-epoch", checkpoint, callbacks=every_two_steps, module=with_optimizers(by_step))
-    expected = run(plan.case, "lightning", tmp_path / "uninterrupted")
-    actual = resume(plan, saver, "equipoise", tmp_path)
-    assert_same(
-        {name: expected[name] for name in FINAL}, {name: actual[name] for name in FINAL}, f"{checkpoint} of {saver}"
-    )
+    plan = scenario("mid-epoch", "step=2.ckpt", callbacks=every_two_steps, module=with_optimizers(by_step))
+    saving = {saver: run(plan.case, saver, tmp_path / saver) for saver in TRAINERS}
+    for saver in TRAINERS:
+        for checkpoint in ("step=2.ckpt", "step=4.ckpt", "step=8.ckpt"):
+            plan = dataclasses.replace(plan, checkpoint=checkpoint)
+            actual = resume(plan, tmp_path / saver, "equipoise", tmp_path / f"{saver}-{checkpoint}")
+            assert_same_parts(FINAL, saving["lightning"], actual, f"{checkpoint} of {saver}")
 
 
-@pytest.mark.parametrize("saver", ["lightning", "equipoise"])
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_evaluation_of_the_others_checkpoint(saver: str, entry: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saver", TRAINERS)
+def test_evaluation_of_the_others_checkpoint(saver: str, tmp_path: Path) -> None:
     case = Case(name="saved", callbacks=every_epoch())
     run(case, saver, tmp_path / "saved")
     path = tmp_path / "saved" / "kept" / "epoch=1.ckpt"
+    for entry in ("validate", "test", "predict"):
 
-    def evaluate(trainer: Any, module: Any, given: Any) -> Any:
-        return getattr(trainer, entry)(module, given["val_dataloaders"], ckpt_path=path)
+        def evaluate(trainer: Any, module: Any, given: Any, entry: str = entry) -> Any:
+            return getattr(trainer, entry)(module, given["val_dataloaders"], ckpt_path=path)
 
-    records = [run(dataclasses.replace(case, run=evaluate), name, tmp_path / name) for name in TRAINERS]
-    assert_same(records[0], records[1], f"{entry} of a checkpoint of {saver}")
+        evaluation = dataclasses.replace(case, run=evaluate)
+        theirs, ours = (run(evaluation, name, tmp_path / f"{name}-{entry}") for name in TRAINERS)
+        assert_same(theirs, ours, f"{entry} of a checkpoint of {saver}")
 
 
 class Sized(Classifier):
@@ -102,7 +103,7 @@ def test_a_run_can_go_back_and_forth(tmp_path: Path) -> None:
         root = tmp_path / f"{epochs}"
         record = run(Case(name="part", callbacks=every_epoch(), options={"max_epochs": epochs}, run=part), name, root)
         path = root / "kept" / f"epoch={epochs - 1}.ckpt"
-    assert_same({name: expected[name] for name in FINAL}, {name: record[name] for name in FINAL}, "back and forth")
+    assert_same_parts(FINAL, expected, record, "back and forth")
 
 
 class Drawing(Classifier):
@@ -123,10 +124,12 @@ def augmented() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loaders", [data.shuffled, augmented, data.unsized, resumable])
-@pytest.mark.parametrize("checkpoint", ["step=2.ckpt", "step=6.ckpt", "step=10.ckpt"])
-def test_random_draws_go_on_where_they_were(checkpoint: str, loaders: Any, tmp_path: Path) -> None:
+def test_random_draws_go_on_where_they_were(loaders: Any, tmp_path: Path) -> None:
     """Shuffling, augmentation, dropout: Lightning's checkpoints keep no generator, ours do."""
-    plan = scenario("drawing", checkpoint, callbacks=every_two_steps, module=Drawing, data=loaders)
+    plan = scenario("drawing", "step=2.ckpt", callbacks=every_two_steps, module=Drawing, data=loaders)
     expected = run(plan.case, "lightning", tmp_path / "uninterrupted")
-    actual = resume(plan, "equipoise", "equipoise", tmp_path)
-    assert_same({name: expected[name] for name in WHOLE}, {name: actual[name] for name in WHOLE}, checkpoint)
+    run(plan.case, "equipoise", tmp_path / "saved")
+    for checkpoint in ("step=2.ckpt", "step=6.ckpt", "step=10.ckpt"):
+        plan = dataclasses.replace(plan, checkpoint=checkpoint)
+        actual = resume(plan, tmp_path / "saved", "equipoise", tmp_path / checkpoint)
+        assert_same_parts(WHOLE, expected, actual, checkpoint)

@@ -1,6 +1,6 @@
 """Checkpoints in both directions: saved by one trainer, resumed by the other, equal to a run never interrupted."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from .harness import Record
 from .modules import Classifier, with_optimizers
 from .resumption import (
     FINAL,
+    TRAINERS,
     WHOLE,
     Manual,
     Remembers,
     Scenario,
     StatefulData,
+    assert_same_parts,
     by_epoch,
     by_plateau,
     by_step,
@@ -111,54 +113,46 @@ SCENARIOS = [
     ),
 ]
 
-PAIRS = [("lightning", "equipoise"), ("equipoise", "lightning"), ("equipoise", "equipoise")]
-RUNS = [(plan, *pair) for plan in SCENARIOS for pair in PAIRS]
-EXACT = [entry for entry in RUNS if entry[0].exact or entry[1:] == ("equipoise", "equipoise")]
-ALIKE = [
-    entry
-    for entry in RUNS
-    if entry[2] == "lightning" or (entry[1] == "lightning" and entry[0].exact and entry[0].alike)
-]
-ARGUMENTS = ("plan", "saver", "resumer")
+
+@dataclass
+class Runs:
+    """All runs of a scenario, each made once.
+
+    Attributes:
+        plan: The scenario.
+        folder: Where the runs lie.
+    """
+
+    plan: Scenario
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.saving = {name: run(self.plan.case, name, self._saved(name)) for name in TRAINERS}
+        self.uninterrupted = self.saving["lightning"]
+        if self.plan.total_epochs is not None:
+            self.uninterrupted = run(longer(self.plan), "lightning", self.folder / "uninterrupted")
+
+    def resumed(self, saver: str, resumer: str, watched: bool = False) -> Record:
+        """The run that goes on from the saver's checkpoint."""
+        name = f"{saver}-to-{resumer}{'-watched' if watched else ''}"
+        return resume(self.plan, self._saved(saver), resumer, self.folder / name, watched)
+
+    def _saved(self, saver: str) -> Path:
+        return self.folder / f"{saver}-saves"
 
 
-def ids(runs: list[tuple[Scenario, str, str]]) -> list[str]:
-    return [f"{plan}-{saver}-to-{resumer}" for plan, saver, resumer in runs]
-
-
-@pytest.fixture(scope="module")
-def lightnings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scenario, bool], Record]:
-    """Lightning's own run of a scenario, resumed or never interrupted; made once."""
-    made: dict[tuple[str, bool], Record] = {}
-
-    def record(plan: Scenario, resumed: bool) -> Record:
-        key = (str(plan), resumed)
-        if key not in made:
-            root = tmp_path_factory.mktemp("expected")
-            made[key] = (
-                resume(plan, "lightning", "lightning", root, True)
-                if resumed
-                else run(longer(plan), "lightning", root / "run")
-            )
-        return made[key]
-
-    return record
-
-
-@pytest.mark.parametrize(ARGUMENTS, EXACT, ids=ids(EXACT))
-def test_resumed_run_equals_an_uninterrupted_one(
-    plan: Scenario, saver: str, resumer: str, lightnings: Any, tmp_path: Path
-) -> None:
-    expected, actual = lightnings(plan, False), resume(plan, saver, resumer, tmp_path)
-    names = WHOLE if saver == resumer == "equipoise" else FINAL
-    title = f"{plan}, saved by {saver}, resumed by {resumer}"
-    assert_same({name: expected[name] for name in names}, {name: actual[name] for name in names}, title)
-
-
-@pytest.mark.parametrize(ARGUMENTS, ALIKE, ids=ids(ALIKE))
-def test_resumed_run_is_lightnings_in_all_else(
-    plan: Scenario, saver: str, resumer: str, lightnings: Any, tmp_path: Path
-) -> None:
-    """Hooks, tables, metrics, and the loops' counters in a last checkpoint, against Lightning after Lightning."""
-    expected, actual = lightnings(plan, True), resume(plan, saver, resumer, tmp_path, watched=True)
-    assert_same(expected, actual, f"{plan}, saved by {saver}, resumed by {resumer}")
+@pytest.mark.parametrize("plan", SCENARIOS, ids=str)
+def test_resumed_run(plan: Scenario, tmp_path: Path) -> None:
+    """It equals an uninterrupted one, and is Lightning's in hooks, tables, metrics and the counters of the loops."""
+    runs = Runs(plan, tmp_path)
+    expected = runs.resumed("lightning", "lightning", watched=True)
+    title = f"{plan}, saved by equipoise"
+    assert_same_parts(WHOLE, runs.uninterrupted, runs.resumed("equipoise", "equipoise"), f"{title} and resumed by it")
+    lightnings = runs.resumed("equipoise", "lightning", watched=True)
+    assert_same(expected, lightnings, f"{title}, resumed by lightning")
+    if plan.exact:
+        assert_same_parts(FINAL, runs.uninterrupted, lightnings, f"{title}, resumed by lightning")
+        title = f"{plan}, saved by lightning, resumed by equipoise"
+        assert_same_parts(FINAL, runs.uninterrupted, runs.resumed("lightning", "equipoise"), title)
+    if plan.exact and plan.alike:
+        assert_same(expected, runs.resumed("lightning", "equipoise", watched=True), f"{title} (watched)")
