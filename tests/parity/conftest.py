@@ -1,6 +1,7 @@
 """One thread, quiet loggers, and generators left as they were: a parity run changes nothing for the tests after it."""
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
 
@@ -12,12 +13,13 @@ QUIET = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")
 
 
 @pytest.fixture(autouse=True)
-def surroundings() -> Iterator[None]:
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
     interrupt = signal.getsignal(signal.SIGINT)
     levels = {name: logging.getLogger(name).level for name in QUIET}
     torch.set_num_threads(1)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # what a power cut would leave is tested elsewhere
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     with isolate_rng():
