@@ -207,8 +207,8 @@ CASES = [
 
 
 @parity(CASES)
-def test_dataloader_iter(case: Case, watched: bool, tmp_path: Path) -> None:
-    check(case, watched, tmp_path)
+def test_dataloader_iter(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
 
 
 COUNTERS = ["_progress"]
@@ -242,5 +242,5 @@ OVERDRAWN = [
 
 
 @parity(OVERDRAWN)
-def test_stop_iteration_in_the_step(case: Case, watched: bool, tmp_path: Path) -> None:
-    check(case, watched, tmp_path)
+def test_stop_iteration_in_the_step(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)

@@ -1,6 +1,7 @@
 """The comparison itself: it finds what differs, whatever kind it is, and says where."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ from lightning.pytorch import Callback
 
 import equipoise
 
+from . import (
+    test_callbacks,
+    test_evaluation,
+    test_logging_hooks,
+    test_manual_optimization,
+    test_model_checkpoint,
+    test_overrides,
+    test_stopping,
+    test_validation,
+)
 from .comparison import assert_same, differences
-from .harness import Case, check
+from .harness import Case, check, execute
 from .modules import Classifier
 
 NAN = float("nan")
@@ -119,7 +130,7 @@ class Fail(Callback):
 def test_a_flawed_trainer_is_found_out(flaw: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equipoise, "Trainer", flawed(flaw))
     with pytest.raises(AssertionError, match=rf"flawed \(plain\): Equipoise differs from Lightning.*\n  {place}"):
-        check(Case(name="flawed"), False, tmp_path)
+        check(Case(name="flawed"), tmp_path)
 
 
 def flawed(flaw: type[Callback]) -> Any:
@@ -130,12 +141,56 @@ def flawed(flaw: type[Callback]) -> Any:
 def test_an_error_that_lightning_does_not_raise_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equipoise, "Trainer", flawed(Fail))
     with pytest.raises(ArithmeticError, match="not in Lightning"):
-        check(Case(name="failing"), False, tmp_path)
+        check(Case(name="failing"), tmp_path)
 
 
 def test_a_missing_error_is_found_out(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="Lightning did not raise"):
-        check(Case(name="peaceful", raises=ArithmeticError), False, tmp_path)
+        check(Case(name="peaceful", raises=ArithmeticError), tmp_path)
+
+
+def watched(options: Any) -> bool:
+    """Whether a trainer with these options is watched."""
+    return any(type(callback).__name__ == "Watcher" for callback in options["callbacks"])
+
+
+@pytest.mark.parametrize("when", [True, False], ids=["watched", "plain"])
+def test_a_flaw_of_one_of_the_two_runs_is_found_out(
+    when: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        equipoise, "Trainer", lambda **options: (flawed(Nudge) if watched(options) == when else L.Trainer)(**options)
+    )
+    with pytest.raises(AssertionError, match=rf"flawed \({'watched' if when else 'plain'}\)"):
+        check(Case(name="flawed"), tmp_path)
+
+
+def of(cases: Sequence[Case], *names: str) -> list[Case]:
+    """The cases of these names."""
+    return [{case.name: case for case in cases}[name] for name in names]
+
+
+REPRESENTATIVE = [
+    Case(name="default"),
+    *of(test_callbacks.CASES, "swa-with-batch-norm", "many-together"),
+    *of(test_evaluation.CASES, "everything-on-one-trainer"),
+    *of(test_logging_hooks.CASES, "callback-hooks-by-step-and-epoch"),
+    *of(test_manual_optimization.CASES, "two-toggled"),
+    *of(test_model_checkpoint.CASES, "several"),
+    *of(test_overrides.CASES, "everything-overridden-accumulated"),
+    *of(test_stopping.CASES, "error-in-training-step"),
+    *of(test_validation.CASES, "own-modes"),
+]
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
+def test_lightnings_results_do_not_depend_on_being_watched(case: Case, tmp_path: Path) -> None:
+    """So one watched run of Lightning is what both runs of Equipoise have to equal."""
+    plain = execute(case, L.Trainer, tmp_path / "plain")
+    seen = execute(case, L.Trainer, tmp_path / "watched", watched=True)
+    assert seen["hooks"]
+    assert repr(plain.pop("raised")) == repr(seen.pop("raised"))
+    assert_same(plain, {**seen, "hooks": []}, case.name, case.ignore)
 
 
 class Swapped(Classifier):
@@ -152,9 +207,9 @@ class Swapped(Classifier):
 def test_another_order_of_hooks_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Swapped, "twice", False)
     with pytest.raises(AssertionError, match=r"swapped \(watched\)[^-]*hooks[\s\S]*\+ module.on_before_zero_grad"):
-        check(Case(name="swapped", module=Swapped, options={"max_epochs": 1}), True, tmp_path)
+        check(Case(name="swapped", module=Swapped, options={"max_epochs": 1}), tmp_path)
 
 
 def test_a_case_that_proves_nothing_is_found_out(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="does not do what the case is about"):
-        check(Case(name="vacuous", proves=lambda record: record["counters"]["global_step"] == 99), False, tmp_path)
+        check(Case(name="vacuous", proves=lambda record: record["counters"]["global_step"] == 99), tmp_path)

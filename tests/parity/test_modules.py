@@ -212,5 +212,5 @@ CASES = [
 
 
 @parity(CASES)
-def test_parity(case: Case, watched: bool, tmp_path: Path) -> None:
-    check(case, watched, tmp_path)
+def test_parity(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
