@@ -1,5 +1,6 @@
 """Reads the folder a run leaves behind: names of all files, and their contents in a form that can be compared."""
 
+import re
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["plain", "read_checkpoint", "read_folder"]
+__all__ = ["numbered", "plain", "read_checkpoint", "read_folder"]
 
 EVENTS = "events.out.tfevents"
 
@@ -15,7 +16,7 @@ EVENTS = "events.out.tfevents"
 def read_folder(root: Path) -> dict[str, Any]:
     """All files below a folder by their names: checkpoints as dictionaries, tables as lines, event files as events."""
     contents: dict[str, Any] = {}
-    for path in sorted(root.rglob("*")):
+    for path in sorted(root.rglob("*"), key=numbered):
         name = str(path.relative_to(root))
         if path.is_symlink():
             contents[name] = f"link to {path.readlink()}"
@@ -26,6 +27,11 @@ def read_folder(root: Path) -> dict[str, Any]:
         elif path.is_file():
             contents[name] = plain(path.read_text(), root) if path.suffix == ".json" else path.read_text().splitlines()
     return contents
+
+
+def numbered(path: Path) -> list[str | int]:
+    """A key that sorts the tenth file behind the ninth: the names of event files end with a number."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def read_checkpoint(path: Path, root: Path) -> Any:

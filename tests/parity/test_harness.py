@@ -25,6 +25,7 @@ from . import (
 from .comparison import assert_same, differences
 from .harness import Case, check, execute
 from .modules import Classifier
+from .outputs import numbered
 
 NAN = float("nan")
 
@@ -86,6 +87,11 @@ def test_ignored_places_do_not_count() -> None:
         AssertionError, match=r"title: Equipoise differs from Lightning in 1 places\n  time: 1.0 became 2.0"
     ):
         assert_same(expected, actual, "title", ignore=["value"])
+
+
+def test_event_files_are_read_in_the_order_they_were_opened() -> None:
+    paths = [Path("board") / f"events.out.tfevents.17.host.5.{number}" for number in (100, 9, 11, 10)]
+    assert [path.name.rsplit(".", 1)[-1] for path in sorted(paths, key=numbered)] == ["9", "10", "11", "100"]
 
 
 class Nudge(Callback):
