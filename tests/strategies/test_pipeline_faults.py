@@ -16,9 +16,15 @@ from tests.strategies.pipelines import Copying, Tokens, fit, pipelined, quiet
 from tests.support.pairs import pairwise
 from tests.test_transparency import CLASSES, FEATURES, Base, Batches, Gradients, Mlp, assert_same
 
-pytestmark = ignoring(
-    "Batch \\d+ of \\d+ samples?", "cpu \\(number \\d\\) ran out", "cpu ran out", "\\w+ has a `validation_step`, but"
-)
+pytestmark = [
+    *ignoring(
+        "Batch \\d+ of \\d+ samples?",
+        "cpu \\(number \\d\\) ran out",
+        "cpu ran out",
+        "\\w+ has a `validation_step`, but",
+    ),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 SIZES = [13, 13, 5]
 

@@ -29,12 +29,15 @@ from tests.strategies.test_pipeline_faults import Failing
 from tests.support.pairs import pairwise
 from tests.test_transparency import Batches, Recurrent, Tied, assert_same
 
-pytestmark = ignoring(
-    "Batch \\d+ of \\d+ samples?",
-    "cpu ran out",
-    "\\w+ has a `validation_step`, but",
-    "The (dataloader|'train_dataloader')",
-)
+pytestmark = [
+    *ignoring(
+        "Batch \\d+ of \\d+ samples?",
+        "cpu ran out",
+        "\\w+ has a `validation_step`, but",
+        "The (dataloader|'train_dataloader')",
+    ),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 SIZES = [13, 13, 5, 13, 2]
 SCHEDULES = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]

@@ -147,13 +147,22 @@ def unmerged(blocks: Any, *_: Any) -> Any:
     return list(blocks), list(range(1, len(blocks) + 1))
 
 
-PLANS = [("gpipe", 2, 1), ("gpipe", 4, 1), ("1f1b", 2, 1), ("1f1b", 4, 1)]
-PLANS += [("interleaved_1f1b", 2, 2), ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 2)]
-PLANS += [("interleaved_zero_bubble", 2, 2), ("interleaved_zero_bubble", 3, 1)]
+# Each network with each schedule, each schedule with its numbers of devices and stages.
+PLANS = [
+    *((Mlp, "gpipe", 2, 1), (Transformer, "gpipe", 4, 1), (Convolution, "gpipe", 2, 1)),
+    *((Mlp, "1f1b", 4, 1), (Transformer, "1f1b", 2, 1), (Convolution, "1f1b", 4, 1)),
+    *(
+        (Mlp, "interleaved_1f1b", 2, 2),
+        (Transformer, "interleaved_1f1b", 2, 3),
+        (Convolution, "interleaved_1f1b", 2, 2),
+    ),
+    *((Mlp, "looped_bfs", 2, 2), (Transformer, "looped_bfs", 2, 2), (Convolution, "looped_bfs", 2, 2)),
+    *((Mlp, "interleaved_zero_bubble", 2, 2), (Convolution, "interleaved_zero_bubble", 2, 2)),
+    (Transformer, "interleaved_zero_bubble", 3, 1),
+]
 
 
-@pytest.mark.parametrize(("schedule", "devices", "each"), PLANS)
-@pytest.mark.parametrize("make", [Mlp, Transformer, Convolution])
+@pytest.mark.parametrize(("make", "schedule", "devices", "each"), PLANS)
 def test_predicted_peaks(make, schedule, devices, each, monkeypatch):
     monkeypatch.setattr("equipoise.strategies.pipeline_cut.choose_cuts", evenly)
     monkeypatch.setattr("equipoise.strategies.pipeline_cut.merge_blocks", unmerged)

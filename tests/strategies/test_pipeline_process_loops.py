@@ -23,11 +23,12 @@ from tests.strategies.test_pipeline_processes import (
     fit,
     fit_features,
     make_trainer,
+    on_one_device,
     processes,
     same,
 )
 
-pytestmark = ignoring("Checkpoint directory")
+pytestmark = [*ignoring("Checkpoint directory"), pytest.mark.usefixtures("quick_collections")]
 
 SCHEDULES = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]
 
@@ -57,7 +58,7 @@ class Looks(L.Callback):
 def test_weights_are_those_of_one_device(devices: int, each: int, micro_batches: int, schedule: str) -> None:
     strategy = looped(each, micro_batches=micro_batches, schedule=schedule)
     looks = Looks((schedule, devices, min(micro_batches, 5), each))
-    same(fit(Model, "single_device"), fit(Model, strategy, devices, callbacks=[looks], enable_checkpointing=False))
+    same(on_one_device(), fit(Model, strategy, devices, callbacks=[looks], enable_checkpointing=False))
 
 
 @pytest.mark.parametrize("options", OPTIONS)

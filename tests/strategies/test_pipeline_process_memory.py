@@ -1,6 +1,7 @@
 """Memory that runs out in the process of a stage: named, and done again with more micro-batches, exactly."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -11,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, PipelineStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
+from tests.support.pairs import pairwise
 
-pytestmark = ignoring(".*memory", "Batch \\d+ of \\d+ samples")
+pytestmark = [*ignoring(".*memory", "Batch \\d+ of \\d+ samples"), pytest.mark.usefixtures("quick_collections")]
 
 WIDTH, STAGES = 4, 3
 
@@ -95,11 +97,18 @@ def same(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("engine", ["threads", "processes"])
-@pytest.mark.parametrize("place", ["forward", "backward", "evaluation"])
-@pytest.mark.parametrize("stage", range(STAGES))
+@cache
+def undisturbed() -> tuple[Model, OOMRecovery, float]:
+    """The run that has enough memory, made once."""
+    return fit(Model(), "threads", micro_batches=4)
+
+
+PLACES = ["forward", "backward", "evaluation"]
+
+
+@pytest.mark.parametrize(("stage", "place", "engine"), pairwise(range(STAGES), PLACES, ["threads", "processes"]))
 def test_the_device_is_named_and_the_batch_cut(stage: int, place: str, engine: str) -> None:
-    whole, _, val = fit(Model(), "threads", micro_batches=4)
+    whole, _, val = undisturbed()
     module, recovery, other_val = fit(Model(stage, place), engine)
     same(whole, module)
     assert other_val == pytest.approx(val, rel=1e-12)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from equipoise import OOMRecovery, PipelineStrategy, Trainer
 from tests.conftest import ignoring
 
-pytestmark = ignoring("Checkpoint directory", ".*memory")
+pytestmark = [*ignoring("Checkpoint directory", ".*memory"), pytest.mark.usefixtures("quick_collections")]
 
 WIDTH = 6
 CUT = ["net.blocks.1", "net.blocks.3"]  # three stages

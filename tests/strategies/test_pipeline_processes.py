@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchmetrics import MeanMetric
 from equipoise import Callback, ConfigurationError, OOMRecovery, PipelineStrategy, StepError, Trainer
 from tests.conftest import ignoring
 
-pytestmark = ignoring("Checkpoint directory")
+pytestmark = [*ignoring("Checkpoint directory"), pytest.mark.usefixtures("quick_collections")]
 
 WORDS, WIDTH = 19, 8
 SIZES = (13, 13, 5)  # of the batches
@@ -115,6 +116,12 @@ def fit(make: Callable[[], Any], strategy: Any, devices: int = 2, *, ckpt_path: 
     return module, trainer
 
 
+@cache
+def on_one_device() -> Any:
+    """The run that others are compared with, made once."""
+    return fit(Model, "single_device")
+
+
 def same(one: Any, other: Any, tolerance: float = 1e-12) -> None:
     """Weights, states of optimisers and logged values."""
     for (name, expected), actual in zip(one[0].state_dict().items(), other[0].state_dict().values(), strict=True):
@@ -143,8 +150,7 @@ def same_states(expected: Any, actual: Any, tolerance: float) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 5), (2, 13), (3, 2), (3, 4), (4, 5)])
 def test_weights_are_those_of_one_device(stages: int, micro_batches: int, schedule: str) -> None:
-    one = fit(Model, "single_device")
-    same(one, fit(Model, processes(micro_batches=micro_batches, schedule=schedule), stages))
+    same(on_one_device(), fit(Model, processes(micro_batches=micro_batches, schedule=schedule), stages))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -390,7 +396,7 @@ def test_a_checkpoint_goes_on_anywhere(strategy: str, devices: int, tmp_path: Pa
 
 
 def test_one_device_s_checkpoint_goes_on_in_processes(tmp_path: Path) -> None:
-    whole = fit(Model, "single_device")
+    whole = on_one_device()
     fit(Model, "single_device", callbacks=[checkpoints(tmp_path)], max_steps=2)
     again = {"callbacks": [checkpoints(tmp_path)], "ckpt_path": tmp_path / "step=2.ckpt"}
     same(whole, fit(Model, processes(), 3, **again))
