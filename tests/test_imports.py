@@ -1,10 +1,7 @@
-"""The layers, the cost of the first import, other people's private names, and what every module declares."""
+"""The layers, other people's private names, and what every module declares."""
 
 import ast
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -261,73 +258,6 @@ def test_what_lightning_looks_for_is_defined_and_not_used() -> None:
     assert {"_results", "_has_run", "_should_check_val_epoch", "_lightning_optimizers"} <= defined
 
 
-# The first import
-
-
-def run(script: str, folder: Path) -> str:
-    """Runs a script in a fresh interpreter, where warnings are errors."""
-    command = [sys.executable, "-W", "error", "-c", script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_package_imports_torch_and_nothing_else_of_weight(tmp_path: Path) -> None:
-    out = run(
-        "import sys, equipoise; dir(equipoise); print(*{name.partition('.')[0] for name in sys.modules})", tmp_path
-    )
-    loaded = set(out.split())
-    assert "torch" in loaded
-    heavy = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
-    assert not loaded & (heavy | {"hydra", "omegaconf", "matplotlib", "rich", "tensorboard", "pandas", "sklearn"})
-
-
-WITHOUT_HYDRA = """
-import sys, warnings
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("hydra", "omegaconf"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-
-import lightning as L, torch
-from pathlib import Path
-from torch.utils.data import DataLoader, TensorDataset
-from equipoise import Trainer
-
-class Module(L.LightningModule):
-    def __init__(self, *, folder):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-warnings.filterwarnings("ignore", r".*isinstance\\(treespec, LeafSpec\\)")
-warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-options = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
-trainer = Trainer(max_epochs=1, **options)
-trainer.fit(Module(folder=Path("here")), loader)
-path = trainer.checkpoint_callback.best_model_path
-assert Module.load_from_checkpoint(path, weights_only=False).hparams == {"folder": Path("here")}
-again = Trainer(max_epochs=2, **options)
-again.fit(Module(folder=Path("here")), loader, ckpt_path=path)
-print(again.global_step, "hydra" in sys.modules, "omegaconf" in sys.modules)
-"""
-
-
-def test_training_and_checkpoints_need_no_hydra(tmp_path: Path) -> None:
-    assert run(WITHOUT_HYDRA, tmp_path).split()[-3:] == ["4", "False", "False"]
-
-
 # What every module declares
 
 
@@ -401,23 +331,3 @@ def test_type_checkers_see_the_names_that_are_there(package: str) -> None:
 def test_a_name_that_does_not_exist(package: str) -> None:
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Trainr'"):
         _ = importlib.import_module(package).Trainr
-
-
-def test_names_are_imported_as_people_type_them(tmp_path: Path) -> None:
-    script = """
-import sys
-import equipoise, equipoise.callbacks, equipoise.strategies, equipoise.trainer
-assert "lightning" not in sys.modules
-from equipoise.strategies import DDPStrategy
-from equipoise.callbacks import MemoryLogger
-from equipoise import LightningDataModule, LightningModule
-import lightning.pytorch
-assert LightningModule is lightning.pytorch.LightningModule
-assert LightningDataModule is lightning.pytorch.LightningDataModule
-assert equipoise.MemoryLogger is MemoryLogger
-"""
-    run(script, tmp_path)
-
-
-def test_packages_need_no_import_of_their_own(tmp_path: Path) -> None:
-    run("import equipoise; equipoise.callbacks.Callback; equipoise.strategies.Strategy; equipoise.trainer", tmp_path)

@@ -1,8 +1,6 @@
 """Warnings point at the line of the user that led to them."""
 
 import inspect
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from equipoise import Trainer
 from equipoise.notices import rank_zero_warn, warn_of_method
+from tests.support.programs import Program
 
 OPTIONS = {
     "accelerator": "cpu",
@@ -71,14 +70,11 @@ def test_only_the_first_process_warns(monkeypatch: pytest.MonkeyPatch):
     warn_of_method(line_here, "Nor this.")
 
 
-@pytest.mark.slow
 def test_a_script_sees_its_own_line(tmp_path: Path):
     """The warning as it is printed: file, line and source are the script's."""
     script = tmp_path / "script.py"
     script.write_text(
-        textwrap.dedent(f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        textwrap.dedent("""
         import torch
         from torch.utils.data import DataLoader
         from equipoise import Trainer
@@ -87,7 +83,8 @@ def test_a_script_sees_its_own_line(tmp_path: Path):
         trainer.fit(Module(), DataLoader(torch.ones(2, 1)))  # here
         """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, cwd=tmp_path)
-    lines = [line for line in done.stderr.splitlines() if "script.py" in line or "# here" in line]
-    assert lines[0].startswith(f"{script}:9: UserWarning: Module has a `validation_step`")
+    with Program(script.read_text(), path=script, shows_warnings=True) as program:
+        complaints = program.finish()[1]
+    lines = [line for line in complaints.splitlines() if "script.py" in line or "# here" in line]
+    assert lines[0].startswith(f"{script}:7: UserWarning: Module has a `validation_step`")
     assert lines[1].strip().endswith("# here")

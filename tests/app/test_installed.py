@@ -1,4 +1,4 @@
-"""What holds outside a checkout: an installed wheel brings its starter project, and the library does without Hydra."""
+"""What holds outside a checkout: an installed wheel brings its starter project."""
 
 import os
 import subprocess
@@ -55,30 +55,3 @@ def test_a_starter_project_from_a_wheel_trains_at_once(site, tmp_path):
     assert {"config.yaml", "metrics.csv", "checkpoints", "curves.png", "report.html"} <= {
         path.name for path in run.iterdir()
     }
-
-
-WITHOUT_HYDRA = """
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("hydra", "omegaconf"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-
-import equipoise
-for name in equipoise.__all__:
-    getattr(equipoise, name)
-from equipoise.__main__ import main
-sys.exit(main(["devices"]) * 100 + main(["fit"]))
-"""
-
-
-def test_the_library_works_without_hydra_and_the_command_says_what_it_needs(tmp_path):
-    script = [sys.executable, "-W", "error", "-c", WITHOUT_HYDRA]
-    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "cpu" in done.stdout
-    assert "pip install hydra-core" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -2,7 +2,6 @@
 
 import mmap
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from equipoise.memory.devices import (
     read_memory,
     reset_peak,
 )
+from tests.support.programs import Program
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GIB = 2**30
@@ -324,8 +324,9 @@ assert not torch.cuda.is_initialized()
 
 
 def test_a_reading_does_not_initialise_cuda() -> None:
-    run = subprocess.run([sys.executable, "-c", UNTOUCHED], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    with Program(UNTOUCHED) as program:
+        _, complaints = program.finish()
+        assert program.returncode == 0, complaints
 
 
 # MPS, with stand-ins, and others.

@@ -1,6 +1,7 @@
 """Worker processes: what comes back from them, what they find, which error is told, and that nothing stays."""
 
 import gc
+import json
 import os
 import random
 import signal
@@ -404,10 +405,17 @@ def test_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SCRIPT = """
-import os, sys
+import gc, json, os, sys
 os.write(1, b"the script runs\\n")
 import torch
+from multiprocessing import forkserver, set_forkserver_preload
+from equipoise import DDPStrategy, PipelineStrategy, Trainer
 from equipoise.parallel.launch import launch
+from equipoise.parallel.preloading import preload
+
+preload("tabnanny", "a_module_that_is_not_there")
+set_forkserver_preload(["__main__", "pyclbr", "torch"])
+assert not {"tabnanny", "pyclbr"} & set(sys.modules)
 
 class Thing:
     def __init__(self, value):
@@ -436,19 +444,31 @@ except Mistake as error:
 else:
     raise AssertionError
 assert (sys.modules["__main__"].__spec__, __file__) == before
+modules, frozen = launch(lambda rank: (list(sys.modules), gc.get_freeze_count()), 1)
+assert frozen > 10_000
+assert forkserver._forkserver._preload_modules == ["__main__", "pyclbr", "torch"]
+print(json.dumps(modules))
 print("the script ends")
 """
 
 
 @pytest.mark.slow
-def test_a_script_runs_once(tmp_path: Path) -> None:
-    """Without a guard around what it does; what it defines goes to the workers and comes back."""
+def test_a_script_runs_once_and_its_workers_find_what_was_registered(tmp_path: Path) -> None:
+    """Without a guard around what it does; what it defines goes to the workers and comes back.
+
+    The trainer and its strategies register themselves for the server. Modules that the user gave multiprocessing are
+    there as well; what cannot be imported is passed over.
+    """
     (tmp_path / "script.py").write_text(SCRIPT)
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment, command = {**os.environ, "PYTHONPATH": path}, [sys.executable, "-m", "script"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    first, *others, last = done.stdout.splitlines()
+    first, *others, found, last = done.stdout.splitlines()
     assert (first, last) == ("the script runs", "the script ends")
     assert sorted(others) == ["rank 0 runs"] * 3 + ["rank 1 runs"] * 3
+    modules = json.loads(found)
+    assert {"tabnanny", "pyclbr", "lightning.pytorch", "torchmetrics.classification"} <= set(modules)
+    assert {"equipoise.trainer.trainer", "equipoise.strategies.ddp", "equipoise.strategies.pipeline"} <= set(modules)
+    assert "equipoise.app" not in modules

@@ -270,9 +270,9 @@ def test_the_interface_is_restored(chosen: str | None, monkeypatch: pytest.Monke
     assert os.environ.get(INTERFACE) == chosen
 
 
-@pytest.mark.slow
 def test_the_interface_is_restored_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INTERFACE, raising=False)
+    monkeypatch.setattr(process_group, "_MEETING", timedelta(seconds=0.1))
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         short, port = timedelta(seconds=0.1), nobody.getsockname()[1]

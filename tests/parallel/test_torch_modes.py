@@ -1,14 +1,15 @@
 """Torch's modes reach another process as they are, whichever of torch's interfaces has set them."""
 
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+from torch import backends
 from torch.backends import cuda, cudnn, mkldnn
 
 from equipoise.parallel import torch_modes
 from equipoise.parallel.launch import launch
+from equipoise.parallel.surroundings import Surroundings
 
 
 @pytest.fixture(autouse=True)
@@ -22,29 +23,33 @@ def captured(rank: int) -> dict[str, object]:
     return torch_modes.capture()
 
 
-def launched_with(changes: str) -> tuple[object, object]:
-    """The modes of a program of its own, and of its first worker; it cannot spoil those of the tests."""
-    code = (
-        "import sys; from tests.parallel.test_torch_modes import captured; from equipoise.parallel import torch_modes\n"
-        "from equipoise.parallel.launch import launch\nimport torch\nfrom torch.backends import cuda, cudnn, mkldnn\n"
-        f"{changes}\nfound = launch(captured, 1)\nown = torch_modes.capture()\n"
-        "print(found == own or (found, own))\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout.strip() or done.stderr
+def surroundings_after(change: Callable[[], None], rank: int) -> tuple[dict[str, object], Surroundings]:
+    """The modes of a worker that has changed some of them, and what it would send to workers of its own."""
+    change()
+    return torch_modes.capture(), Surroundings()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        "cuda.matmul.fp32_precision = 'tf32'",
-        "torch.backends.fp32_precision = 'ieee'\ncudnn.conv.fp32_precision = 'tf32'\n"
-        "mkldnn.matmul.fp32_precision = 'bf16'",
-    ],
-)
-def test_workers_compute_in_the_precision_of_their_parent(changes: str) -> None:
-    assert launched_with(changes) == (0, "True")
+def captured_in(surroundings: Surroundings, rank: int) -> dict[str, object]:
+    surroundings.restore()
+    return torch_modes.capture()
+
+
+def let_products_be_short() -> None:
+    cuda.matmul.fp32_precision = "tf32"
+
+
+def let_some_be_short_and_others_not() -> None:
+    backends.fp32_precision = "ieee"
+    cudnn.conv.fp32_precision = "tf32"
+    mkldnn.matmul.fp32_precision = "bf16"
+
+
+@pytest.mark.parametrize("change", [let_products_be_short, let_some_be_short_and_others_not])
+def test_workers_compute_in_the_precision_of_their_parent(change: Callable[[], None]) -> None:
+    """The parent is itself a process of its own, since such changes cannot be undone."""
+    changed, surroundings = launch(partial(surroundings_after, change), 1)
+    assert changed != torch_modes.capture()
+    assert launch(partial(captured_in, surroundings), 1) == changed
 
 
 def test_every_other_mode_reaches_a_worker() -> None:

@@ -14,7 +14,7 @@ import types
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, get_start_method, set_start_method
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
@@ -61,6 +61,7 @@ class Program:
             str(folder or Path.cwd()),
             dict(os.environ if environment is None else environment),
             shows_warnings,
+            get_start_method(),
         )
         context = get_context("forkserver")
         read_by_it, written_here = context.Pipe(duplex=False)
@@ -130,6 +131,7 @@ class _Script:
     folder: str
     environment: dict[str, str]
     shows_warnings: bool
+    start_method: str
 
 
 def _run(script: _Script, *streams: Connection) -> None:
@@ -145,6 +147,7 @@ def _run(script: _Script, *streams: Connection) -> None:
     os.environ.update(script.environment)
     sys.argv[:] = script.argv
     torch.set_num_threads(1)
+    set_start_method(script.start_method, force=True)  # else that of this process
     if not script.shows_warnings:
         warnings.simplefilter("ignore")
     try:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from multiprocessing import get_start_method
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,8 @@ from tests.support.programs import Program
 
 def test_what_it_is_given_and_what_it_says(tmp_path: Path) -> None:
     script = """
-import os, sys, warnings
+import multiprocessing, os, sys, warnings
+print(multiprocessing.get_start_method())
 class Own: ...
 print(__name__, Own.__module__, sys.argv[1:], os.getcwd(), dict(os.environ), flush=True)
 print(sys.stdin.readline().upper(), sys.stdin.read())
@@ -20,8 +22,8 @@ print("complaint" * 20_000, file=sys.stderr)
 sys.exit(7)
 """
     with Program(script, "a", "b c", folder=tmp_path, environment={"ONLY": "this"}) as program:
-        first = f"__main__ __main__ ['a', 'b c'] {tmp_path} {{'ONLY': 'this'}}\n"
-        assert program.stdout.readline() == first
+        first = f"{get_start_method()}\n__main__ __main__ ['a', 'b c'] {tmp_path} {{'ONLY': 'this'}}\n"
+        assert program.stdout.readline() + program.stdout.readline() == first
         assert program.returncode is None
         assert program.finish("one\ntwo") == ("ONE\n two\n", "complaint" * 20_000 + "\n")
         assert program.returncode == 7

@@ -5,8 +5,8 @@ import io
 import os
 import re
 import stat
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from equipoise import CheckpointError
 from equipoise.trainer.checkpoint_file import read_checkpoint, write_checkpoint
 from tests.parity.comparison import differences
+from tests.support.programs import Program
 
 # Writing
 
@@ -93,16 +94,13 @@ write_checkpoint({"state_dict": {name: torch.zeros(2_500) for name in "abcdefghi
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["half", "before it takes its name"])
 def test_a_killed_writer_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
     path = tmp_path / "x.ckpt"
     write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)
     before = path.read_bytes()
-    command = [sys.executable, "-c", WRITER, str(path), moment]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"now\n"
+    with Program(WRITER, str(path), moment) as writer:
+        assert writer.stdout.readline() == "now\n"
         writer.kill()
     assert path.read_bytes() == before
     (left,) = set(os.listdir(tmp_path)) - {"x.ckpt"}
@@ -134,12 +132,12 @@ atomic_file.write_at_once(Path(sys.argv[1]), write)
 """
 
 
-def holder(path: Path) -> "subprocess.Popen[bytes]":
+@contextmanager
+def holder(path: Path) -> Iterator[Program]:
     """A process in the midst of writing to a path."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"now\n"
-    return process
+    with Program(HOLDER, str(path)) as program:
+        assert program.stdout.readline() == "now\n"
+        yield program
 
 
 def test_only_what_killed_writers_left_is_cleared(tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_only_what_killed_writers_left_is_cleared(tmp_path: Path) -> None:
         before = set(os.listdir(tmp_path))
         write_checkpoint({"state_dict": {}}, tmp_path / "new.ckpt")
         assert before - set(os.listdir(tmp_path)) == {remains}
-        busy.communicate(b"")
+        busy.finish()
     assert (tmp_path / "busy.ckpt").read_bytes() == b"half"
     assert set(kept) < set(os.listdir(tmp_path))
 
@@ -171,13 +169,12 @@ write_checkpoint({"state_dict": {"a": torch.zeros(20_000)}}, sys.argv[1])
 """
 
 
-@pytest.mark.slow
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)
     before = path.read_bytes()
-    ended = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=False)
-    message = ended.stderr.splitlines()[-1]
+    with Program(FULL, str(path)) as program:
+        message = program.finish()[1].splitlines()[-1]
     assert message.startswith(f"equipoise.errors.CheckpointError: The checkpoint {str(path)!r} cannot be written: ")
     assert "the file is larger than this process may write" in message
     assert path.read_bytes() == before

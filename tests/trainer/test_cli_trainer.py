@@ -1,42 +1,37 @@
 """Lightning's command line with our trainer."""
 
 import inspect
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import CLITrainer, Trainer
 from tests.conftest import ignoring
 
 pytestmark = ignoring()
 
-SCRIPT = """
-import lightning as L, torch
-from lightning.pytorch.cli import LightningCLI
-from torch.utils.data import DataLoader, TensorDataset
-import equipoise
 
 class Module(L.LightningModule):
-    def __init__(self, lr: float = 0.1):
+    def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
         self.lr = lr
         self.net = torch.nn.Linear(2, 1)
-    def training_step(self, batch, batch_idx):
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
+
+    def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), self.lr)
 
-class Data(L.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
 
-cli = LightningCLI(Module, Data, trainer_class=equipoise.CLITrainer)
-assert type(cli.trainer) is equipoise.Trainer
-print(cli.trainer.global_step, cli.trainer.world_size, cli.trainer.precision, cli.model.lr)
-"""
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
 
 
 def test_it_stands_for_our_trainer() -> None:
@@ -47,19 +42,20 @@ def test_it_stands_for_our_trainer() -> None:
     assert run.max_epochs == 3
 
 
-@pytest.mark.slow
-def test_lightnings_command_line(tmp_path: Path) -> None:
+def test_lightnings_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.chdir(tmp_path)
     flags = ["--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--trainer.precision=bf16", "--model.lr=0.5"]
     flags += ["--trainer.strategy=equipoise.DDPStrategy", "--trainer.strategy.engine=native", "--trainer.devices=2"]
     flags += ["--trainer.enable_model_summary=false", "--trainer.logger=lightning.pytorch.loggers.CSVLogger"]
     flags += [f"--trainer.logger.save_dir={tmp_path}"]
-    command = [sys.executable, "-W", "ignore", str(script), "fit", *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "4 2 bf16-mixed 0.5"
+    monkeypatch.setattr(sys, "argv", ["script.py", "fit", "--seed_everything=0", *flags])
+    cli = LightningCLI(Module, Data, trainer_class=CLITrainer)
+    assert type(cli.trainer) is Trainer
+    assert (cli.trainer.global_step, cli.trainer.world_size) == (4, 2)
+    assert (cli.trainer.precision, cli.model.lr) == ("bf16-mixed", 0.5)
     saved = (tmp_path / "lightning_logs" / "version_0" / "config.yaml").read_text()
     assert "class_path: equipoise.DDPStrategy" in saved
     assert "lr: 0.5" in saved

@@ -3,11 +3,8 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -16,11 +13,11 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.conftest import ignoring
+from tests.support.programs import Program
 from tests.trainer.small import Validated, loader, trainer
 
 pytestmark = ignoring()
-ROOT = Path(__file__).parents[2]
-PATIENCE = 300.0  # seconds for everything that follows a signal
+PATIENCE = 300.0  # seconds for what ends after the program
 
 # In a process of its own: it says "ready" where it is to be interrupted, and goes on when it reads a line.
 SCRIPT = """
@@ -91,49 +88,35 @@ except BaseException as error:
 class Interrupted:
     """A process that runs the script; entered when it is ready."""
 
-    def __init__(self, *arguments: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.workers: list[psutil.Process] = []
 
     def expect(self, word: str) -> None:
         """Waits until the script says a word; it tells its worker processes, too."""
-        assert self.process.stdout is not None
-        said, *pids = self.process.stdout.readline().split() or ["nothing"]
+        said, *pids = self.program.stdout.readline().split() or ["nothing"]
         if said != word:
-            raise AssertionError(f"{said} instead of {word}: {self.process.communicate(timeout=PATIENCE)[1]}")
+            raise AssertionError(f"{said} instead of {word}: {self.program.finish()[1]}")
         self.workers += [psutil.Process(int(pid)) for pid in pids]
 
     def signal_all(self, number: int) -> None:
         """What a terminal does: every process of the group receives it."""
-        os.killpg(self.process.pid, number)
+        os.killpg(self.program.pid, number)
 
     def finish(self) -> dict[str, Any]:
         """Lets the script go on, and returns what it reports when it has ended."""
-        out, err = self.process.communicate("\n\n", timeout=PATIENCE)
+        out, err = self.program.finish("\n\n")
         assert out, err
         report: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return {**report, "status": self.process.returncode, "stderr": err}
+        return {**report, "status": self.program.returncode, "stderr": err}
 
 
 @contextmanager
 def running(*arguments: str) -> Iterator[Interrupted]:
-    run = Interrupted(*arguments)
-    try:
+    with Program(SCRIPT, *arguments) as program:
+        run = Interrupted(program)
         run.expect("ready")
         yield run
-    finally:
-        if run.process.poll() is None:
-            os.killpg(run.process.pid, signal.SIGKILL)
-            run.process.communicate()
     _, alive = psutil.wait_procs(run.workers, timeout=PATIENCE)
     assert run.workers
     assert not alive
@@ -152,7 +135,6 @@ def check(report: dict[str, Any], error: str) -> None:
     assert report["left"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["train", "validation", "callback"])
 def test_ctrl_c(where: str) -> None:
     with running(where) as run:
@@ -166,7 +148,6 @@ def test_ctrl_c(where: str) -> None:
     )
 
 
-@pytest.mark.slow
 def test_an_impatient_user_does_not_disturb_the_release() -> None:
     with running("train", "slow") as run:
         run.signal_all(signal.SIGINT)
@@ -178,11 +159,10 @@ def test_an_impatient_user_does_not_disturb_the_release() -> None:
     assert report["status"] == -signal.SIGINT
 
 
-@pytest.mark.slow
 def test_sigterm_ends_after_the_batch() -> None:
     """As under Lightning: the run ends by SystemExit, so that schedulers of clusters see it end of its own accord."""
     with running("train") as run:
-        run.process.send_signal(signal.SIGTERM)
+        run.program.send_signal(signal.SIGTERM)
         report = run.finish()
     check(report, "SIGTERMException")
     assert report["status"] == 0

@@ -1,12 +1,11 @@
 """Allocators that really fail: a process with little address space, a device of which a part may be used."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.programs import Program
 
 SCRIPT = """
 import json, resource, sys
@@ -43,17 +42,16 @@ print(json.dumps({"events": events, "weight": float(module.net[2].weight.double(
 """
 
 
-def run(tmp_path: Path, *arguments: str) -> dict[str, object]:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+def run(*arguments: str) -> dict[str, object]:
+    with Program(SCRIPT, *arguments) as program:
+        written, complaints = program.finish()
+        assert program.returncode == 0, complaints
+    answer: dict[str, object] = json.loads(written.splitlines()[-1])
     return answer
 
 
-def check(tmp_path: Path, device: str) -> None:
-    free, limited = run(tmp_path, device, "free"), run(tmp_path, device, "limited")
+def check(device: str) -> None:
+    free, limited = run(device, "free"), run(device, "limited")
     assert free["events"] == []
     events = limited["events"]
     assert isinstance(events, list)
@@ -64,12 +62,11 @@ def check(tmp_path: Path, device: str) -> None:
     assert limited["weight"] == pytest.approx(free["weight"], rel=1e-4)
 
 
-@pytest.mark.slow
-def test_little_address_space(tmp_path: Path) -> None:
-    check(tmp_path, "cpu")
+def test_little_address_space() -> None:
+    check("cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_part_of_a_device(tmp_path: Path) -> None:
-    check(tmp_path, "cuda")
+def test_a_part_of_a_device() -> None:
+    check("cuda")
