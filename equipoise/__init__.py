@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from equipoise.errors import WorkerError as WorkerError
     from equipoise.memory.out_of_memory import OutOfMemoryEvent as OutOfMemoryEvent
     from equipoise.memory.out_of_memory import Split as Split
-    from equipoise.parallel.calibration import SimulatedDevice as SimulatedDevice
+    from equipoise.parallel.batches.calibration import SimulatedDevice as SimulatedDevice
     from equipoise.strategies import BalancedDataParallelStrategy as BalancedDataParallelStrategy
     from equipoise.strategies import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies import DDPStrategy as DDPStrategy

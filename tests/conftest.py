@@ -22,7 +22,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from equipoise.parallel.preloading import preload
+from equipoise.parallel.workers.preloading import preload
 
 __all__ = ["LIGHTNINGS_OWN_WARNINGS", "Surroundings", "ignoring", "threads_that_stay"]
 

@@ -96,7 +96,7 @@ assert "pytorch_lightning" not in loaded()
 # Imports ask no device and start no thread: a fork of a process that has done so cannot use CUDA, or hangs.
 import threading
 import warnings
-from equipoise.parallel.preloading import preloaded_modules
+from equipoise.parallel.workers.preloading import preloaded_modules
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

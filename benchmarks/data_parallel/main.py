@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, SimulatedDevice, Trainer
-from equipoise.parallel.replicas import Replicas
+from equipoise.parallel.replicas.replicas import Replicas
 
 LEAST_SAVING, LEAST_THROUGHPUT = 5.0, 0.9
 """The bounds: replicas that last against ones built anew, and measured shares against the best ones."""

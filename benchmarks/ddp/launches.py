@@ -14,9 +14,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from equipoise.parallel.launch import launch
-from equipoise.parallel.place import Place
-from equipoise.parallel.process_group import StoreServer, follows_from_another, joined
+from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, joined
+from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.workers.launch import launch
 
 
 def work(port: int, processes: int, rank: int) -> float:

@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from equipoise import DDPStrategy, Trainer
-from equipoise.parallel.launch import launch
-from equipoise.parallel.place import Place
-from equipoise.parallel.process_group import StoreServer, joined
+from equipoise.parallel.communication.process_group import StoreServer, joined
+from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.workers.launch import launch
 
 MOST, MOST_NATIVE, MOST_SECONDS = 1.05, 1.05, 1.0
 PROCESSES, BATCH = 2, 64

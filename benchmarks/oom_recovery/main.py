@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from equipoise.parallel.launch import launch
-from equipoise.parallel.place import Place
-from equipoise.parallel.process_group import StoreServer, follows_from_another, joined
+from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, joined
+from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.workers.launch import launch
 
 TOLERANCE, LIMIT = 1e-12, 60.0
 LOCAL = ("single_device", "dp", "balanced")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.parallel.partition import choose_cuts
-from equipoise.parallel.stage_costs import Block, StageDevice
-from equipoise.parallel.stages import StageProgram, make_stages, map_tensors
-from equipoise.parallel.tracing import trace
-from equipoise.strategies.pipeline_profile import merge_blocks, profile_calls
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.stages import StageProgram, make_stages, map_tensors
+from equipoise.pipeline.graph.tracing import trace
+from equipoise.pipeline.planning.partition import choose_cuts
+from equipoise.pipeline.planning.profile import merge_blocks, profile_calls
+from equipoise.pipeline.planning.stage_costs import Block, StageDevice
 
 __all__ = ["Found", "best_slowest", "cut_network"]
 

@@ -6,13 +6,13 @@ from equipoise.public_names import lazy_dir, lazy_getattr, names_of
 
 if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback as Callback
-    from equipoise.callbacks.evaluation_pass import EvaluationResult as EvaluationResult
-    from equipoise.callbacks.memory_logger import MemoryLogger as MemoryLogger
-    from equipoise.callbacks.no_grad_evaluation import NoGradEvaluation as NoGradEvaluation
+    from equipoise.callbacks.evaluation.evaluation_pass import EvaluationResult as EvaluationResult
+    from equipoise.callbacks.evaluation.no_grad_evaluation import NoGradEvaluation as NoGradEvaluation
+    from equipoise.callbacks.memory.memory_logger import MemoryLogger as MemoryLogger
     from equipoise.callbacks.oom_recovery import OOMRecovery as OOMRecovery
-    from equipoise.callbacks.progress_bar import ProgressBar as ProgressBar
-    from equipoise.callbacks.run_report import RunReport as RunReport
-    from equipoise.callbacks.run_summary import RunSummary as RunSummary
+    from equipoise.callbacks.progress.progress_bar import ProgressBar as ProgressBar
+    from equipoise.report.run_report import RunReport as RunReport
+    from equipoise.report.run_summary import RunSummary as RunSummary
 else:
     __getattr__ = lazy_getattr(__name__)
     __dir__ = lazy_dir(__name__)

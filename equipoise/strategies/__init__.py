@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING
 from equipoise.public_names import lazy_dir, lazy_getattr, names_of
 
 if TYPE_CHECKING:
-    from equipoise.strategies.balanced_data_parallel import (
-        BalancedDataParallelStrategy as BalancedDataParallelStrategy,
-    )
-    from equipoise.strategies.data_parallel import DataParallelStrategy as DataParallelStrategy
-    from equipoise.strategies.ddp import DDPStrategy as DDPStrategy
+    from equipoise.step_protocols import StepResult as StepResult
+    from equipoise.strategies.ddp.strategy import DDPStrategy as DDPStrategy
     from equipoise.strategies.pipeline import PipelineStrategy as PipelineStrategy
+    from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy as BalancedDataParallelStrategy
+    from equipoise.strategies.replicated.data_parallel import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
-    from equipoise.strategies.steps import StepResult as StepResult
     from equipoise.strategies.strategy import Strategy as Strategy
 else:
     __getattr__ = lazy_getattr(__name__)

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.parallel.internals import is_compiled, set_device_of
-from equipoise.parallel.micro_steps import MicroStep
-from equipoise.parallel.process_pipeline import ProcessPipeline
-from equipoise.parallel.schedule import check_schedule, check_stages, splits
-from equipoise.parallel.shares import even_sizes
-from equipoise.parallel.split import Splitter
-from equipoise.parallel.timeline import Timeline
-from equipoise.parallel.weighting import Window
+from equipoise.interop.torch.modules import is_compiled, set_device_of
+from equipoise.parallel.batches.shares import even_sizes
+from equipoise.parallel.batches.splitting import Splitter
+from equipoise.parallel.batches.weighting import Window
+from equipoise.pipeline.execution.suspended_step import MicroStep
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.network import StagedNetwork
+from equipoise.pipeline.planning.cut import CutOptions, PinnedCut
+from equipoise.pipeline.planning.loss_profile import RestOfStep
+from equipoise.pipeline.processes.backend import SplitTraining
+from equipoise.pipeline.processes.engine import ProcessPipeline
+from equipoise.pipeline.processes.launch import StageLaunch
+from equipoise.pipeline.schedule.schedule import check_schedule, check_stages, splits
+from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.precision import Precision
-from equipoise.strategies.pipeline_cut import CutOptions, PinnedCut
-from equipoise.strategies.pipeline_launch import StageLaunch
-from equipoise.strategies.pipeline_network import StagedNetwork
-from equipoise.strategies.pipeline_processes import SplitTraining
-from equipoise.strategies.pipeline_rest import RestOfStep
+from equipoise.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.staged_strategy import StagedStrategy
-from equipoise.strategies.steps import StepResult, TrainingStep
 from equipoise.strategies.strategy import Transfer
 
 __all__ = ["PipelineStrategy"]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.place import find_place
+from equipoise.parallel.communication.rank import find_place
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 

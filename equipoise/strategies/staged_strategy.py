@@ -7,8 +7,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from equipoise.strategies.pipeline_launch import StageLaunch
-from equipoise.strategies.pipeline_processes import SplitTraining
+from equipoise.pipeline.processes.backend import SplitTraining
+from equipoise.pipeline.processes.launch import StageLaunch
 from equipoise.strategies.strategy import Strategy
 
 __all__ = ["StagedStrategy"]

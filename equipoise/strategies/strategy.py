@@ -17,13 +17,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel import foreach
-from equipoise.parallel.shares import even_sizes
-from equipoise.parallel.split import Splitter
-from equipoise.parallel.weighting import Window
+from equipoise.interop.torch import foreach
+from equipoise.parallel.batches.shares import even_sizes
+from equipoise.parallel.batches.splitting import Splitter
+from equipoise.parallel.batches.weighting import Window
+from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.precision import Precision
-from equipoise.strategies.processes import refuse_copies
-from equipoise.strategies.steps import EvaluationStep, StepResult, TrainingStep
+from equipoise.step_protocols import EvaluationStep, StepResult, TrainingStep
 
 __all__ = ["Strategy", "Transfer", "parameters_of"]
 

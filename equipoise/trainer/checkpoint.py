@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.interop.lightning.callbacks import load_saving_states, saving_states
+from equipoise.interop.lightning.modules import hyperparameters_name
+from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer import interop
-from equipoise.trainer.checkpoint_layout import check_like, check_optimizer_shapes, check_optimizer_state, loading
-from equipoise.trainer.csv_rows import rows_written
-from equipoise.trainer.hooks import overrides, state_key_of
-from equipoise.trainer.progress import BatchProgress, Progress
-from equipoise.trainer.resumption import position_of, resume
+from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state, loading
+from equipoise.trainer.hooks.hooks import overrides, state_key_of
+from equipoise.trainer.logging.csv_rows import rows_written
+from equipoise.trainer.loops.resumption import position_of, resume
+from equipoise.trainer.state.progress import BatchProgress, Progress
 
 if TYPE_CHECKING:
-    from equipoise.trainer.context import Context
+    from equipoise.trainer.runtime.run_context import Context
     from equipoise.trainer.trainer import Trainer
 
 __all__ = [
@@ -70,8 +72,8 @@ def dump_checkpoint(context: "Context", *, weights_only: bool = False, path: str
             if trainer.fit_loop_state.left is not None:
                 ours["left"] = trainer.fit_loop_state.left
             writer = _writer(trainer, path)
-            ours["checkpoint_callbacks"] = interop.saving_states(trainer.callbacks, writer, path, trainer.global_step)
-            hook = vars(context.module)[interop.CURRENT_HOOK]
+            ours["checkpoint_callbacks"] = saving_states(trainer.callbacks, writer, path, trainer.global_step)
+            hook = vars(context.module)[CURRENT_HOOK]
             ours["written_in"] = [hook, writer.state_key] if writer is not None else None
             ours["rows"] = rows_written(trainer.loggers) if trainer.is_global_zero else []
             if strategy.world_size > 1:
@@ -111,7 +113,7 @@ def _dump_hyperparameters(context: "Context", checkpoint: dict[str, Any]) -> Non
     for owner in (context.module, context.datamodule):
         if owner is None or not owner.hparams:
             continue
-        checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = interop.hyperparameters_name(owner)
+        checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = hyperparameters_name(owner)
         if isinstance(owner.hparams, dict):
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
         else:  # one of OmegaConf's containers
@@ -224,7 +226,7 @@ def restore_training_state(context: "Context", checkpoint: dict[str, Any]) -> No
     context.strategy.load_state_dict(ours.get("strategy", {}))
     with loading(OUR_KEY):
         resume(loop, checkpoint["loops"]["fit_loop"], ours)
-        interop.load_saving_states(trainer.callbacks, ours.get("checkpoint_callbacks", {}))
+        load_saving_states(trainer.callbacks, ours.get("checkpoint_callbacks", {}))
     _restore_optimizers(context, checkpoint)
 
 

@@ -11,21 +11,21 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.preloading import preload
+from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import make_precision
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer import options as check
-from equipoise.trainer import selection as select
-from equipoise.trainer.arguments import suggests_arguments
 from equipoise.trainer.checkpoint import dump_checkpoint
-from equipoise.trainer.checkpoint_file import write_checkpoint
-from equipoise.trainer.checkpoint_objects import warn_of_objects_written
-from equipoise.trainer.checks import as_module, data_of
-from equipoise.trainer.device_selection import Devices
-from equipoise.trainer.options import Duration
-from equipoise.trainer.public_state import PublicState
-from equipoise.trainer.results import to_scalars
-from equipoise.trainer.run import Request, make_context, run
+from equipoise.trainer.checkpointing.file import write_checkpoint
+from equipoise.trainer.checkpointing.objects import warn_of_objects_written
+from equipoise.trainer.lifecycle import Request, make_context, run
+from equipoise.trainer.logging.results_table import to_scalars
+from equipoise.trainer.runtime.preflight import as_module, data_of
+from equipoise.trainer.settings import arguments as check
+from equipoise.trainer.settings import defaults as select
+from equipoise.trainer.settings.argument_names import suggests_arguments
+from equipoise.trainer.settings.arguments import Duration
+from equipoise.trainer.settings.devices import Devices
+from equipoise.trainer.surface.public_state import PublicState
 
 __all__ = ["Trainer"]
 

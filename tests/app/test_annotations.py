@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from equipoise import ConfigurationError
-from equipoise.conf.annotations import accepts, check_types
+from equipoise.app.config.annotations import accepts, check_types
 
 if TYPE_CHECKING:
     from somewhere import Unknown

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.conf.checks import check_targets, did_you_mean, locate
+from equipoise.app.config.checks import check_targets, did_you_mean, locate
 from equipoise.errors import ConfigurationError
 
 

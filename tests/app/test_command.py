@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from equipoise import __version__
-from equipoise.app_help import arguments_in
-from equipoise.conf.checks import KEYS
+from equipoise.app.config.checks import KEYS
+from equipoise.app.help import arguments_in
 from equipoise.memory.devices import list_devices
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_help_of_a_key(project, equipoise):
 def test_help_of_a_part_explains_its_arguments(project, equipoise):
     code, out, _ = equipoise("fit", "--help", "callbacks.run_summary", "seed")
     assert code == 0
-    assert "builds equipoise.callbacks.run_summary.RunSummary" in out
+    assert "builds equipoise.report.run_summary.RunSummary" in out
     assert "callbacks.run_summary.curves: type bool, default true, here true" in out
     assert "seed: here null\n  Seeds Python" in out
 

@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise import Trainer
-from equipoise.conf.lightning_names import translate
+from equipoise.app.config.lightning_names import translate
 from tests.conftest import ignoring
 
 pytestmark = ignoring()

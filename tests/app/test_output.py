@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from equipoise.app_output import find_checkpoint, keep_metrics
+from equipoise.app.output import find_checkpoint, keep_metrics
 
 VALUES = {"output_dir": "outputs/today/3", "module": {"_target_": "mine.Net", "lr": 0.1}}
 

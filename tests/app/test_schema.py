@@ -16,7 +16,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
-from equipoise.conf.schema import config_class, option_name
+from equipoise.app.config.schema import config_class, option_name
 
 
 class Shade(Enum):

@@ -13,7 +13,7 @@ import rich
 import torch
 from rich.console import Console
 
-from equipoise.callbacks import progress_bar
+from equipoise.callbacks.progress import progress_bar
 from tests.conftest import threads_that_stay
 
 from .small import Clock

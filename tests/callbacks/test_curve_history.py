@@ -11,7 +11,7 @@ from torch import Tensor
 
 import equipoise
 from equipoise import RunSummary
-from equipoise.trainer.logs import Logs
+from equipoise.trainer.logging.logs import Logs
 
 from .small import LIGHTNINGS_OWN_WARNINGS, Small, loader, trainer
 

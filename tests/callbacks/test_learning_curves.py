@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from equipoise.callbacks.learning_curves import draw_curves, group_curves, split_name
+from equipoise.report.learning_curves import draw_curves, group_curves, split_name
 
 TRAIN, VAL = "#8a94a6", "#1f6fb2"
 
@@ -105,7 +105,7 @@ class TestPicture:
 @pytest.mark.slow
 def test_pyplot_and_the_users_backend_are_left_alone(tmp_path: Path):
     program = (
-        "import sys; from pathlib import Path; from equipoise.callbacks.learning_curves import draw_curves;"
+        "import sys; from pathlib import Path; from equipoise.report.learning_curves import draw_curves;"
         "assert 'matplotlib' not in sys.modules;"
         f"draw_curves({{'loss': {{1: 2.0}}}}, Path({str(tmp_path / 'curves.png')!r}));"
         "assert 'matplotlib.pyplot' not in sys.modules"

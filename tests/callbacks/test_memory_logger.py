@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, Trainer
-from equipoise.callbacks import memory_readings
-from equipoise.memory import leaks
-from equipoise.memory.leaks import LeakWatch
+from equipoise.callbacks.memory import phase_readings
+from equipoise.memory.leaks import watch
+from equipoise.memory.leaks.watch import LeakWatch
 from tests.conftest import ignoring
 
 pytestmark = ignoring("The number of training batches .* is smaller than the logging interval")
@@ -136,7 +136,7 @@ def test_evaluations_alone_are_read() -> None:
 
 
 def test_long_time_lines_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_readings, "_MOST_POINTS", 64)
+    monkeypatch.setattr(phase_readings, "_MOST_POINTS", 64)
     memory = MemoryLogger(every_n_steps=1)
     fit(memory, max_epochs=12)
     assert len(memory.timeline) <= 68
@@ -164,8 +164,8 @@ def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
             self.peak = self.allocated
 
     allocator = Allocator()
-    monkeypatch.setattr(memory_readings, "read_memory", allocator.read)
-    monkeypatch.setattr(memory_readings, "reset_peak", allocator.reset)
+    monkeypatch.setattr(phase_readings, "read_memory", allocator.read)
+    monkeypatch.setattr(phase_readings, "reset_peak", allocator.reset)
     memory = MemoryLogger(every_n_steps=10)
     seen: list[Any] = []
     memory.setup(strategy_with(["cuda:0", "cuda:0", "cuda:1"]), Model(), "fit")
@@ -355,7 +355,7 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
 def test_a_leak_that_begins_later_is_told(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """If looking once more is worth its time; else it is not looked for."""
     memory = MemoryLogger()
-    monkeypatch.setattr(leaks, "_SHARE", share)
+    monkeypatch.setattr(watch, "_SHARE", share)
 
     def keep(module: Any, loss: Tensor) -> None:
         if module.global_step > 30:
@@ -368,7 +368,7 @@ def test_a_leak_that_begins_later_is_told(share: float, monkeypatch: pytest.Monk
 
 def test_what_an_earlier_run_has_left_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of its steps are as old as they are, in whichever step they were made."""
-    monkeypatch.setattr(leaks, "_SHARE", 1e9)
+    monkeypatch.setattr(watch, "_SHARE", 1e9)
     first = MemoryLogger()
     with pytest.warns(UserWarning, match=r"Model\.kept keeps"):
         fit(first, module := Model(lambda module, loss: module.kept.append(loss)), max_epochs=4)
@@ -380,8 +380,8 @@ def test_what_an_earlier_run_has_left_does_not_grow(monkeypatch: pytest.MonkeyPa
 
 def test_a_graph_from_before_the_run_is_not_taken_for_a_leak_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a run leaks, so that holders are looked for, and the search before it did not come so far."""
-    monkeypatch.setattr(leaks, "_SHARE", 1e9)
-    monkeypatch.setattr(leaks, "_MOST_KNOWN", 0)
+    monkeypatch.setattr(watch, "_SHARE", 1e9)
+    monkeypatch.setattr(watch, "_MOST_KNOWN", 0)
     memory = MemoryLogger()
     earlier = torch.ones(2, requires_grad=True).exp().log().sum()
     monkeypatch.setitem(globals(), "_EARLIER", [earlier])

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import equipoise
-from equipoise.callbacks.progress_bar import ProgressBar
-from equipoise.callbacks.progress_display import LatestValues
-from equipoise.callbacks.run_summary import RunSummary
+from equipoise.callbacks.progress.display import LatestValues
+from equipoise.callbacks.progress.progress_bar import ProgressBar
+from equipoise.report.run_summary import RunSummary
 
 from .small import LIGHTNINGS_OWN_WARNINGS, Clock, Small, Stream, loader, ticking, trainer
 from .terminal import Terminal

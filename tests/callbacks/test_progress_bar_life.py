@@ -12,7 +12,7 @@ import rich
 from rich.live import Live
 
 import equipoise
-from equipoise.callbacks.progress_bar import ProgressBar
+from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
 
 from .small import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, ticking, trainer

@@ -10,15 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from equipoise.callbacks.live_display import Display
-from equipoise.callbacks.progress_display import (
-    Layout,
-    Track,
-    format_rate,
-    format_time,
-    format_value,
-    plain_line,
-)
+from equipoise.callbacks.progress.display import Layout, Track, format_rate, format_time, format_value, plain_line
+from equipoise.callbacks.progress.live_display import Display
 
 from .terminal import Terminal
 

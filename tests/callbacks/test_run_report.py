@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import equipoise
 from equipoise import OOMRecovery, OutOfMemoryEvent, RunReport, RunSummary
-from equipoise.callbacks import run_report
-from equipoise.callbacks.throughput import Throughput
 from equipoise.memory.records import Composition, Holder, MemoryPoint
+from equipoise.report import run_report
+from equipoise.report.throughput import Throughput
 
 from ..memory.report_parsing import Element, parse
 from .small import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer

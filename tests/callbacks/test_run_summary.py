@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import equipoise
-from equipoise.callbacks import run_summary
-from equipoise.callbacks.progress_bar import ProgressBar
-from equipoise.callbacks.run_summary import RunSummary
+from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.memory.devices import format_bytes, peak_of_process
+from equipoise.report import run_summary
+from equipoise.report.run_summary import RunSummary
 
 from .small import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
 from .terminal import Terminal

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.callbacks import step_curve
-from equipoise.callbacks.step_curve import StepCurve
+from equipoise.report import step_curve
+from equipoise.report.step_curve import StepCurve
 
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from equipoise.memory.holdings import Holdings, holdings_of
+from equipoise.memory.footprint import Holdings, holdings_of
 
 
 def test_parameters_gradients_and_state() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from equipoise.memory.ledger import Ledger
+from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.records import Composition
 
 Build = Callable[[], tuple[nn.Module, Tensor]]

@@ -7,13 +7,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from equipoise import ConfigurationError, OutOfMemoryEvent, Split, StepError
-from equipoise.memory.out_of_memory import (
-    allocated_bytes,
-    device_of,
-    free_bytes,
-    is_out_of_memory,
-    requested_bytes,
-)
+from equipoise.memory.out_of_memory import allocated_bytes, device_of, free_bytes, is_out_of_memory, requested_bytes
 
 GIB, MIB = 2**30, 2**20
 CUDA = (

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from equipoise.memory.report_charts import Boundary, Line, Mark, line_chart
-from equipoise.memory.report_scales import format_count, format_span, format_value, make_scale, thin
+from equipoise.report.page.charts import Boundary, Line, Mark, line_chart
+from equipoise.report.page.scales import format_count, format_span, format_value, make_scale, thin
 
 from .report_parsing import Element, parse
 

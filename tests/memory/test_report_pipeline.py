@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from equipoise.memory.report import render_report
-from equipoise.memory.run_record import PipelineStep, RunRecord, StageSpan
+from equipoise.report.page.page import render_report
+from equipoise.report.page.record import PipelineStep, RunRecord, StageSpan
 
 from .report_parsing import Element, parse
 

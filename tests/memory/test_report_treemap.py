@@ -7,7 +7,7 @@ import re
 import pytest
 
 from equipoise.memory.records import CATEGORIES, Composition, Holder
-from equipoise.memory.report_treemap import Box, fold, squarify, tree_map
+from equipoise.report.page.treemap import Box, fold, squarify, tree_map
 
 from .report_parsing import Element, parse
 

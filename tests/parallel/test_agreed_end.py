@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from equipoise.parallel import agreed_end
+from equipoise.parallel.communication import agreed_end
 
 CPU = torch.device("cpu")
 

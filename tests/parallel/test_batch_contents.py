@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from equipoise.parallel.batch_contents import BatchContents
+from equipoise.parallel.snapshot.batch_contents import BatchContents
 
 
 @dataclass

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from equipoise.parallel import calibration
-from equipoise.parallel.calibration import Calibration, SimulatedDevice
-from equipoise.parallel.shares import DeviceTimes
+from equipoise.parallel.batches import calibration
+from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
+from equipoise.parallel.batches.shares import DeviceTimes
 
 CPU = torch.device("cpu")
 

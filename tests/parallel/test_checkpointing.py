@@ -14,8 +14,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import MeanMetric
 
 from equipoise import ConfigurationError
-from equipoise.memory.ledger import Ledger
-from equipoise.parallel.checkpointing import checkpoint_activations, is_checkpointed, keep_activations
+from equipoise.memory.profile.ledger import Ledger
+from equipoise.parallel.activation_checkpointing import checkpoint_activations, is_checkpointed, keep_activations
 
 
 class Drawn(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.parallel.connection import connect
+from equipoise.parallel.replicas.autograd_link import connect
 
 
 def parameters() -> tuple[list[nn.Parameter], list[list[Tensor]]]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equipoise.errors import StepError
-from equipoise.parallel.gather import PartialOutputs, gather
-from equipoise.parallel.split import split
-from equipoise.parallel.weighting import Weight
+from equipoise.parallel.batches.gathering import PartialOutputs, gather
+from equipoise.parallel.batches.splitting import split
+from equipoise.parallel.batches.weighting import Weight
 
 CPU = torch.device("cpu")
 Answer = namedtuple("Answer", ["logits", "note"])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.parallel import heartbeat
-from equipoise.parallel.heartbeat import Progress
+from equipoise.parallel.communication import heartbeat
+from equipoise.parallel.communication.heartbeat import Progress
 
 
 @contextmanager

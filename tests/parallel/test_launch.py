@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from equipoise import ConfigurationError, WorkerError
-from equipoise.parallel.launch import launch
-from equipoise.parallel.process_group import follows_from_another
+from equipoise.parallel.communication.process_group import follows_from_another
+from equipoise.parallel.workers.launch import launch
 from tests.conftest import threads_that_stay
 from tests.parallel.test_process_group import in_group
 
@@ -320,8 +320,8 @@ def follows_and_then_fails(fifo: str, rank: int) -> None:
 
 def test_a_cause_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may report the cause last."""
-    monkeypatch.setattr("equipoise.parallel.launch._GATHERING", 0.0)
-    monkeypatch.setattr("equipoise.parallel.launch._UNTIL_CAUSE", 120.0)
+    monkeypatch.setattr("equipoise.parallel.workers.launch._GATHERING", 0.0)
+    monkeypatch.setattr("equipoise.parallel.workers.launch._UNTIL_CAUSE", 120.0)
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(RuntimeError, match="a mistake"):
         launch(partial(follows_and_then_fails, str(tmp_path / "fifo")), 2, is_consequence=follows_from_another)
@@ -410,8 +410,8 @@ os.write(1, b"the script runs\\n")
 import torch
 from multiprocessing import forkserver, set_forkserver_preload
 from equipoise import DDPStrategy, PipelineStrategy, Trainer
-from equipoise.parallel.launch import launch
-from equipoise.parallel.preloading import preload
+from equipoise.parallel.workers.launch import launch
+from equipoise.parallel.workers.preloading import preload
 
 preload("tabnanny", "a_module_that_is_not_there")
 set_forkserver_preload(["__main__", "pyclbr", "torch"])
@@ -470,5 +470,7 @@ def test_a_script_runs_once_and_its_workers_find_what_was_registered(tmp_path: P
     assert sorted(others) == ["rank 0 runs"] * 3 + ["rank 1 runs"] * 3
     modules = json.loads(found)
     assert {"tabnanny", "pyclbr", "lightning.pytorch", "torchmetrics.classification"} <= set(modules)
-    assert {"equipoise.trainer.trainer", "equipoise.strategies.ddp", "equipoise.strategies.pipeline"} <= set(modules)
+    assert {"equipoise.trainer.trainer", "equipoise.strategies.ddp.strategy", "equipoise.strategies.pipeline"} <= set(
+        modules
+    )
     assert "equipoise.app" not in modules

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from equipoise import StepError
-from equipoise.parallel.micro_steps import MicroStep, current_step, inside_stage, is_inside_stage
+from equipoise.pipeline.execution.suspended_step import MicroStep, current_step, inside_stage, is_inside_stage
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from equipoise.parallel.launch import launch
-from equipoise.parallel.transport import dumps, loads
+from equipoise.parallel.payload.shared_payload import dumps, loads
+from equipoise.parallel.workers.launch import launch
 
 
 class Symmetric(nn.Module):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from equipoise import ConfigurationError, WorkerError
-from equipoise.parallel import authentication
-from equipoise.parallel.authentication import SECRET
-from equipoise.parallel.object_exchange import broadcast_object, gather_objects
-from equipoise.parallel.transport import dumps, loads
+from equipoise.parallel.communication.object_exchange import broadcast_object, gather_objects
+from equipoise.parallel.payload import authentication
+from equipoise.parallel.payload.authentication import SECRET
+from equipoise.parallel.payload.shared_payload import dumps, loads
 from tests.parallel.test_process_group import in_group
 
 

@@ -5,9 +5,9 @@ from itertools import combinations
 
 import pytest
 
-from equipoise.parallel.partition import DoesNotFit, choose_cuts, describe_stages
-from equipoise.parallel.schedule import SCHEDULES
-from equipoise.parallel.stage_costs import Block, StageDevice
+from equipoise.pipeline.planning.partition import DoesNotFit, choose_cuts, describe_stages
+from equipoise.pipeline.planning.stage_costs import Block, StageDevice
+from equipoise.pipeline.schedule.schedule import SCHEDULES
 
 
 def random_blocks(draw: random.Random, count: int) -> list[Block]:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.parallel.micro_steps import MicroStep, current_step
-from equipoise.parallel.pipeline import Pipeline
-from equipoise.parallel.schedule import SCHEDULES, actions_of
-from equipoise.parallel.stages import StageProgram, make_stages
-from equipoise.parallel.tracing import trace
+from equipoise.pipeline.execution.suspended_step import MicroStep, current_step
+from equipoise.pipeline.execution.threaded_engine import Pipeline
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.stages import StageProgram, make_stages
+from equipoise.pipeline.graph.tracing import trace
+from equipoise.pipeline.schedule.schedule import SCHEDULES, actions_of
 
 CPU = torch.device("cpu")
 

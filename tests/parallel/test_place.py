@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise import ConfigurationError
-from equipoise.parallel.place import Place, find_place, mpi_size
+from equipoise.parallel.communication.rank import Place, find_place, mpi_size
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TASK = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}

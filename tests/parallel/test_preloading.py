@@ -2,8 +2,8 @@
 
 import pytest
 
-from equipoise.parallel import preloading
-from equipoise.parallel.preloading import preload, preloaded_modules
+from equipoise.parallel.workers import preloading
+from equipoise.parallel.workers.preloading import preload, preloaded_modules
 
 
 def test_modules_are_registered_once_after_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from equipoise.parallel import process_group
-from equipoise.parallel.launch import launch
-from equipoise.parallel.place import Place, find_place
-from equipoise.parallel.process_group import StoreServer, follows_from_another, host_group, joined
+from equipoise.parallel.communication import process_group
+from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, host_group, joined
+from equipoise.parallel.communication.rank import Place, find_place
+from equipoise.parallel.workers.launch import launch
 from tests.strategies.ports import unused_port
 
 CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=120)

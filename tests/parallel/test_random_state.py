@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from equipoise.errors import CheckpointError
-from equipoise.parallel.random_state import RandomState, capture, isolated
+from equipoise.parallel.snapshot.random_state import RandomState, capture, isolated
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -187,7 +187,7 @@ def test_isolated_restores_after_an_error() -> None:
 UNTOUCHED = """
 import sys
 import torch
-from equipoise.parallel.random_state import RandomState, capture
+from equipoise.parallel.snapshot.random_state import RandomState, capture
 assert "numpy.random" not in sys.modules, "torch imports it: this test shows nothing"
 state = capture()
 assert state.numpy is None and state.cuda == ()

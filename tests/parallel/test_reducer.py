@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from equipoise import StepError
-from equipoise.parallel.reducer import GradientReducer
+from equipoise.parallel.communication.gradient_reducer import GradientReducer
 from tests.parallel.test_process_group import in_group
 
 ONE_EACH, SMALL, LARGE = 1e-9, 2e-4, 25.0  # MiB: a bucket for every parameter, some buckets, one for each dtype

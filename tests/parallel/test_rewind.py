@@ -10,7 +10,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
-from equipoise.parallel.rewind import Rewind
+from equipoise.parallel.snapshot.step_snapshot import Rewind
 
 CPU = [torch.device("cpu")]
 

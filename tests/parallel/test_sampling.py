@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from equipoise.parallel.sampling import (
+from equipoise.parallel.batches.sampling import (
     NO_BATCH,
     BatchesInTurn,
     Collate,
@@ -20,8 +20,8 @@ from equipoise.parallel.sampling import (
     SharedBatches,
     UnpaddedDistributedSampler,
 )
-from equipoise.parallel.shares import sizes_by_shares
-from equipoise.strategies.ddp_data import share_loader
+from equipoise.parallel.batches.shares import sizes_by_shares
+from equipoise.strategies.ddp.loaders import share_loader
 
 
 class Numbers(Dataset[int]):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from equipoise import ConfigurationError
-from equipoise.parallel.schedule import (
+from equipoise.pipeline.schedule.schedule import (
     SCHEDULES,
     Action,
     Schedule,
@@ -16,7 +16,7 @@ from equipoise.parallel.schedule import (
     occupancy,
     splits,
 )
-from equipoise.parallel.timeline import Span, Timeline, simulate
+from equipoise.pipeline.schedule.timeline import Span, Timeline, simulate
 
 PLANS: list[tuple[Schedule, int]] = [
     ("gpipe", 1), ("1f1b", 1), *((name, count) for name in SCHEDULES[2:] for count in (2, 3, 5)),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from equipoise.parallel.shares import (
+from equipoise.parallel.batches.shares import (
     DeviceTimes,
     even_chunks,
     even_sizes,

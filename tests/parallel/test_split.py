@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from equipoise.errors import StepError
-from equipoise.parallel.split import Splitter, entries_of, infer_batch_size, rebuild, split, why_not
+from equipoise.parallel.batches.splitting import Splitter, entries_of, infer_batch_size, rebuild, split, why_not
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from equipoise.parallel.split_backward import SplitBackward
+from equipoise.pipeline.graph.split_backward import SplitBackward
 
 
 class Tied(nn.Module):

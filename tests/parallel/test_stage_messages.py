@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from equipoise import StepError, WorkerError
-from equipoise.parallel.place import Place
-from equipoise.parallel.process_group import joined
-from equipoise.parallel.stage_messages import Arrivals, Failure, Messenger
+from equipoise.parallel.communication.process_group import joined
+from equipoise.parallel.communication.rank import Place
+from equipoise.pipeline.processes.messages import Arrivals, Failure, Messenger
 from tests.parallel.test_process_group import in_group, started
 
 

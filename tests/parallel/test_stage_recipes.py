@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.parallel.stage_graphs import StageGraphs, go_back
-from equipoise.parallel.stage_recipes import describe, rebuild, used_parts
-from equipoise.parallel.stages import StageProgram, make_stages
-from equipoise.parallel.tracing import trace
-from equipoise.parallel.transport import dumps, loads
+from equipoise.parallel.payload.shared_payload import dumps, loads
+from equipoise.pipeline.execution.stage_graphs import StageGraphs, go_back
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.stages import StageProgram, make_stages
+from equipoise.pipeline.graph.tracing import trace
+from equipoise.pipeline.processes.stage_spec import describe, rebuild, used_parts
 
 
 class Network(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import StepError
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.parallel.stages import (
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.stages import (
     check_exchanged,
     crossing,
     homes_of,
@@ -22,7 +22,7 @@ from equipoise.parallel.stages import (
     owners,
     taking_inputs,
 )
-from equipoise.parallel.tracing import Traced, trace
+from equipoise.pipeline.graph.tracing import Traced, trace
 
 Pair = namedtuple("Pair", "one other")
 

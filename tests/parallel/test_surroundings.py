@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from equipoise.parallel.launch import launch
-from equipoise.parallel.surroundings import Surroundings
+from equipoise.parallel.workers.environment import Surroundings
+from equipoise.parallel.workers.launch import launch
 
 
 class OfTheScript(UserWarning):

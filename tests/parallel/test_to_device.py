@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import equipoise
-from equipoise.parallel.to_device import ArrivingValue, to_device
+from equipoise.to_device import ArrivingValue, to_device
 
 PACKAGE = Path(equipoise.__file__).parent
 
 # The progress bar copies into pinned memory and reads it after an event.
-MAY_COPY_ASYNCHRONOUSLY = {"parallel/to_device.py", "callbacks/progress_display.py"}
+MAY_COPY_ASYNCHRONOUSLY = {"to_device.py", "callbacks/progress/display.py"}
 
 
 class Recorded(Tensor):

@@ -7,9 +7,9 @@ import pytest
 from torch import backends
 from torch.backends import cuda, cudnn, mkldnn
 
-from equipoise.parallel import torch_modes
-from equipoise.parallel.launch import launch
-from equipoise.parallel.surroundings import Surroundings
+from equipoise.parallel.workers import torch_modes
+from equipoise.parallel.workers.environment import Surroundings
+from equipoise.parallel.workers.launch import launch
 
 
 @pytest.fixture(autouse=True)

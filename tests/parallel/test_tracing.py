@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.parallel.tracing import NotTraceable, Traced, trace
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.tracing import NotTraceable, Traced, trace
 
 
 def traced(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:

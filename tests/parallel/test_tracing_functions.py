@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.parallel.stages import make_stages
-from equipoise.parallel.tracing import trace
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.stages import make_stages
+from equipoise.pipeline.graph.tracing import trace
 
 
 class Reversal(torch.autograd.Function):

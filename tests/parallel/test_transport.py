@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.transport import Package, can_be_packed, dumps, find_unpicklable, loads
+from equipoise.parallel.payload.shared_payload import Package, can_be_packed, dumps, find_unpicklable, loads
 
 
 @pytest.fixture

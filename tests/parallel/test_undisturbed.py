@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
-from equipoise.parallel.generators import find_generators
-from equipoise.parallel.undisturbed import undisturbed
+from equipoise.parallel.snapshot.generators import find_generators
+from equipoise.parallel.snapshot.preserve_state import undisturbed
 
 
 class Holder(nn.Module):

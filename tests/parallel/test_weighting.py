@@ -9,8 +9,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from equipoise.parallel import foreach
-from equipoise.parallel.weighting import Weight, Window, weighted_mean
+from equipoise.interop.torch import foreach
+from equipoise.parallel.batches.weighting import Weight, Window, weighted_mean
 
 KINDS: dict[str, Callable[[float], Weight]] = {
     "int": int,

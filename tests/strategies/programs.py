@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run as torch_run
 
-from equipoise.parallel.preloading import preloading
+from equipoise.parallel.workers.preloading import preloading
 
 __all__ = ["start_script", "torchrun", "wait_for"]
 

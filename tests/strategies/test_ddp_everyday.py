@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, default_collate
 from torchmetrics import Metric
 
 from equipoise import ConfigurationError, DDPStrategy, StepError
-from equipoise.parallel.place import Place
-from equipoise.parallel.process_group import joined
+from equipoise.parallel.communication.process_group import joined
+from equipoise.parallel.communication.rank import Place
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Numbered, Samples, assert_same_weights, numbered, trainer
 from tests.strategies.waiting import wait_briefly

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import DDPStrategy, OOMRecovery, RunReport, StepError
-from equipoise.strategies.ddp_recovery import Guard
+from equipoise.strategies.ddp.recovery import Guard
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Samples, assert_same_weights, trainer
 

@@ -75,7 +75,7 @@ def test_classes_of_the_script_come_out_of_the_workers_of_a_loader(tmp_path: Pat
 
 HANGS = """
 import os, threading
-import equipoise.parallel.launch as launching
+import equipoise.parallel.workers.launch as launching
 
 launching._TERMINATING = 0.5  # seconds, in the place of a minute
 
@@ -120,7 +120,7 @@ def test_a_sigterm_ends_a_program_whose_processes_hang(tmp_path: Path) -> None:
 
 HANDLER = """
 import os, signal, threading
-from equipoise.parallel.launch import launch
+from equipoise.parallel.workers.launch import launch
 
 def work(rank):
     asked = threading.Event()

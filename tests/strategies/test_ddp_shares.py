@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from equipoise import ConfigurationError, DDPStrategy
-from equipoise.parallel.calibration import SimulatedDevice
+from equipoise.parallel.batches.calibration import SimulatedDevice
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Samples, assert_same_weights, numbered, trainer
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.strategies.pipeline_cut import CutOptions
-from equipoise.strategies.pipeline_network import StagedNetwork
-from equipoise.strategies.pipeline_placement import Placement
+from equipoise.pipeline.execution.placement import Placement
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.network import StagedNetwork
+from equipoise.pipeline.planning.cut import CutOptions
 from tests.conftest import ignoring
 from tests.strategies.pipelines import Tokens, fit, pipelined, quiet
 from tests.strategies.test_pipeline import Dropping
@@ -135,7 +135,7 @@ class Moves(list[tuple[str, torch.device]]):
         super().__init__()
         names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
         monkeypatch.setattr(
-            "equipoise.strategies.pipeline_placement.move",
+            "equipoise.pipeline.execution.placement.move",
             lambda tensor, device: self.append((names[id(tensor)], device)),
         )
 

@@ -429,7 +429,7 @@ def test_hooks_on_tied_weights_would_see_a_part():
 
 
 def test_memory_that_is_not_enough(monkeypatch):
-    monkeypatch.setattr("equipoise.strategies.pipeline_cut._RESERVE", 1e-9)
+    monkeypatch.setattr("equipoise.pipeline.planning.cut._RESERVE", 1e-9)
     refused(Mlp(), "No cut of the network fits into memory; the best would need: stage 0 on cpu")
 
 

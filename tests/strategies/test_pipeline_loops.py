@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy
-from equipoise.callbacks.report_record import _pipeline
-from equipoise.parallel.schedule import actions_of
-from equipoise.strategies.pipeline_cut import CutOptions, table_of
+from equipoise.pipeline.planning.cut import CutOptions, table_of
+from equipoise.pipeline.schedule.schedule import actions_of
+from equipoise.report.collect import _pipeline
 from tests.conftest import ignoring
 from tests.strategies.pipelines import Copying, Tokens, fit, pipelined, quiet
 from tests.strategies.test_pipeline import (

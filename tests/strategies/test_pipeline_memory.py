@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import PipelineStrategy
-from equipoise.memory import ledger
-from equipoise.parallel import pipeline, stage_graphs
+from equipoise.memory.profile import ledger
+from equipoise.pipeline.execution import stage_graphs, threaded_engine
 from tests.conftest import ignoring
 from tests.strategies.pipelines import quiet
 
@@ -69,7 +69,7 @@ class StageByStage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.now, self.homes, self.count = "outside", dict[int, str](), count
-        compute, stages = pipeline._Run.compute, self
+        compute, stages = threaded_engine._Run.compute, self
 
         def noted(run: Any, stage: int, action: Any) -> None:
             outer, stages.now = stages.now, stages.name(stage)
@@ -85,7 +85,7 @@ class StageByStage:
                 super().__init__(tensor, *args)
                 self.device = stages.homes.get(id(tensor), stages.now)
 
-        monkeypatch.setattr(pipeline._Run, "compute", noted)
+        monkeypatch.setattr(threaded_engine._Run, "compute", noted)
         monkeypatch.setattr(stage_graphs, "to_device", lambda tensor, device: tensor.clone())
         monkeypatch.setattr(ledger, "_Entry", Entry)
 
@@ -164,8 +164,8 @@ PLANS = [
 
 @pytest.mark.parametrize(("make", "schedule", "devices", "each"), PLANS)
 def test_predicted_peaks(make, schedule, devices, each, monkeypatch):
-    monkeypatch.setattr("equipoise.strategies.pipeline_cut.choose_cuts", evenly)
-    monkeypatch.setattr("equipoise.strategies.pipeline_cut.merge_blocks", unmerged)
+    monkeypatch.setattr("equipoise.pipeline.planning.cut.choose_cuts", evenly)
+    monkeypatch.setattr("equipoise.pipeline.planning.cut.merge_blocks", unmerged)
     torch.manual_seed(0)
     strategy = PipelineStrategy(micro_batches=MICRO_BATCHES, schedule=schedule, stages_per_device=each)
     watch = Watch(StageByStage(monkeypatch, devices), strategy, devices)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, PipelineStrategy
-from equipoise.parallel.schedule import actions_of
+from equipoise.pipeline.schedule.schedule import actions_of
 from tests.conftest import ignoring
 from tests.strategies.test_pipeline_processes import (
     OPTIONS,

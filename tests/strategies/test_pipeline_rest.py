@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import PipelineStrategy, StepError, Trainer
-from equipoise.parallel.call_structure import CallStructure
-from equipoise.parallel.stage_costs import Block
-from equipoise.parallel.tracing import trace
-from equipoise.strategies.pipeline_cut import CutOptions, _as_measured
-from equipoise.strategies.pipeline_rest import RestOfStep
-from equipoise.strategies.steps import StepResult
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.tracing import trace
+from equipoise.pipeline.planning.cut import CutOptions, _as_measured
+from equipoise.pipeline.planning.loss_profile import RestOfStep
+from equipoise.pipeline.planning.stage_costs import Block
+from equipoise.step_protocols import StepResult
 from tests.conftest import ignoring
 
 pytestmark = ignoring()
@@ -103,8 +103,8 @@ class Model(L.LightningModule):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.strategies.pipeline_rest.now", CLOCK)
-    monkeypatch.setattr("equipoise.strategies.pipeline_profile.now", CLOCK)
+    monkeypatch.setattr("equipoise.pipeline.planning.loss_profile.now", CLOCK)
+    monkeypatch.setattr("equipoise.pipeline.planning.profile.now", CLOCK)
 
 
 def fit(module: L.LightningModule, stages: int = 2, *, val: bool = False, **options: Any) -> Trainer:

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from equipoise.parallel import launch
+from equipoise.parallel.workers import launch
 
 __all__ = ["blame_early", "wait_briefly"]
 

@@ -21,8 +21,8 @@ from typing import IO
 
 import torch
 
-from equipoise.parallel.main_script import hidden
-from equipoise.parallel.preloading import preloading
+from equipoise.parallel.workers.main_script import hidden
+from equipoise.parallel.workers.preloading import preloading
 
 __all__ = ["Program"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import BalancedDataParallelStrategy, ConfigurationError, DDPStrategy, PipelineStrategy
-from equipoise.memory.ledger import Ledger
-from equipoise.parallel.checkpointing import is_checkpointed
+from equipoise.memory.profile.ledger import Ledger
+from equipoise.parallel.activation_checkpointing import is_checkpointed
 from tests.conftest import ignoring
 from tests.trainer.small import refuses, trainer
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD
 
 from equipoise import CheckpointError
-from equipoise.trainer.checkpoint_file import read_checkpoint
+from equipoise.trainer.checkpointing.file import read_checkpoint
 from tests.parity.comparison import differences
 from tests.trainer.small import Small, loader, refuses, trainer, with_optimizers
 

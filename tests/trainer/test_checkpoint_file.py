@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from equipoise import CheckpointError
-from equipoise.trainer.checkpoint_file import read_checkpoint, write_checkpoint
+from equipoise.trainer.checkpointing.file import read_checkpoint, write_checkpoint
 from tests.parity.comparison import differences
 from tests.support.programs import Program
 
@@ -72,7 +72,7 @@ def test_an_interrupt_leaves_the_old_file_and_nothing_else(tmp_path: Path, monke
 
 WRITER = """
 import io, os, sys, torch
-from equipoise.trainer.checkpoint_file import write_checkpoint
+from equipoise.trainer.checkpointing.file import write_checkpoint
 
 class Stopping(io.BufferedWriter):
     def write(self, data):
@@ -162,7 +162,7 @@ def test_only_what_killed_writers_left_is_cleared(tmp_path: Path) -> None:
 
 FULL = """
 import resource, sys, torch
-from equipoise.trainer.checkpoint_file import write_checkpoint
+from equipoise.trainer.checkpointing.file import write_checkpoint
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 write_checkpoint({"state_dict": {"a": torch.zeros(20_000)}}, sys.argv[1])

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor, nn
 
 from equipoise import CheckpointError, Trainer
-from equipoise.trainer.checkpoint_file import read_checkpoint
-from equipoise.trainer.stand_in import StandIn, class_in_place_of
+from equipoise.safe_loading.stand_in import StandIn, class_in_place_of
+from equipoise.trainer.checkpointing.file import read_checkpoint
 from tests.conftest import ignoring
 from tests.parity.comparison import differences
 from tests.trainer.small import Data, Small, Validated, loader, saved, trainer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.trainer import run as run_module
+from equipoise.trainer import lifecycle as run_module
 from tests.trainer.small import Small, loader, trainer
 
 CURRENT: list[torch.device] = []  # the devices that were made the current one, outermost first

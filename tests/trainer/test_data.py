@@ -24,9 +24,10 @@ from torch.utils.data import (
 )
 
 from equipoise import Strategy, Trainer
-from equipoise.parallel.internals import with_sampler
-from equipoise.trainer import data, interop, loader_state
-from equipoise.trainer.batch_stream import NOTHING, BatchStream, length_of
+from equipoise.interop.lightning import loaders
+from equipoise.interop.torch.loaders import with_sampler
+from equipoise.trainer.data import loader_state, loaders
+from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, length_of
 from tests.conftest import ignoring
 from tests.trainer.small import Small, Stream, Validated, loader, trainer
 
@@ -168,9 +169,9 @@ def test_lengths(loader: Any, length: int | None) -> None:
 # The loaders of a stage
 
 
-def loaders(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool = False) -> data.Loaders:
-    source = data.Source(stage, given, Small())
-    return data.Loaders(source, given, limit=limit, overfit=overfit, strategy=Strategy())
+def loaders(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool = False) -> loaders.Loaders:
+    source = loaders.Source(stage, given, Small())
+    return loaders.Loaders(source, given, limit=limit, overfit=overfit, strategy=Strategy())
 
 
 @pytest.mark.parametrize(
@@ -209,12 +210,12 @@ def test_a_loader_is_left_as_it_is() -> None:
 
 def test_where_loaders_come_from() -> None:
     module = Small()
-    assert not data.Source("train", None, module).is_defined()
-    given = data.Source("val", loader(), module)
+    assert not loaders.Source("train", None, module).is_defined()
+    given = loaders.Source("val", loader(), module)
     assert given.is_defined()
     assert given.describe() == "the val loader that was passed"
     module.train_dataloader = lambda: [1]
-    source = data.Source("train", None, module)
+    source = loaders.Source("train", None, module)
     assert source.is_defined()
     assert source.request(lambda name: getattr(module, name)()) == [1]
     assert source.describe() == "`Small.train_dataloader()`"
@@ -350,13 +351,13 @@ def test_workers_are_seeded_as_lightning_seeds_them(monkeypatch: pytest.MonkeyPa
 def test_workers_are_left_alone_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
     source = loader()
-    interop.seed_workers(source, 0)
+    loaders.seed_workers(source, 0)
     assert source.worker_init_fn is None
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     own = loader(worker_init_fn=print)
-    interop.seed_workers(own, 0)
+    loaders.seed_workers(own, 0)
     assert own.worker_init_fn is print
-    interop.seed_workers([1, 2], 0)  # no loader of torch
+    loaders.seed_workers([1, 2], 0)  # no loader of torch
 
 
 def test_drawing_seeds_draws_what_an_iterator_draws() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
-from equipoise.trainer import device_selection as select
+from equipoise.trainer.settings import devices as select
 from tests.conftest import ignoring
 from tests.trainer.small import trainer
 

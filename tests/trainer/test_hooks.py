@@ -12,7 +12,7 @@ from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from equipoise import Callback, Trainer
-from equipoise.trainer.hooks import Hooks, overrides
+from equipoise.trainer.hooks.hooks import Hooks, overrides
 from tests.conftest import ignoring
 from tests.trainer.small import Small, Validated, loader, trainer
 

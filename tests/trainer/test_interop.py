@@ -27,7 +27,9 @@ from torch.optim import SGD, Adam, Optimizer
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from equipoise import Trainer
-from equipoise.trainer import interop
+from equipoise.interop import metrics
+from equipoise.interop.lightning import callbacks, loaders, loggers, modules, optimizers, self_log
+from equipoise.interop.torch import optimizers
 from tests.conftest import ignoring
 from tests.trainer.small import Small, loader, trainer
 
@@ -41,13 +43,13 @@ def test_the_arguments_of_log_are_lightnings() -> None:
     ours = inspect.signature(vars(bound())["log"]).parameters
     theirs = inspect.signature(LightningModule().log).parameters
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
-    assert set(interop.LogOptions._fields) < set(theirs)
-    assert all(theirs[name].default == default for name, default in interop.LogOptions._field_defaults.items())
+    assert set(self_log.LogOptions._fields) < set(theirs)
+    assert all(theirs[name].default == default for name, default in self_log.LogOptions._field_defaults.items())
 
 
 def bound(module: LightningModule | None = None) -> LightningModule:
     module = Small() if module is None else module
-    interop.bind_log(module, [])
+    self_log.bind_log(module, [])
     return module
 
 
@@ -57,17 +59,17 @@ def test_the_module_knows_which_hook_runs(cls: Any) -> None:
 
     class Module(Small):
         def on_train_start(self) -> None:
-            seen["on_train_start"] = vars(self)[interop.CURRENT_HOOK]
+            seen["on_train_start"] = vars(self)[self_log.CURRENT_HOOK]
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["training_step"] = vars(self)[interop.CURRENT_HOOK]
+            seen["training_step"] = vars(self)[self_log.CURRENT_HOOK]
             return super().training_step(batch, batch_idx)
 
     module = Module()
-    assert vars(module)[interop.CURRENT_HOOK] is None
+    assert vars(module)[self_log.CURRENT_HOOK] is None
     trainer(cls).fit(module, loader())
     assert seen == {name: name for name in seen}
-    assert vars(module)[interop.CURRENT_HOOK] is None
+    assert vars(module)[self_log.CURRENT_HOOK] is None
 
 
 @pytest.mark.parametrize(
@@ -81,11 +83,11 @@ def test_the_module_knows_which_hook_runs(cls: Any) -> None:
     ],
 )
 def test_which_hooks_log(hook: str, levels: tuple[bool, bool]) -> None:
-    assert interop.logging_levels(hook, None, None) == levels
+    assert self_log.logging_levels(hook, None, None) == levels
     with pytest.raises(MisconfigurationException, match="can't"):
-        interop.logging_levels("on_fit_end", None, None)
+        self_log.logging_levels("on_fit_end", None, None)
     with pytest.raises(MisconfigurationException, match="can't"):
-        interop.logging_levels("on_train_epoch_end", True, None)
+        self_log.logging_levels("on_train_epoch_end", True, None)
 
 
 def test_a_module_that_is_in_no_run() -> None:
@@ -105,7 +107,7 @@ def test_the_value_of_the_last_batch(name: str) -> None:
     metric = METRICS[name]()
     for value in (1.0, 5.0):
         returned = metric(torch.tensor([value]))
-        assert torch.equal(interop.last_batch_value(metric), returned)
+        assert torch.equal(metrics.last_batch_value(metric), returned)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -116,10 +118,10 @@ def test_states_of_metrics_go_back(name: str, batches: int) -> None:
     metric, target = module.inner["metric"], other.inner["metric"]
     for value in range(batches):
         metric.update(torch.tensor([float(value)]))
-    states = interop.metric_states(module)
+    states = metrics.metric_states(module)
     metric.update(torch.tensor([100.0]))  # what was taken does not change any more
     target.update(torch.tensor([7.0]))
-    interop.load_metric_states(other, states)
+    metrics.load_metric_states(other, states)
     assert target.update_count == batches
     expected = METRICS[name]()
     for value in [*range(batches), 9]:
@@ -137,9 +139,9 @@ def test_states_of_metrics_are_loaded_onto_the_device_of_the_metric(name: str) -
     module = nn.Module()
     module.metric = METRICS[name]()
     module.metric.update(torch.tensor([1.0]))
-    states = interop.metric_states(module)
+    states = metrics.metric_states(module)
     module.metric.to("meta")  # the only other device that every machine has
-    interop.load_metric_states(module, states)
+    metrics.load_metric_states(module, states)
     loaded = [
         item
         for value in module.metric.metric_state.values()
@@ -151,9 +153,9 @@ def test_states_of_metrics_are_loaded_onto_the_device_of_the_metric(name: str) -
 
 def test_states_of_metrics_that_are_gone_are_passed_over() -> None:
     module = nn.Module()
-    interop.load_metric_states(module, {"gone": {"state": {}, "count": 1}})
+    metrics.load_metric_states(module, {"gone": {"state": {}, "count": 1}})
     module.gone = nn.Linear(1, 1)
-    interop.load_metric_states(module, {"gone": {"state": {}, "count": 1}})
+    metrics.load_metric_states(module, {"gone": {"state": {}, "count": 1}})
 
 
 # Callbacks and checkpoints
@@ -176,8 +178,8 @@ class OwnCheckpoint(ModelCheckpoint):
     ids=["default", "epochs", "steps", "time", "subclass", "another"],
 )
 def test_a_checkpoint_callback_that_has_nothing_to_do_in_a_batch(callback: Any, idle: bool) -> None:
-    assert interop.cannot_fire(callback, "on_train_batch_end") == idle
-    assert not interop.cannot_fire(callback, "on_train_epoch_end")
+    assert callbacks.cannot_fire(callback, "on_train_batch_end") == idle
+    assert not callbacks.cannot_fire(callback, "on_train_epoch_end")
     if idle:
         run = mock.MagicMock(global_step=3, current_epoch=0, callback_metrics={})
         before = copy.deepcopy(callback.state_dict())
@@ -192,8 +194,8 @@ def test_the_last_checkpoints_of_an_earlier_process(tmp_path: Path) -> None:
 
     trainer(callbacks=[make()], enable_checkpointing=True).fit(Small(), loader())
     later = trainer(callbacks=[keeper := make()], enable_checkpointing=True)
-    assert interop.last_checkpoints(keeper, later) == {str(tmp_path / "last.ckpt")}
-    assert interop.last_checkpoints(ModelCheckpoint(tmp_path / "none", save_last=True), later) == set()
+    assert callbacks.last_checkpoints(keeper, later) == {str(tmp_path / "last.ckpt")}
+    assert callbacks.last_checkpoints(ModelCheckpoint(tmp_path / "none", save_last=True), later) == set()
 
 
 def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> None:
@@ -204,11 +206,11 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
     class Look(L.Callback):
         def on_save_checkpoint(self, run: Any, module: Any, checkpoint: Any) -> None:
             path = saver.best_model_path
-            seen.append(interop.saving_states([saver], saver, path, run.global_step)[saver.state_key])
+            seen.append(callbacks.saving_states([saver], saver, path, run.global_step)[saver.state_key])
 
     run = trainer(callbacks=[Look(), saver], enable_checkpointing=True)
     run.fit(Small(), loader())
-    after = interop.saving_states([saver, Look()], None, None, 99)
+    after = callbacks.saving_states([saver, Look()], None, None, 99)
     assert seen == [after[saver.state_key]]
     assert seen[0]["last_global_step_saved"] == 2
     assert seen[0]["last_checkpoint_saved"] == saver.best_model_path
@@ -216,8 +218,8 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
 
     def taken_back(folder: Path) -> dict[str, Any]:
         other = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
-        interop.load_saving_states([Look(), other], after)
-        return interop.saving_states([other], None, None, 0)[other.state_key]
+        callbacks.load_saving_states([Look(), other], after)
+        return callbacks.saving_states([other], None, None, 0)[other.state_key]
 
     assert taken_back(tmp_path) == seen[0]
     assert taken_back(tmp_path / "elsewhere")["last_global_step_saved"] == 0
@@ -226,13 +228,13 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
 def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
     """Its writer would delete the file; columns that it does not know would be an error."""
     first = CSVLogger(tmp_path, name="", version="")
-    assert interop.csv_writer(first) is None
+    assert loggers.csv_writer(first) is None
     first.log_metrics({"a": 1.0}, 0)
     first.save()
-    assert interop.csv_writer(first) is first.experiment
-    assert interop.csv_writer(object()) is None
+    assert loggers.csv_writer(first) is first.experiment
+    assert loggers.csv_writer(object()) is None
     second = CSVLogger(tmp_path, name="", version="")
-    interop.continue_csv(second, ["a", "step"])
+    loggers.continue_csv(second, ["a", "step"])
     second.log_metrics({"b": 2.0}, 1)
     second.save()
     assert (tmp_path / "metrics.csv").read_text().split() == ["a,b,step", "1.0,,0", ",2.0,1"]
@@ -244,7 +246,7 @@ def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
         @property
         def experiment(self) -> Any: ...
 
-    assert interop.csv_writer(Own(tmp_path)) is None
+    assert loggers.csv_writer(Own(tmp_path)) is None
 
 
 def test_the_name_of_the_hyperparameters() -> None:
@@ -253,9 +255,9 @@ def test_the_name_of_the_hyperparameters() -> None:
             super().__init__()
             self.save_hyperparameters(config)
 
-    assert interop.hyperparameters_name(WithConfig({"lr": 0.1})) == "config"
-    assert interop.hyperparameters_name(Small()) is None
-    assert interop.hyperparameters_name(L.LightningDataModule()) is None
+    assert modules.hyperparameters_name(WithConfig({"lr": 0.1})) == "config"
+    assert modules.hyperparameters_name(Small()) is None
+    assert modules.hyperparameters_name(L.LightningDataModule()) is None
 
 
 def test_hyperparameters_reach_the_loggers(tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ def test_hyperparameters_reach_the_loggers(tmp_path: Path) -> None:
 def test_the_device_is_known_before_the_module_is_there() -> None:
     module = Small()
     module.inner = Small()
-    interop.pretend_device(module, torch.device("meta"))
+    modules.pretend_device(module, torch.device("meta"))
     assert module.device == module.inner.device == torch.device("meta")
     assert module.layer.weight.device == torch.device("cpu")
     module.to("cpu")
@@ -286,7 +288,7 @@ def test_what_a_run_leaves_in_a_module_is_cleared() -> None:
     module = Small()
     module._current_fx_name, module._metric_attributes = "training_step", {1: "metric"}
     names = {name for name, value in vars(module).items() if value in ("training_step", {1: "metric"})}
-    interop.forget_run(module)
+    modules.forget_run(module)
     fresh = vars(Small())
     assert {name: vars(module)[name] for name in names} == {name: fresh[name] for name in names}
     assert len(names) == 2
@@ -305,25 +307,25 @@ class Recording:
 
 def test_optimisers_that_the_user_sees() -> None:
     optimizer, strategy = SGD(Small().parameters(), lr=0.1), Recording()
-    wrapped = interop.wrap_optimizer(optimizer, strategy)
+    wrapped = optimizers.wrap_optimizer(optimizer, strategy)
     assert isinstance(wrapped, (LightningOptimizer, SGD))
     assert wrapped.optimizer is optimizer
-    assert interop.wrap_optimizer(wrapped, strategy) is wrapped
+    assert optimizers.wrap_optimizer(wrapped, strategy) is wrapped
     closure = lambda: None  # noqa: E731
     assert wrapped.step() == "answer"
     assert wrapped.step(closure, extra=1) == "answer"
-    assert strategy.asked == [(optimizer, interop.NO_CLOSURE, {}), (optimizer, closure, {"extra": 1})]
+    assert strategy.asked == [(optimizer, optimizers.NO_CLOSURE, {}), (optimizer, closure, {"extra": 1})]
 
 
 def test_hooks_before_a_step() -> None:
     optimizer = SGD(Small().parameters(), lr=0.1)
-    assert not interop.has_step_hooks(optimizer)
+    assert not optimizers.has_step_hooks(optimizer)
     handle = optimizer.register_step_pre_hook(lambda *args: None)
-    assert interop.has_step_hooks(optimizer)
+    assert optimizers.has_step_hooks(optimizer)
     handle.remove()
-    assert not interop.has_step_hooks(optimizer)
+    assert not optimizers.has_step_hooks(optimizer)
     optimizer.register_step_post_hook(lambda *args: None)
-    assert not interop.has_step_hooks(optimizer)
+    assert not optimizers.has_step_hooks(optimizer)
 
 
 def test_optimisers_that_unscale_by_themselves() -> None:
@@ -342,10 +344,10 @@ def test_optimisers_that_unscale_by_themselves() -> None:
         optimizer, scaler = Own([parameter], by_itself), torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(parameter.sum()).backward()
         scaler.step(optimizer)
-        assert interop.unscales_by_itself(optimizer) == by_itself
+        assert optimizers.unscales_by_itself(optimizer) == by_itself
         assert optimizer.seen == (4.0 if by_itself else 1.0)
-    assert interop.unscales_by_itself(Adam(Small().parameters(), fused=True))
-    assert not interop.unscales_by_itself(Adam(Small().parameters()))
+    assert optimizers.unscales_by_itself(Adam(Small().parameters(), fused=True))
+    assert not optimizers.unscales_by_itself(Adam(Small().parameters()))
 
 
 def test_modules_are_made_without_initialisation() -> None:
@@ -354,7 +356,7 @@ def test_modules_are_made_without_initialisation() -> None:
         nn.Linear(3, 3)
         return int(not torch.equal(state, torch.get_rng_state()))
 
-    with interop.empty_init():
+    with modules.empty_init():
         assert counting() == 0
     assert counting() == 1
 
@@ -364,16 +366,16 @@ def test_modules_are_made_without_initialisation() -> None:
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_the_mode_of_a_combined_loader(mode: Any) -> None:
-    assert interop.combined_mode(CombinedLoader([[1], [2]], mode)) == mode
+    assert loaders.combined_mode(CombinedLoader([[1], [2]], mode)) == mode
     if mode in ("max_size_cycle", "sequential"):
-        made = interop.combine([[1], [2]], mode)
-        assert interop.combined_mode(made) == mode
-        assert interop.combine(made, "sequential") is made
+        made = loaders.combine([[1], [2]], mode)
+        assert loaders.combined_mode(made) == mode
+        assert loaders.combine(made, "sequential") is made
 
 
 def test_a_profiler_knows_its_module_without_keeping_it() -> None:
     profiler, module = SimpleProfiler(), Small()
-    interop.attach_profiler(profiler, module)
+    modules.attach_profiler(profiler, module)
     assert profiler._lightning_module.layer is module.layer
     del module
     with pytest.raises(ReferenceError):

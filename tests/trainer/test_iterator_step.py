@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import Callback, ConfigurationError, OOMRecovery, StepError, Trainer
-from equipoise.callbacks.run_facts import size_function
-from equipoise.trainer.interop import CURRENT_HOOK
+from equipoise.interop.lightning.self_log import CURRENT_HOOK
+from equipoise.report.facts import size_function
 from tests.trainer import test_resume as resuming
 from tests.trainer.small import Small, Stream, Validated, loader, refuses, refuses_fit, trainer
 

@@ -149,7 +149,7 @@ def test_finite_losses_are_not_reported() -> None:
 
 def test_a_device_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU only the choice of the moment can be tested: the loss of each second batch is looked at."""
-    from equipoise.trainer.loss_watch import LossWatch
+    from equipoise.trainer.diagnostics.loss_watch import LossWatch
 
     monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
     (report,) = reports(Poisoned("loss"), log_every_n_steps=2)
@@ -160,7 +160,7 @@ def test_a_device_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_last_loss_is_read_when_the_fit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    from equipoise.trainer.loss_watch import LossWatch
+    from equipoise.trainer.diagnostics.loss_watch import LossWatch
 
     monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
     (report,) = reports(Poisoned("loss", at=3), log_every_n_steps=1, max_epochs=1)
@@ -175,7 +175,7 @@ class Failing(Poisoned):
 
 
 def test_a_report_that_is_an_error_keeps_nothing_from_being_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    from equipoise.trainer.loss_watch import LossWatch
+    from equipoise.trainer.diagnostics.loss_watch import LossWatch
 
     monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
     data = DataLoader(torch.randn(8, 3), batch_size=2, num_workers=1, persistent_workers=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import Trainer
-from equipoise.callbacks.lightning_classes import base_of, is_a, is_overridden
+from equipoise.interop.lightning.classes import base_of, is_a, is_overridden
 from tests.conftest import ignoring
 from tests.trainer.small import loader, refuses, refuses_fit
 

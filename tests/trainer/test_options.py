@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
 
 from equipoise import ConfigurationError, Trainer
-from equipoise.trainer import options
+from equipoise.trainer.settings import arguments
 from tests.conftest import ignoring
 from tests.trainer.small import Small, loader, trainer
 
@@ -119,36 +119,36 @@ def test_what_options_imply_is_lightnings(name: str, after: bool, tmp_path: Path
 
 
 def test_a_choice_names_the_nearest() -> None:
-    assert options.check_choice("colour", "red", ["red", "green"]) == "red"
+    assert arguments.check_choice("colour", "red", ["red", "green"]) == "red"
     with pytest.raises(
         ConfigurationError, match=r"colour must be one of 'red', 'green', not 'GREE'\. Did you mean 'green'\?"
     ):
-        options.check_choice("colour", "GREE", ["red", "green"])
+        arguments.check_choice("colour", "GREE", ["red", "green"])
     with pytest.raises(ConfigurationError, match=r"not 7\.$"):
-        options.check_choice("colour", 7, ["red", "green"])
+        arguments.check_choice("colour", 7, ["red", "green"])
 
 
 @given(value=st.integers(0, 10**9), least=st.integers(0, 5))
 def test_counts(value: int, least: int) -> None:
     if value >= least:
-        assert options.check_count("n", value, least=least) == value
+        assert arguments.check_count("n", value, least=least) == value
     else:
         with pytest.raises(ConfigurationError, match=f"at least {least}, not {value}"):
-            options.check_count("n", value, least=least)
+            arguments.check_count("n", value, least=least)
 
 
 def test_counts_that_are_none() -> None:
-    assert options.check_count("n", None, least=0, optional=True) is None
-    assert options.check_count("n", -1, least=0, unlimited=True) == -1
+    assert arguments.check_count("n", None, least=0, optional=True) is None
+    assert arguments.check_count("n", -1, least=0, unlimited=True) == -1
     with pytest.raises(ConfigurationError, match="at least 0, or -1 for no limit, or None, not -2"):
-        options.check_count("n", -2, least=0, optional=True, unlimited=True)
+        arguments.check_count("n", -2, least=0, optional=True, unlimited=True)
 
 
 @pytest.mark.parametrize(
     ("given", "limit"), [(None, 1.0), (0, 0), (1, 1), (1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (7, 7), (3.0, 3)], ids=repr
 )
 def test_limits_of_batches(given: Any, limit: Any) -> None:
-    checked = options.check_batch_limit("limit", given)
+    checked = arguments.check_batch_limit("limit", given)
     assert checked == limit
     assert type(checked) is type(limit)
 
@@ -156,7 +156,7 @@ def test_limits_of_batches(given: Any, limit: Any) -> None:
 @pytest.mark.parametrize(("given", "meaning"), [(1, "one batch"), (1.0, "all batches")])
 def test_one_is_said_aloud(given: Any, meaning: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        options.check_batch_limit("limit_val_batches", given)
+        arguments.check_batch_limit("limit_val_batches", given)
     assert f"limit_val_batches={given!r} means {meaning}" in caplog.text
 
 
@@ -174,7 +174,7 @@ def test_one_is_said_aloud(given: Any, meaning: str, caplog: pytest.LogCaptureFi
     ids=str,
 )
 def test_intervals_of_validation(interval: Any, every: Any, expected: Any) -> None:
-    assert options.check_val_intervals(interval, every) == expected
+    assert arguments.check_val_intervals(interval, every) == expected
 
 
 @given(
@@ -191,51 +191,51 @@ def test_times(days: int, hours: int, minutes: int, seconds: int, form: str) -> 
         "timedelta": timedelta(**parts),
         "dictionary": parts,
     }[form]
-    assert options.seconds_of("max_time", value) == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    assert arguments.seconds_of("max_time", value) == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @given(st.text(max_size=12))
 def test_text_that_is_no_time(text: str) -> None:
     if re.fullmatch(r"\s*\d+(:\d\d){3}\s*", text):
-        assert options.seconds_of("max_time", text) >= 0
+        assert arguments.seconds_of("max_time", text) >= 0
     else:
         with pytest.raises(ConfigurationError, match=re.escape(repr(text))):
-            options.seconds_of("max_time", text)
+            arguments.seconds_of("max_time", text)
 
 
 @pytest.mark.parametrize("value", [{"days": 1e12}, {"days": "1"}, {1: 2}, None, 5, b"00:00:00:01"], ids=repr)
 def test_values_that_are_no_time(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="A time for max_time is given as 'DD:HH:MM:SS'"):
-        options.seconds_of("max_time", value)
+        arguments.seconds_of("max_time", value)
 
 
 @pytest.mark.parametrize("value", [None, 0, 0.0, 1, 2.5, math.inf])
 @pytest.mark.parametrize(("algorithm", "name"), [(None, None), ("norm", "norm"), ("VALUE", "value")])
 def test_clipping(value: Any, algorithm: Any, name: Any) -> None:
-    assert options.gradient_clipping(value, algorithm) == (value, name)
+    assert arguments.gradient_clipping(value, algorithm) == (value, name)
 
 
 def test_profilers() -> None:
     kinds = {"simple": SimpleProfiler, "Advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
     for name, kind in kinds.items():
-        assert type(options.make_profiler(name)) is kind
-    assert type(options.make_profiler(None)) is PassThroughProfiler
+        assert type(arguments.make_profiler(name)) is kind
+    assert type(arguments.make_profiler(None)) is PassThroughProfiler
     own = SimpleProfiler()
-    assert options.make_profiler(own) is own
+    assert arguments.make_profiler(own) is own
 
 
 @pytest.mark.parametrize("value", [None, True, False])
 def test_flags(value: Any) -> None:
-    options.check_flags(flag=value)
+    arguments.check_flags(flag=value)
 
 
 @given(least=st.none() | st.integers(0, 5), most=st.none() | st.integers(-1, 5))
 def test_an_order_that_contradicts_itself(least: int | None, most: int | None) -> None:
     if least is not None and most is not None and -1 < most < least:
         with pytest.raises(ConfigurationError, match=f"min_steps={least} exceeds max_steps={most}"):
-            options.check_order(least, most, "steps")
+            arguments.check_order(least, most, "steps")
     else:
-        options.check_order(least, most, "steps")
+        arguments.check_order(least, most, "steps")
 
 
 def test_max_epochs_has_a_default_that_is_said_aloud() -> None:

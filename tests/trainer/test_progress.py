@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise import Trainer
-from equipoise.trainer.progress import BatchProgress, Counts, FitProgress, Progress
+from equipoise.trainer.state.progress import BatchProgress, Counts, FitProgress, Progress
 from tests.conftest import ignoring
 from tests.trainer.small import Validated, loader, trainer
 

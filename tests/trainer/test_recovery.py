@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
-from equipoise.parallel.rewind import Rewind
+from equipoise.parallel.snapshot.step_snapshot import Rewind
 from tests.conftest import ignoring
 from tests.test_transparency import (
     CLASSES,

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from equipoise import DDPStrategy, Trainer
-from equipoise.trainer.sample_counts import SampleCounts
+from equipoise.trainer.data.sample_counts import SampleCounts
 from tests.conftest import ignoring
 
 pytestmark = ignoring()
@@ -152,7 +152,7 @@ def test_counting_ends_where_tensors_tell_their_size_and_leaves_the_loader_as_it
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_packed_sequence_knows_how_many_sequences_it_holds(count: int) -> None:
-    from equipoise.parallel.split import infer_batch_size, size_to_cut
+    from equipoise.parallel.batches.splitting import infer_batch_size, size_to_cut
 
     batch = packed(Sequences(count).samples)
     assert infer_batch_size(batch) == infer_batch_size((batch, torch.zeros(count))) == count

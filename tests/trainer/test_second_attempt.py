@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.trainer.second_attempt import with_second_attempt
+from equipoise.trainer.recovery.second_attempt import with_second_attempt
 
 
 def failing(*errors: Exception) -> tuple[list[str], object]:

@@ -25,7 +25,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from equipoise import DDPStrategy, ProgressBar, SingleDeviceStrategy, Strategy, Trainer
 from equipoise.precision import make_precision
-from equipoise.trainer import selection as select
+from equipoise.trainer.settings import defaults as select
 from tests.conftest import ignoring
 from tests.trainer.small import Small, loader, trainer
 

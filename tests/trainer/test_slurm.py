@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise.parallel.place import slurm_job
-from equipoise.trainer import slurm
+from equipoise.parallel.communication.rank import slurm_job
+from equipoise.trainer.runtime import slurm
 from tests.conftest import ignoring
 from tests.strategies.ports import unused_port
 from tests.support.programs import Program

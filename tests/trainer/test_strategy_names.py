@@ -7,7 +7,7 @@ from lightning.pytorch import strategies as lightning_strategies
 from lightning.pytorch.strategies import StrategyRegistry
 
 from equipoise import ConfigurationError, DDPStrategy
-from equipoise.trainer.strategy_names import lightning_strategy
+from equipoise.trainer.settings.strategy_names import lightning_strategy
 from tests.conftest import ignoring
 from tests.trainer.small import refuses, trainer
 

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from equipoise import SingleDeviceStrategy, Trainer
 from equipoise.errors import ConfigurationTypeError
-from equipoise.trainer.strategy_view import StrategyView
+from equipoise.trainer.surface.strategy_view import StrategyView
 from tests.conftest import ignoring
 from tests.trainer.small import Small, Validated, loader, refuses, trainer
 

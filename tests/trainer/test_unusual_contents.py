@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch import Callback
 
 from equipoise import CheckpointError, Trainer
-from equipoise.trainer.checkpoint_file import read_checkpoint
-from equipoise.trainer.safe_pickle import load_pickle
-from equipoise.trainer.stand_in import StandIn, class_in_place_of, stand_ins_in
+from equipoise.safe_loading.stand_in import StandIn, class_in_place_of, stand_ins_in
+from equipoise.safe_loading.unpickler import load_pickle
+from equipoise.trainer.checkpointing.file import read_checkpoint
 from tests.trainer.small import Small, loader, trainer
 
 FIELDS = [("name", "i4"), ("value", "f8")]

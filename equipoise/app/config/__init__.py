@@ -1,0 +1,1 @@
+"""Configurations of the command: their schema, and checks of their values."""

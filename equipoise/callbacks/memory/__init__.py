@@ -1,0 +1,1 @@
+"""Memory readings and profiles in the course of training."""

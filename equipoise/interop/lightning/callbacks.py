@@ -1,0 +1,83 @@
+"""Private names of the callbacks of Lightning, checkpoints above all.
+
+Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from equipoise.interop.lightning.classes import base_of, is_a
+
+if TYPE_CHECKING:
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = ["cannot_fire", "last_checkpoints", "load_saving_states", "looks_after_training_epochs", "saving_states"]
+
+
+def cannot_fire(callback: Callback, hook: str) -> bool:
+    """Whether a checkpoint callback's per-batch hook would do nothing, at 14 µs; only private names tell."""
+    return (
+        hook == "on_train_batch_end"
+        and is_a(callback, ModelCheckpoint)
+        and type(callback).on_train_batch_end is base_of(callback, ModelCheckpoint).on_train_batch_end
+        and callback._every_n_train_steps < 1
+        and callback._train_time_interval is None
+    )
+
+
+def looks_after_training_epochs(callback: Any) -> bool:
+    """Return True if early stopping looks at the end of training epochs. By default it decides that in `setup`."""
+    return bool(callback._check_on_train_epoch_end)
+
+
+def last_checkpoints(callback: ModelCheckpoint, trainer: "Trainer") -> set[str]:
+    """The files that a checkpoint callback calls its last, also those of an earlier process."""
+    return callback._find_last_checkpoints(trainer)  # type: ignore[arg-type]
+
+
+# What a ModelCheckpoint leaves out of its state: the step and the path of its last file, and whether it waits for the
+# validation to save. Without them, a resumed run saves a step again within an accumulation window.
+_SAVING = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+def saving_states(
+    callbacks: Iterable[Callback], writer: ModelCheckpoint | None, path: str | None, step: int
+) -> dict[str, dict[str, Any]]:
+    """What checkpoint callbacks know of their last files; their own states leave it out.
+
+    Args:
+        callbacks: The callbacks of the run.
+        writer: The one that writes a file now. It notes the file only afterwards.
+        path: That file.
+        step: The present step.
+    """
+    states = {}
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        state = {name.lstrip("_"): getattr(callback, name) for name in _SAVING if hasattr(callback, name)}
+        if callback is writer:
+            state.update(last_global_step_saved=step, last_checkpoint_saved=path)
+        states[callback.state_key] = {"dirpath": callback.dirpath, **state}
+    return states
+
+
+def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> None:
+    """Takes back what `saving_states` returned, for callbacks that still write to the same folder.
+
+    Args:
+        callbacks: The callbacks of the run.
+        states: The states, by the keys of the callbacks.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        state = states.get(callback.state_key)
+        if state is None or state["dirpath"] != callback.dirpath:
+            continue
+        for name in _SAVING:
+            if (key := name.lstrip("_")) in state:
+                setattr(callback, name, state[key])

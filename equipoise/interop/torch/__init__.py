@@ -1,0 +1,1 @@
+"""Private names of torch and of Python's standard library."""

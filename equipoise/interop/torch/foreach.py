@@ -1,0 +1,57 @@
+"""Torch's fused list operations: one call, and on CUDA a few kernels, for a whole list of tensors.
+
+Their names begin with an underscore although torch's own optimisers and documentation rely on them; they are used here
+and nowhere else. `tests/parallel/test_foreach.py` notices when one of them changes.
+"""
+
+import torch
+from torch import Tensor
+
+from equipoise.to_device import to_device
+
+__all__ = ["add_", "copy_", "multiply_"]
+
+_EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def add_(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Adds to every tensor in place the other one at its position, sparse ones too."""
+    if any(tensor.layout != torch.strided for tensor in (*tensors, *others)):
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.add_(other)
+    elif tensors:
+        torch._foreach_add_(tensors, others)
+
+
+def copy_(tensors: list[Tensor] | tuple[Tensor, ...], others: list[Tensor] | tuple[Tensor, ...]) -> None:
+    """Copies into every tensor the other one at its position, from any device."""
+    if tensors:
+        torch._foreach_copy_(tensors, others)
+
+
+def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor) -> None:
+    """Multiplies every tensor in place by `factor`, a number or a 0-dim tensor.
+
+    Args:
+        tensors: Tensors of any shape, dtype and device.
+        factor: The common factor. A tensor is moved to the devices of `tensors` where it lies elsewhere.
+    """
+    if not tensors:
+        return
+    if not isinstance(factor, Tensor):
+        torch._foreach_mul_(tensors, factor)
+        return
+    groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, _dtype_of_product(tensor)), []).append(tensor)
+    for (device, dtype), group in groups.items():
+        there = to_device(factor, device)
+        torch._foreach_mul_(group, there if dtype is None else there.to(dtype))
+
+
+def _dtype_of_product(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype in which torch multiplies a tensor by a 0-dim one; None if that depends on both.
+
+    Torch multiplies a list in one kernel only if the factor has that dtype already.
+    """
+    return tensor.dtype if tensor.ndim and tensor.dtype in _EXACT else None

@@ -1,0 +1,1 @@
+"""Memory of a step, tensor by tensor, by module and phase."""

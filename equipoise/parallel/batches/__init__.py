@@ -1,0 +1,1 @@
+"""Batches cut into parts, results put together, weights and shares."""

@@ -1,0 +1,1 @@
+"""Processes that compute together: ranks, groups, exchanged values and gradients."""

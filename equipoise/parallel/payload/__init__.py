@@ -1,0 +1,1 @@
+"""Objects sent to other processes of this machine."""

@@ -1,0 +1,1 @@
+"""Worker processes that the trainer starts on this machine."""

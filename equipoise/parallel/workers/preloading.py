@@ -1,0 +1,56 @@
+"""Modules that worker processes find imported: the server that forks them imports these once, when it starts.
+
+Each worker would import them anew otherwise, at the cost of half a second of CPU time per process and run. A module
+that workers need registers itself, so that this layer knows none of the layers above it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+
+from equipoise.interop.torch.processes import preloaded_by_user
+
+__all__ = ["preload", "preloaded_modules", "preloading"]
+
+_TORCH = ("torch", "torch._dynamo", "torch.nn.parallel.distributed")
+_registered: list[str] = []
+
+
+def preload(*names: str) -> None:
+    """Register modules that the server of worker processes imports when it starts.
+
+    A server that runs already does not import them any more; its workers do so themselves. A module that cannot be
+    imported is left to the workers as well.
+
+    Importing such a module must start no thread and must not ask for a CUDA device: neither survives a fork.
+
+    Args:
+        names: Full names, such as "torchmetrics.classification".
+
+    Example:
+        >>> preload("json", "csv")
+        >>> preloaded_modules()[-2:]
+        ['json', 'csv']
+    """
+    _registered.extend(name for name in names if name not in _registered)
+
+
+def preloaded_modules() -> list[str]:
+    """Return the names of all modules that a server started now would import, torch first."""
+    return [*_TORCH, *_registered]
+
+
+@contextmanager
+def preloading() -> Iterator[None]:
+    """Let a server that starts meanwhile import these modules, and then those that the user gave multiprocessing.
+
+    The user's list stays as it is. Of it "__main__" is left out, Python's default: no script runs again.
+    """
+    users = preloaded_by_user()
+    ours = preloaded_modules()
+    others = [name for name in users if name != "__main__" and name not in ours]
+    forkserver.set_forkserver_preload([*ours, *others])
+    try:
+        yield
+    finally:
+        forkserver.set_forkserver_preload(users)

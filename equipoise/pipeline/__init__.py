@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a network cut into stages on several devices."""

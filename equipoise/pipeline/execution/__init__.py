@@ -1,0 +1,1 @@
+"""Micro-batches computed by the stages of one process."""

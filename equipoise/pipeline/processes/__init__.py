@@ -1,0 +1,1 @@
+"""Stages computed by several processes."""

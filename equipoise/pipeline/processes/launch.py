@@ -1,0 +1,169 @@
+"""The processes of a pipeline: started, told their stages, and ended together."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from equipoise.errors import StepError
+from equipoise.parallel.communication.heartbeat import heard, sending
+from equipoise.parallel.communication.membership import check_alone, check_count, in_group, place_of_worker
+from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.communication.process_group import StoreServer, another_group, follows_from_another
+from equipoise.parallel.communication.rank import Place, find_place
+from equipoise.parallel.payload.shared_payload import dumps, loads
+from equipoise.parallel.workers.launch import launch
+from equipoise.parallel.workers.preloading import preload
+from equipoise.pipeline.processes.client import StageProcesses
+from equipoise.pipeline.processes.messages import Messenger
+from equipoise.pipeline.processes.worker import StageWorker
+
+if TYPE_CHECKING:
+    from equipoise.strategies.staged_strategy import StagedStrategy
+
+__all__ = ["StageLaunch"]
+
+T = TypeVar("T")
+preload("equipoise.strategies.pipeline")
+_WRITTEN = "more than one element of the written-to tensor"  # how torch refuses to write to `nothing_like`
+
+
+class FirstProcessFailed(dist.DistError):
+    """What ends a worker when the first process has failed; that one tells why."""
+
+
+class StageLaunch:
+    """A process for each device with its stages, the first with the last of them.
+
+    Args:
+        devices: The devices of this machine, in the order of their stages.
+        num_nodes: The number of machines.
+        timeout: Seconds for which processes wait for what is due.
+
+    Attributes:
+        count: How many there are, on all machines.
+        device: That of this process; before any has started, that of the first one.
+        processes: The others, seen from the first process; None elsewhere.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], num_nodes: int, timeout: float) -> None:
+        self._devices, self._timeout = tuple(devices), timeout
+        self.count = len(devices) * num_nodes
+        self._place = find_place()
+        if self._place is None:
+            check_alone(num_nodes)
+        else:
+            check_count(self._place, devices, num_nodes)
+        self.device = self._device_of(0 if self._place is None else self._place.local_rank)
+        self.processes: StageProcesses | None = None
+
+    @property
+    def ranks(self) -> tuple[int, int, int]:
+        """This process's number among all, on its machine, and its machine's."""
+        place = self._place
+        return (0, 0, 0) if place is None else (place.global_rank, place.local_rank, place.node_rank)
+
+    def _device_of(self, local_rank: int) -> torch.device:
+        return self._devices[(local_rank - 1) % len(self._devices)]  # the first process has the last one
+
+    def launch(self, strategy: "StagedStrategy", function: Callable[[], T], known: Sequence[Any]) -> T:
+        """Runs a function in the first process while the others serve; returns its result in all that were joined."""
+        if self._place is not None:
+            return self.run(self._place, None, strategy, function, known)
+        with StoreServer() as store:
+            start = partial(_run_in_process, self, strategy, function, store.port)
+            answer: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
+        return answer
+
+    def place_in_worker(self, rank: int) -> Place:
+        """Where a process stands that the trainer has started."""
+        return place_of_worker(rank, self.count, self._devices[0])
+
+    def run(
+        self,
+        place: Place,
+        port: int | None,
+        strategy: "StagedStrategy",
+        function: Callable[[], T],
+        known: Sequence[Any] | None,
+    ) -> T:
+        """Joins the others and leads them, or serves.
+
+        Args:
+            place: Where this process stands.
+            port: That of a store on this machine; None: the environment says where to meet.
+            strategy: The strategy, to be told where it runs.
+            function: What the first process runs.
+            known: Objects of this process's that an answer may refer to; None: only the first returns one.
+        """
+        self.device, rank = self._device_of(place.local_rank), place.global_rank
+        strategy.global_rank, strategy.local_rank, strategy.node_rank = rank, place.local_rank, place.node_rank
+        limit = timedelta(seconds=self._timeout)
+        with (
+            in_group(place, self.device, timeout=self._timeout, port=port, backend="gloo"),
+            another_group(limit, local=port is not None) as beats,
+        ):
+            devices = gather_objects(str(self.device))
+            messenger = Messenger(self._timeout)
+            if rank:
+                with _unsignalled(), heard(beats, self._timeout):
+                    content = StageWorker(
+                        messenger, rank - 1, self.count, self.device, torch.device(devices[rank - 1])
+                    ).serve()
+                if content is None:
+                    raise FirstProcessFailed("connection closed by peer: the first process has failed.")
+                return loads(content, known or ()) if known is not None else None  # type: ignore[return-value]
+            self.processes = StageProcesses(messenger, [torch.device(name) for name in (*devices[1:], devices[0])])
+            strategy.enter(self)
+            with sending(beats, self.count, self._timeout, lambda: messenger.waits):
+                return self._lead(self.processes, function, known)
+
+    def _lead(self, processes: StageProcesses, function: Callable[[], T], known: Sequence[Any] | None) -> T:
+        content: Any = None
+        try:
+            result = function()
+            content = b"" if known is None else dumps(result, known)
+            return result
+        except RuntimeError as error:
+            if _WRITTEN not in str(error):
+                raise
+            raise StepError(
+                "A parameter of another stage was written to, in a callback or a hook, but under engine='processes' it"
+                " lies in another process. Take engine='threads'."
+            ) from error
+        finally:
+            self.processes = None
+            if not processes.messenger.broken:
+                processes.tell_all("end", content)
+                processes.messenger.flush()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Where things are; nothing that belongs to a run."""
+        return {**vars(self), "processes": None}
+
+
+def _run_in_process(
+    others: StageLaunch, strategy: "StagedStrategy", function: Callable[[], T], port: int, rank: int
+) -> T:
+    """What a process does that the trainer has started."""
+    return others.run(others.place_in_worker(rank), port, strategy, function, None)
+
+
+@contextmanager
+def _unsignalled() -> Iterator[None]:
+    """While the first process decides when the run ends, whatever signals come."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""The traced network compared with the forward itself."""

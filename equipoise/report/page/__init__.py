@@ -1,0 +1,1 @@
+"""The page of a report: its data, sections, charts and HTML."""

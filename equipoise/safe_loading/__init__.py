@@ -1,0 +1,1 @@
+"""Checkpoint files read as data: nothing in them is run."""

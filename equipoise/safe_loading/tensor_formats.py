@@ -1,0 +1,183 @@
+"""How tensors lie in a checkpoint, and how to build them from it without torch's own functions.
+
+Torch's functions trust the numbers that they get: a tensor larger than its storage makes the storage grow, by memory
+without content. The functions here check them first. Their arguments are those that torch writes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.errors import CheckpointError
+from equipoise.safe_loading.stand_in import StandIn
+
+__all__ = ["REBUILD", "STORAGE_TYPES", "Storage"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The bytes of one or several tensors.
+
+    Attributes:
+        untyped: The bytes.
+        dtype: The type of element under which they were written.
+    """
+
+    untyped: torch.UntypedStorage
+    dtype: torch.dtype
+
+
+# The class that a storage had is its dtype; newer dtypes lie in an untyped storage.
+STORAGE_TYPES: dict[str, torch.dtype] = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+    "UntypedStorage": torch.uint8,
+}
+
+
+def _rebuild_tensor(storage: Storage, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Build a tensor on a storage."""
+    return _view(storage, storage.dtype, offset, size, stride)
+
+
+def _rebuild_tensor_v2(
+    storage: Storage,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    hooks: Any,
+    metadata: dict[str, bool] | None = None,
+) -> Tensor:
+    """Build a tensor on a storage; hooks, which torch does not write either, are left out."""
+    tensor = _view(storage, storage.dtype, offset, size, stride)
+    return _finished(tensor, requires_grad, metadata)
+
+
+def _rebuild_tensor_v3(
+    storage: Storage,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    metadata: dict[str, bool] | None = None,
+) -> Tensor:
+    """Build a tensor of a newer dtype, whose storage has none."""
+    tensor = _view(storage, dtype, offset, size, stride)
+    return _finished(tensor, requires_grad, metadata)
+
+
+def _view(storage: Storage, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    sizes = _counts(size)
+    strides = _counts(stride)
+    (start,) = _counts((offset,))
+    if len(sizes) != len(strides):
+        raise CheckpointError(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
+    end = start
+    if all(sizes):
+        end += 1 + sum((count - 1) * step for count, step in zip(sizes, strides, strict=True))
+    if end * dtype.itemsize > storage.untyped.nbytes():
+        raise CheckpointError(f"a tensor of shape {sizes} is larger than its storage")
+    empty = torch.empty(0, dtype=dtype, device=storage.untyped.device)
+    return empty.set_(storage.untyped, start, sizes, strides)
+
+
+def _counts(values: Sequence[int]) -> tuple[int, ...]:
+    """Return sizes, strides or offsets after a check that each is a non-negative integer."""
+    if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
+        raise CheckpointError(f"sizes, strides and offsets of tensors must be non-negative integers, not {values!r}")
+    return tuple(values)
+
+
+def _finished(tensor: Tensor, requires_grad: bool, metadata: dict[str, bool] | None) -> Tensor:
+    """Apply the lazy conjugation and negation that a tensor was written under."""
+    if metadata is not None and metadata.get("conj"):
+        tensor = tensor.conj()
+    if metadata is not None and metadata.get("neg"):
+        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():  # its elements repeat
+            raise CheckpointError(f"a negated tensor of shape {tuple(tensor.shape)} is larger than its storage")
+        tensor = torch.neg(tensor)
+    return tensor.requires_grad_(bool(requires_grad))
+
+
+def _rebuild_parameter(data: Tensor, requires_grad: bool, hooks: Any) -> nn.Parameter:
+    """Build a parameter."""
+    return nn.Parameter(_checked(data), bool(requires_grad))
+
+
+def _rebuild_parameter_with_state(data: Tensor, requires_grad: bool, hooks: Any, state: Any) -> nn.Parameter:
+    """Build a parameter that had attributes."""
+    parameter = nn.Parameter(_checked(data), bool(requires_grad))
+    _set_attributes(parameter, state)
+    return parameter
+
+
+def _rebuild_from_type_v2(function: Any, kind: Any, arguments: Sequence[Any], state: Any) -> Any:
+    """Build a tensor of a derived class, or one with attributes; a class that is not allowed becomes a plain tensor."""
+    if isinstance(function, StandIn):
+        return function
+    if not any(function is known for known in REBUILD.values()):
+        raise CheckpointError(f"a tensor cannot be built by {function!r}")
+    tensor = function(*arguments)
+    _set_attributes(tensor, state)
+    return tensor
+
+
+def _set_attributes(tensor: Tensor, state: Any) -> None:
+    """Set the attributes that a user gave a tensor, and none that torch gives a meaning."""
+    attributes = state[0] if isinstance(state, tuple) and state else state
+    if isinstance(attributes, dict):
+        vars(tensor).update({key: value for key, value in attributes.items() if not hasattr(Tensor, str(key))})
+
+
+def _rebuild_sparse_tensor(layout: torch.layout, data: Sequence[Any]) -> Tensor:
+    """Build a sparse tensor; torch checks its indices."""
+    if layout is torch.sparse_coo:
+        indices, values, size = data[:3]
+        return torch.sparse_coo_tensor(_checked(indices), _checked(values), _counts(size), check_invariants=True)
+    compressed, plain, values, size = data
+    return torch.sparse_compressed_tensor(
+        _checked(compressed), _checked(plain), _checked(values), _counts(size), layout=layout, check_invariants=True
+    )
+
+
+def _rebuild_meta_tensor_no_storage(
+    dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], requires_grad: bool
+) -> Tensor:
+    """Build a tensor without values."""
+    tensor = torch.empty_strided(_counts(size), _counts(stride), dtype=dtype, device="meta")
+    return tensor.requires_grad_(bool(requires_grad))
+
+
+def _checked(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"a tensor is expected, not {type(value).__name__}")
+    return value
+
+
+# Torch's names, which stand in every checkpoint.
+REBUILD: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter_with_state,
+    "torch._utils._rebuild_sparse_tensor": _rebuild_sparse_tensor,
+    "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_meta_tensor_no_storage,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type_v2,
+}

@@ -1,0 +1,1 @@
+"""Distributed data parallelism: a process for each device."""

@@ -1,0 +1,1 @@
+"""Checkpoint files: written, chosen, read and checked."""

@@ -1,0 +1,73 @@
+"""Reads a checkpoint for a run: by which reader, brought up to date, and of the right layout."""
+
+import os
+from pickle import UnpicklingError
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.migration import migrate_checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from equipoise.errors import CheckpointError
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.checkpointing.file import check_contents, read_checkpoint
+from equipoise.trainer.checkpointing.layout import check_layout, check_version, loading
+from equipoise.trainer.checkpointing.objects import warn_of_objects_read
+
+__all__ = ["load_checkpoint"]
+
+
+def load_checkpoint(
+    path: Any, checkpoint_io: CheckpointIO | None = None, *, weights_only: bool | None = None, fitting: bool = True
+) -> dict[str, Any]:
+    """Read a checkpoint and bring one of an older Lightning up to date.
+
+    Args:
+        path: Where it is.
+        checkpoint_io: The plugin that wrote it. None: it is a file of ours or of Lightning.
+        weights_only: False creates the objects in it, which runs whatever code it names. None or True: it is read as
+            data, and stand-ins take the places of objects. Default: None.
+        fitting: Whether a training goes on from it. Default: True.
+
+    Raises:
+        CheckpointError: If it cannot be read, or has not the layout of a checkpoint.
+    """
+    if weights_only is False:
+        rank_zero_warn(
+            f"weights_only=False: the code that the checkpoint {os.fspath(path)!r} names is run. Do so only with files"
+            " that you trust."
+        )
+    if checkpoint_io is None or _reads_common_files(checkpoint_io):
+        checkpoint = read_checkpoint(path, weights_only=weights_only is not False)
+    else:
+        checkpoint = _read_by_plugin(checkpoint_io, path, weights_only=weights_only is not False)
+    rank_zero_info(f"Restoring states from the checkpoint path at {path}")
+    if "pytorch-lightning_version" in checkpoint:
+        check_version(checkpoint)
+        with loading("pytorch-lightning_version"):
+            checkpoint, _ = migrate_checkpoint(checkpoint)
+    check_layout(checkpoint)
+    warn_of_objects_read(checkpoint, fitting=fitting)
+    return checkpoint
+
+
+def _reads_common_files(checkpoint_io: CheckpointIO) -> bool:
+    """Return whether a plugin reads by Lightning's own method, so the files are those that everybody writes."""
+    inner: Any = checkpoint_io
+    if isinstance(checkpoint_io, AsyncCheckpointIO):
+        inner = checkpoint_io.checkpoint_io
+    return type(inner).load_checkpoint is TorchCheckpointIO.load_checkpoint
+
+
+def _read_by_plugin(checkpoint_io: CheckpointIO, path: Any, *, weights_only: bool) -> dict[str, Any]:
+    try:
+        checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+    except UnpicklingError as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise CheckpointError(
+            f"{type(checkpoint_io).__name__} cannot read the checkpoint {os.fspath(path)!r} with weights_only=True:"
+            f" {reason}. If you trust the file, pass weights_only=False."
+        ) from error
+    check_contents(checkpoint, path)
+    return checkpoint

@@ -1,0 +1,1 @@
+"""Loaders, and the passes over them."""

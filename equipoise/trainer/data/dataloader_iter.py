@@ -1,0 +1,102 @@
+"""Iterator that a `training_step(dataloader_iter)` receives. It counts the batches that the step pulls."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from equipoise.trainer.data.batch_stream import BatchStream
+from equipoise.trainer.state.progress import Counts
+
+__all__ = ["DataLoaderIter", "check_batch_size", "checking_batches"]
+
+Pulled = tuple[Any, int, int]  # a batch, its index in the epoch, and the index of its loader, which is 0
+
+
+class DataLoaderIter(Iterator[Pulled]):
+    """The batches of one epoch, as the training step pulls them. They lie where the loader has put them.
+
+    Args:
+        batches: The batches that are left of the epoch.
+        stream: Knows the number of batches of the epoch.
+        counts: Its `ready` is the number of batches that were pulled in the epoch.
+
+    Attributes:
+        batch: The batch that was pulled last; None before the first.
+        batch_idx: Its index; 0 before the first.
+        is_overdrawn: Whether a batch was asked for when none was left.
+    """
+
+    def __init__(self, batches: Iterable[Any], stream: BatchStream, counts: Counts) -> None:
+        self._batches = iter(batches)
+        self._stream = stream
+        self._counts = counts
+        self.batch: Any = None
+        self.batch_idx = max(counts.ready - 1, 0)
+        self.is_overdrawn = False
+
+    @property
+    def length(self) -> int | None:
+        """The number of batches of the epoch; None if it is not known yet."""
+        return self._stream.length
+
+    @property
+    def fetched(self) -> int:
+        """The number of batches that were pulled in the epoch."""
+        return self._counts.ready
+
+    @property
+    def done(self) -> bool:
+        """True if no batch is left."""
+        return self.is_overdrawn or self._stream.length == self._counts.ready
+
+    def __next__(self) -> Pulled:
+        """Pull a batch.
+
+        Returns:
+            The batch, its index in the epoch, and the index of its loader, which is 0.
+
+        Raises:
+            StopIteration: If no batch is left.
+        """
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.is_overdrawn = True
+            raise
+        self.batch = batch
+        self.batch_idx = self._counts.ready
+        self._counts.ready += 1
+        return batch, self.batch_idx, 0
+
+
+def check_batch_size(batch: Any) -> None:
+    """Check that the size of a batch can be found, which is the weight of a value in the mean of the epoch.
+
+    Args:
+        batch: What the training step was given.
+
+    Raises:
+        MisconfigurationException: If the step pulls batches by itself. The trainer cannot know which of them is
+            meant.
+    """
+    if isinstance(batch, DataLoaderIter):
+        raise MisconfigurationException(
+            "`self.log(...)` takes a mean over the epoch, weighted by the number of samples. Only the"
+            " `training_step(dataloader_iter)` itself knows that number. Pass it: `self.log(..., batch_size=n)`, or say"
+            " on_epoch=False."
+        )
+
+
+def checking_batches(size_of: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
+    """Return a function that finds the size of a batch, and raises where a step pulls its batches by itself.
+
+    Args:
+        size_of: Finds the size of a batch.
+    """
+
+    def checked(batch: Any) -> int | None:
+        check_batch_size(batch)
+        return size_of(batch)
+
+    return checked

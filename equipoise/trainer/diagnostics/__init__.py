@@ -1,0 +1,1 @@
+"""What an error or a bad value is about."""

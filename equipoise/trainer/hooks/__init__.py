@@ -1,0 +1,1 @@
+"""Hooks: which are overridden, how they are called, and their misspelled names."""

@@ -1,0 +1,1 @@
+"""Values logged by `self.log`, and their way to the loggers."""

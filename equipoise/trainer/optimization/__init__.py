@@ -1,0 +1,1 @@
+"""One optimisation step: the user's step, its backward, the optimisers."""

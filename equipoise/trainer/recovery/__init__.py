@@ -1,0 +1,1 @@
+"""Steps done again after an error of memory."""

@@ -1,0 +1,1 @@
+"""One run: the objects that its parts share, checks before it, signals during it."""

@@ -1,0 +1,261 @@
+"""Whether a module, its data and the trainer's options fit together; asked before anything runs."""
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import from_compiled
+from torch.utils.data import Dataset, IterableDataset
+
+from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
+from equipoise.interop.lightning.callbacks import looks_after_training_epochs
+from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, takes_iterator
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.hooks.names import warn_of_mistyped_hooks
+from equipoise.trainer.hooks.signatures import check_hook_signatures
+from equipoise.trainer.loops.iterator_epoch import check_iterator_step
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = ["as_module", "check_monitors", "check_run", "data_of", "placing", "warn_of_eval_mode"]
+
+_REMOVED = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
+
+
+def as_module(model: Any) -> LightningModule:
+    """Return the LightningModule in what the user passed, which `torch.compile` may have wrapped.
+
+    Raises:
+        ConfigurationError: If it is none; also a TypeError, as in Lightning.
+    """
+    if is_a(model, LightningModule):
+        if "_modules" not in vars(model):
+            raise ConfigurationTypeError(
+                f"`{type(model).__name__}.__init__` does not call `super().__init__()`. Call it first."
+            )
+        module: LightningModule = model
+        return module
+    if isinstance(model, torch.nn.Module) and hasattr(model, "dynamo_ctx"):
+        return from_compiled(model)  # type: ignore[arg-type]
+    if isinstance(model, type):
+        raise ConfigurationTypeError(
+            f"The Trainer takes a LightningModule, not a class: pass an object, `{model.__name__}(...)`."
+        )
+    import lightning
+
+    raise ConfigurationTypeError(
+        f"The Trainer takes a LightningModule (lightning {lightning.__version__}), not"
+        f" {type(model).__module__}.{type(model).__name__}."
+    )
+
+
+def check_run(context: "Context") -> None:
+    """Checks the module against what it is asked to do.
+
+    Raises:
+        ConfigurationError: Naming the method that is missing or in the way, and what to do.
+    """
+    module, fn = context.module, context.trainer.state.fn
+    name = type(module).__name__
+    for old, new in _REMOVED.items():
+        if callable(getattr(module, old, None)):
+            raise ConfigurationError(f"`{name}.{old}` belongs to Lightning 1.x and would never be called. Use `{new}`.")
+    for step in ("validation_step", "test_step", "predict_step"):
+        if takes_iterator(module, step):
+            raise ConfigurationError(
+                f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`. Only"
+                " `training_step` may pull its batches from an iterator."
+            )
+    warn_of_mistyped_hooks(context)
+    check_hook_signatures([module, *context.trainer.callbacks], fn)
+    context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
+    if fn == TrainerFn.FITTING:
+        _check_fit(context)
+    elif fn == TrainerFn.PREDICTING:
+        if not is_overridden("predict_step", module) and not is_overridden("forward", module):
+            raise ConfigurationError(
+                f"`predict` calls `predict_step`, or `forward` by default, but {name} defines neither. Define one."
+            )
+    else:
+        step = "validation_step" if fn == TrainerFn.VALIDATING else "test_step"
+        if not is_overridden(step, module):
+            raise ConfigurationError(
+                f"`{fn.value if fn else ''}` needs `{step}`, but {name} does not define it. Define"
+                f" `{step}(self, batch, batch_idx)`."
+            )
+    for stage in _stages(fn):
+        source = context.sources[stage]
+        if not source.is_defined():
+            raise ConfigurationError(
+                f"There is no {stage} loader: pass one, or a datamodule, or define `{source.method}` in"
+                f" {type(source.owner).__name__}."
+            )
+    if fn == TrainerFn.FITTING:
+        _warn_of_lost_validation(context)
+
+
+def _stages(fn: TrainerFn | None) -> list[str]:
+    """The stages that need loaders."""
+    return {
+        TrainerFn.FITTING: ["train"],
+        TrainerFn.VALIDATING: ["val"],
+        TrainerFn.TESTING: ["test"],
+        TrainerFn.PREDICTING: ["predict"],
+    }[fn or TrainerFn.FITTING]
+
+
+def _check_fit(context: "Context") -> None:
+    module, trainer, name = context.module, context.trainer, type(context.module).__name__
+    for method in ("training_step", "configure_optimizers"):
+        if not is_overridden(method, module):
+            raise ConfigurationError(
+                f"`fit` needs `training_step` and `configure_optimizers`, but {name} does not define `{method}`. Define"
+                " it."
+            )
+    _check_arguments(f"{name}.training_step", module.training_step)
+    if takes_iterator(module, "training_step"):
+        check_iterator_step(context)
+    for callback in trainer.checkpoint_callbacks:
+        _check_checkpoint_name(callback)
+    val, has_step = context.sources["val"], is_overridden("validation_step", module)
+    if val.given is not None and not has_step:
+        raise ConfigurationError(
+            f"A validation loader was passed, but {name} has no `validation_step`. Define it, or leave the loader out."
+        )
+    if module.automatic_optimization:
+        return
+    for option, value, off in (
+        ("gradient_clip_val", trainer.gradient_clip_val, None),
+        ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
+    ):
+        if value and value != off:
+            instead = (
+                "call `self.clip_gradients(...)`"
+                if option == "gradient_clip_val"
+                else "step the optimisers after every so many batches"
+            )
+            raise ConfigurationError(
+                f"{name} optimises by hand (automatic_optimization=False), so Trainer({option}={value}) has no"
+                f" effect. Leave it out and {instead} in `training_step`."
+            )
+
+
+def _check_checkpoint_name(callback: Any) -> None:
+    """Check that a callback writes its checkpoints inside its own folder."""
+    names = {
+        "filename": getattr(callback, "filename", None),
+        "CHECKPOINT_NAME_LAST": getattr(callback, "CHECKPOINT_NAME_LAST", None),
+    }
+    for attribute, name in names.items():
+        if not isinstance(name, str):
+            continue
+        folders = re.split(r"[/\\]", re.sub("[{}]", "", name))  # the names of metrics stand in it, as a rule
+        if ".." in folders or os.path.isabs(name):
+            raise ConfigurationError(
+                f"{attribute} of a {type(callback).__name__} names a file inside its dirpath, but {name!r} leads out of"
+                " it. Give the folder as dirpath."
+            )
+
+
+def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
+    """Checks that a training step takes a batch and its index, or a batch alone."""
+    signature = inspect.signature(step)
+    for given in ((None, 0), (None,)):
+        with suppress(TypeError):
+            signature.bind(*given)
+            return
+    raise ConfigurationError(
+        f"`{owner}` is called with a batch and its index, but is defined as `{signature}`. Take `(self, batch,"
+        " batch_idx)`; several optimisers are stepped by hand, with `self.automatic_optimization = False`."
+    )
+
+
+def data_of(loaders: Any, datamodule: Any, others: Any = None) -> tuple[Any, LightningDataModule | None]:
+    """Loaders or a data module, whichever was passed; also where the data module stands in the place of the loaders."""
+    if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
+        rank_zero_warn(
+            f"A dataset was passed in place of a loader ({type(loaders).__name__}), so each of its samples is taken"
+            " for a batch. Pass `DataLoader(dataset, batch_size=...)`; if the samples are batches, `batch_size=None`."
+        )
+    if is_a(loaders, LightningDataModule):
+        if datamodule is not None:
+            raise ConfigurationError("Two data modules were passed. Pass one.")
+        loaders, datamodule = None, loaders
+    if datamodule is not None and not is_a(datamodule, LightningDataModule):
+        raise ConfigurationError(f"datamodule must be a LightningDataModule, not a {type(datamodule).__name__}.")
+    if datamodule is not None and (loaders is not None or others is not None):
+        raise ConfigurationError("Both loaders and a datamodule were passed. Pass one of them.")
+    return loaders, datamodule
+
+
+@contextmanager
+def placing(module: LightningModule) -> Iterator[None]:
+    """Say which parameter or buffer has no values, if the module cannot be placed for that reason.
+
+    Raises:
+        ConfigurationError: Naming the first of them; also a RuntimeError.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            if tensor.is_meta:
+                raise ConfigurationRuntimeError(
+                    f"{name!r} of {type(module).__name__} is on the meta device, so it has no values to train. Create"
+                    " it on a real device, or initialise it after `module.to_empty(device=...)` in `configure_model`."
+                ) from error
+        raise
+
+
+def check_monitors(trainer: "Trainer") -> None:
+    """Check that what early stopping monitors has been logged; called when the first values of an epoch are there.
+
+    A class derived from Lightning's may look later than that, and one that looks after validations does not look in a
+    run without any.
+
+    Raises:
+        ConfigurationError: Naming what was logged; also a RuntimeError, as in Lightning.
+    """
+    if trainer.enable_validation and not trainer.fit_loop_state.val_loop.has_run:
+        return
+    for callback in trainer.early_stopping_callbacks:
+        looks = trainer.enable_validation or looks_after_training_epochs(callback)
+        if type(callback) is not base_of(callback, EarlyStopping) or not looks:
+            continue
+        known = sorted(map(str, trainer.callback_metrics))
+        if callback.strict and callback.monitor not in known:
+            near = get_close_matches(str(callback.monitor), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known) or 'none'}."
+            raise ConfigurationRuntimeError(
+                f"{type(callback).__name__} monitors {callback.monitor!r}, but no such value was logged{hint}"
+            )
+
+
+def _warn_of_lost_validation(context: "Context") -> None:
+    module, name = context.module, type(context.module).__name__
+    has_loader, has_step = context.sources["val"].is_defined(), is_overridden("validation_step", module)
+    if has_loader and not has_step:
+        rank_zero_warn(f"There is a validation loader, but {name} has no `validation_step`: it will not be validated.")
+    elif has_step and not has_loader and context.trainer.limit_val_batches > 0:
+        rank_zero_warn(f"{name} has a `validation_step`, but there is no validation loader: it will not be validated.")
+
+
+def warn_of_eval_mode(module: LightningModule) -> None:
+    """Warn of parts of a module that are in eval mode when training begins."""
+    if count := sum(not part.training for part in module.modules()):
+        rank_zero_warn(f"Found {count} module(s) in eval mode at the start of training. Is that intended?")

@@ -1,0 +1,1 @@
+"""Arguments of the Trainer, checked and turned into devices, strategies and callbacks."""

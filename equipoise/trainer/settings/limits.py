@@ -1,0 +1,119 @@
+"""How long training goes on, and how much of the data is read."""
+
+import math
+from typing import Any
+
+from equipoise.errors import ConfigurationError
+from equipoise.trainer.settings import arguments as check
+from equipoise.trainer.settings.arguments import Duration
+
+__all__ = ["Limits"]
+
+
+class Limits:
+    """The limits of a trainer's runs, checked, under the names of its arguments.
+
+    Attributes:
+        val_check_seconds: Seconds between validations, where `val_check_interval` is a duration.
+    """
+
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    limit_test_batches: int | float
+    limit_predict_batches: int | float
+    overfit_batches: int | float
+    val_check_interval: int | float
+    val_check_seconds: float | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | float
+    fast_dev_run: int | bool
+
+    def limit_training(
+        self, max_epochs: int | None, min_epochs: int | None, max_steps: int, min_steps: int | None
+    ) -> None:
+        """Sets when training ends."""
+        self.max_epochs = check.check_count("max_epochs", max_epochs, least=0, optional=True, unlimited=True)
+        self.min_epochs = check.check_count("min_epochs", min_epochs, least=0, optional=True)
+        self.max_steps = check.check_count("max_steps", max_steps, least=0, unlimited=True)
+        self.min_steps = check.check_count("min_steps", min_steps, least=0, optional=True)
+        check.check_order(self.min_epochs, self.max_epochs, "epochs")
+        check.check_order(self.min_steps, self.max_steps, "steps")
+
+    def limit_batches(
+        self,
+        train: int | float | None,
+        val: int | float | None,
+        test: int | float | None,
+        predict: int | float | None,
+        overfit: int | float,
+    ) -> None:
+        """Sets how many batches of an epoch, or which fraction of it, each stage reads."""
+        self.limit_train_batches = check.check_batch_limit("limit_train_batches", train)
+        self.limit_val_batches = check.check_batch_limit("limit_val_batches", val)
+        self.limit_test_batches = check.check_batch_limit("limit_test_batches", test)
+        self.limit_predict_batches = check.check_batch_limit("limit_predict_batches", predict)
+        self.overfit_batches = check.check_batch_limit("overfit_batches", overfit)
+        if self.overfit_batches > 0:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+
+    def limit_validation(
+        self, interval: int | float | Duration | None, every_n_epoch: int | None, sanity_steps: Any
+    ) -> None:
+        """Sets when a fit validates."""
+        self.val_check_interval, self.val_check_seconds = check.check_val_intervals(interval, every_n_epoch)
+        self.check_val_every_n_epoch = every_n_epoch
+        steps = check.check_count("num_sanity_val_steps", sanity_steps, least=0, unlimited=True)
+        self.num_sanity_val_steps = math.inf if steps == -1 else steps
+
+    def limit_for_development(self, fast_dev_run: int | bool) -> None:
+        """Applies `fast_dev_run`, which overrides the other limits."""
+        if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
+            raise ConfigurationError(
+                f"fast_dev_run must be True, False, or an integer of at least 0, not {fast_dev_run!r}."
+            )
+        batches = int(fast_dev_run)
+        self.fast_dev_run = True if batches == 1 else fast_dev_run
+        if not batches:
+            return
+        if not self.overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = batches
+        self.limit_test_batches = self.limit_predict_batches = batches
+        self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
+        self.val_check_interval, self.val_check_seconds, self.check_val_every_n_epoch = 1.0, None, 1
+
+    def batches_between_validations(self, max_batches: float, *, has_length: bool) -> float | None:
+        """The number of training batches from one validation to the next.
+
+        Args:
+            max_batches: The batches of an epoch; infinite if unknown.
+            has_length: Whether all training loaders have a length.
+
+        Returns:
+            The number; infinite: at the epoch's end; None: by the clock.
+
+        Raises:
+            ConfigurationError: If the interval does not fit the loaders.
+        """
+        interval = self.val_check_interval
+        if self.val_check_seconds is not None:
+            return None
+        if isinstance(interval, int):
+            if interval > max_batches and self.check_val_every_n_epoch is not None and self.limit_val_batches > 0:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} must be at most the number of training batches, {max_batches}."
+                    " Count over epochs with check_val_every_n_epoch=None, or turn validation off with"
+                    " limit_val_batches=0."
+                )
+            return interval
+        if not has_length:
+            if interval == 1.0:
+                return math.inf
+            raise ConfigurationError(
+                f"val_check_interval={interval} is a fraction, but the training loader has no length. Give a number"
+                " of batches, 1.0 or a time."
+            )
+        return max(1, int(max_batches * interval))

@@ -1,0 +1,1 @@
+"""State of a run in plain data: counters and the present stage."""

@@ -1,0 +1,1 @@
+"""What users and Lightning's objects read from a trainer."""

@@ -1,0 +1,317 @@
+"""`trainer.strategy` as Lightning's objects and users of Lightning's `Strategy` expect it.
+
+Every public name of Lightning's strategies has a meaning here or raises an error that names the way out. Names that
+only our strategies have are forwarded to the strategy itself. No name of Lightning's is forwarded to a method of ours
+that happens to have the same name and another meaning.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from equipoise.errors import ConfigurationError
+from equipoise.trainer.checkpointing.file import write_checkpoint
+from equipoise.trainer.checkpointing.reading import load_checkpoint
+
+if TYPE_CHECKING:
+    from equipoise.strategies.strategy import Strategy
+    from equipoise.trainer.trainer import Trainer
+
+__all__ = ["StrategyView"]
+
+# What Lightning's own loops do with a strategy, and no program has to do with ours.
+_OF_LIGHTNINGS_LOOPS = {
+    "configure_ddp": "A run prepares the module by itself.",
+    "determine_ddp_device_ids": "Read `trainer.device_ids`.",
+    "model_to_device": "A run places the module by itself. To place it before a run, call `module.to(device)`.",
+    "register_strategies": "Pass an object: Trainer(strategy=MyStrategy()).",
+    "set_world_ranks": "Read `trainer.global_rank` and `trainer.world_size`.",
+    "setup": "A run sets the strategy up by itself.",
+    "setup_distributed": "A run starts and connects its processes by itself.",
+    "setup_environment": "A run starts and connects its processes by itself.",
+    "setup_optimizers": "A run calls `configure_optimizers` by itself; read `trainer.optimizers`.",
+    "setup_precision_plugin": "Pass Trainer(precision=...).",
+}
+# Hooks of Lightning's strategies that do nothing there, either.
+_WITHOUT_EFFECT = {
+    *(f"on_{stage}_{end}" for stage in ("train", "validation", "test", "predict") for end in ("start", "end")),
+    "on_exception",
+    "on_train_batch_start",
+    "post_backward",
+    "post_training_step",
+    "pre_backward",
+}
+_STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
+
+
+class StrategyView:
+    """`trainer.strategy`: the strategy, and beside its own members those of Lightning's strategies.
+
+    Args:
+        strategy: The strategy.
+        trainer: The trainer.
+    """
+
+    lightning_restore_optimizer = True
+    handles_gradient_accumulation = False
+    restore_checkpoint_after_setup = False
+    launcher = None
+
+    def __init__(self, strategy: "Strategy", trainer: "Trainer") -> None:
+        self._own = strategy
+        self._of = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_LIGHTNINGS_LOOPS:
+            return partial(_refuse, name)
+        if name in _WITHOUT_EFFECT:
+            return _do_nothing
+        if name in _STEPS:
+            return partial(self._run_step, name)
+        return getattr(self._own, name)
+
+    def __reduce__(self) -> Any:
+        """Pickle by the arguments: a view without attributes would look for them for ever."""
+        return StrategyView, (self._own, self._of)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The strategy's class, so that `isinstance(trainer.strategy, SingleDeviceStrategy)` says what it should."""
+        return type(self._own)
+
+    # The module.
+
+    def connect(self, model: Any) -> None:
+        """Set what `trainer.lightning_module` returns, without a run; `trainer.save_checkpoint` can save it then.
+
+        Args:
+            model: A LightningModule.
+
+        Raises:
+            ConfigurationError: If it is none.
+        """
+        self._of.connect_module(model)
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: Lightning's argument is the trainer, ours a module and a precision."""
+        _refuse("setup")
+
+    @property
+    def lightning_module(self) -> Any:
+        """The user's module."""
+        return self._of.lightning_module
+
+    model = lightning_module
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the module."""
+        return self._own.module_state(self._connected_module("lightning_module_state_dict"))
+
+    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint into the module."""
+        module = self._connected_module("load_model_state_dict")
+        self._own.load_module_state(module, checkpoint["state_dict"], strict=strict)
+
+    def _connected_module(self, name: str) -> Any:
+        module = self._of.lightning_module
+        if module is None:
+            raise ConfigurationError(
+                f"`trainer.strategy.{name}` needs a module, but no run has brought one yet. Call"
+                " `trainer.strategy.connect(module)` before."
+            )
+        return module
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a step of the module in the context of the run's precision."""
+        step = getattr(self._connected_module(name), name)
+        context = self._of.precision_in_use.forward_context
+        with nullcontext() if context is None else context():
+            return step(*args, **kwargs)
+
+    # Optimisation.
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimisers."""
+        return self._of.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._of.optimizers = optimizers
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        return self._of.lightning_optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers."""
+        return self._of.lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[Any]) -> None:
+        self._of.lr_scheduler_configs = configs
+
+    def backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        """`manual_backward` comes here."""
+        self._of.fit_loop_state.optimization.backward.manual(loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """`LightningOptimizer.step` comes here."""
+        return self._of.fit_loop_state.optimization.optimizer_step(optimizer, closure, **kwargs)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the whole state of an optimiser, as `self.optimizers()` or `trainer.optimizers` gives it."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return self._own.optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        """Load the states of the optimisers of a checkpoint."""
+        for optimizer, state in zip(self._of.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._own.load_optimizer_state(optimizer, state)
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context that changes nothing: gradients are exchanged when they are needed."""
+        return nullcontext()
+
+    # Data, devices and precision.
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Copy a batch to a device, by the transfer hooks of the module or data module.
+
+        Args:
+            batch: What a loader gave.
+            device: The device. Default: the root device of this process.
+            dataloader_idx: The number of the loader.
+        """
+        device = self._own.root_device if device is None else torch.device(device)
+        context = self._of.current_context
+        if context is None:
+            return move_data_to_device(batch, device)
+        return context.make_transfer(dataloader_idx)(batch, device)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return the loader as it is, as Lightning's strategies for CPU and GPU do."""
+        return dataloader
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's plugin for the precision."""
+        return self._of.precision_plugin
+
+    @property
+    def accelerator(self) -> Any:
+        """Lightning's accelerator of the root device."""
+        return self._of.accelerator
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of this process."""
+        return list(self._own.devices)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._of.num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this machine."""
+        return max(1, self._own.world_size // self._of.num_nodes)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self._own.world_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The arguments of a DistributedSampler for this process."""
+        return {"num_replicas": self._own.world_size, "rank": self._own.global_rank}
+
+    @property
+    def strategy_name(self) -> str:
+        """The name by which `Trainer(strategy=...)` finds the strategy."""
+        return self._own.name
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which a module is made on the device and in the precision of the trainer."""
+        return self._of.init_module(empty_init)  # type: ignore[no-any-return]
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Return a context that changes nothing: no strategy shards a module while it is made."""
+        return nullcontext()
+
+    # Processes.
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of process `src`, in every process."""
+        return self._own.broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all processes, or any, decided for it."""
+        if self._own.world_size == 1:
+            return decision
+        votes = int(self._own.reduce(torch.tensor(int(decision), device=self._own.root_device), reduce_op="sum"))
+        return votes == self._own.world_size if all else votes > 0
+
+    # Checkpoints.
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The CheckpointIO that was passed to the trainer, else one that writes and reads as the trainer does."""
+        return _CheckpointFiles() if self._of.checkpoint_io is None else self._of.checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
+        self._of.checkpoint_io = None if isinstance(plugin, _CheckpointFiles) else plugin
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint in the first process."""
+        if self._own.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; code in it runs only with `weights_only=False`."""
+        return load_checkpoint(checkpoint_path, self._of.checkpoint_io, weights_only=weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint file or folder, in the first process."""
+        if self._own.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+
+class _CheckpointFiles(CheckpointIO):
+    """Checkpoints as the trainer writes and reads them where no CheckpointIO was passed."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        write_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return load_checkpoint(path, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        filesystem = get_filesystem(path)
+        if filesystem.exists(path):
+            filesystem.rm(path, recursive=True)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
+    raise ConfigurationError(
+        f"`trainer.strategy.{name}` is a step of Lightning's own loops, which do not run here."
+        f" {_OF_LIGHTNINGS_LOOPS[name]}"
+    )
