@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch as _torch  # noqa: F401  the one import that every use of the package pays for
 
+from equipoise.former_names import find_by_former_names
 from equipoise.public_names import lazy_dir, lazy_getattr, names_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazy_getattr(__name__)
     __dir__ = lazy_dir(__name__)
+
+find_by_former_names()
 
 __all__ = names_of(__name__)
 __version__ = "0.1.0"

@@ -150,7 +150,7 @@ def _announce_example() -> None:
 
 def _app() -> ModuleType:
     try:
-        from equipoise import app
+        from equipoise.app import compose
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("hydra", "omegaconf"):
             raise
@@ -158,7 +158,7 @@ def _app() -> ModuleType:
             f"This command needs Hydra, but {error.name} is not installed: pip install hydra-core."
             " `from equipoise import Trainer` works without it."
         ) from None
-    return app
+    return compose
 
 
 def _folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:

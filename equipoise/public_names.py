@@ -11,40 +11,57 @@ from typing import Any
 
 __all__ = ["lazy_dir", "lazy_getattr", "names_of"]
 
-_PUBLIC: dict[str, tuple[str, ...]] = {
-    "equipoise.callbacks.callback": ("Callback",),
-    "equipoise.callbacks.evaluation.evaluation_pass": ("EvaluationResult",),
-    "equipoise.callbacks.memory.memory_logger": ("MemoryLogger",),
-    "equipoise.callbacks.evaluation.no_grad_evaluation": ("NoGradEvaluation",),
-    "equipoise.callbacks.oom_recovery": ("OOMRecovery",),
-    "equipoise.callbacks.progress.progress_bar": ("ProgressBar",),
-    "equipoise.report.run_report": ("RunReport",),
-    "equipoise.report.run_summary": ("RunSummary",),
-    "equipoise.errors": ("CheckpointError", "ConfigurationError", "StepError", "WorkerError"),
-    "equipoise.memory.out_of_memory": ("OutOfMemoryEvent", "Split"),
-    "equipoise.parallel.batches.calibration": ("SimulatedDevice",),
-    "equipoise.strategies.replicated.balanced": ("BalancedDataParallelStrategy",),
-    "equipoise.strategies.replicated.data_parallel": ("DataParallelStrategy",),
-    "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
-    "equipoise.strategies.pipeline": ("PipelineStrategy",),
-    "equipoise.strategies.single_device": ("SingleDeviceStrategy",),
-    "equipoise.step_protocols": ("StepResult",),
-    "equipoise.strategies.strategy": ("Strategy",),
-    "equipoise.trainer.cli_trainer": ("CLITrainer",),
-    "equipoise.trainer.trainer": ("Trainer",),
-    "lightning.pytorch": ("LightningDataModule", "LightningModule"),
+# By package: the modules that define its names. `equipoise` offers those of the packages in `_COLLECTED` as well.
+_PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
+    "equipoise": {
+        "equipoise.errors": ("CheckpointError", "ConfigurationError", "StepError", "WorkerError"),
+        "equipoise.memory.out_of_memory": ("OutOfMemoryEvent", "Split"),
+        "equipoise.parallel.batches.calibration": ("SimulatedDevice",),
+        "lightning.pytorch": ("LightningDataModule", "LightningModule"),
+    },
+    "equipoise.callbacks": {
+        "equipoise.callbacks.callback": ("Callback",),
+        "equipoise.callbacks.evaluation.evaluation_pass": ("EvaluationResult",),
+        "equipoise.callbacks.evaluation.no_grad_evaluation": ("NoGradEvaluation",),
+        "equipoise.callbacks.memory.memory_logger": ("MemoryLogger",),
+        "equipoise.callbacks.oom_recovery": ("OOMRecovery",),
+        "equipoise.callbacks.progress.progress_bar": ("ProgressBar",),
+        "equipoise.report.run_report": ("RunReport",),
+        "equipoise.report.run_summary": ("RunSummary",),
+    },
+    "equipoise.report": {
+        "equipoise.report.page.page": ("render_report", "write_report"),
+        "equipoise.report.page.record": ("RunRecord",),
+        "equipoise.report.run_report": ("RunReport",),
+        "equipoise.report.run_summary": ("RunSummary",),
+    },
+    "equipoise.strategies": {
+        "equipoise.step_protocols": ("StepResult",),
+        "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
+        "equipoise.strategies.pipeline": ("PipelineStrategy",),
+        "equipoise.strategies.replicated.balanced": ("BalancedDataParallelStrategy",),
+        "equipoise.strategies.replicated.data_parallel": ("DataParallelStrategy",),
+        "equipoise.strategies.single_device": ("SingleDeviceStrategy",),
+        "equipoise.strategies.strategy": ("Strategy",),
+    },
+    "equipoise.strategies.ddp": {
+        "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
+    },
+    "equipoise.trainer": {
+        "equipoise.trainer.cli_trainer": ("CLITrainer",),
+        "equipoise.trainer.trainer": ("Trainer",),
+    },
 }
-_PACKAGES = ("callbacks", "strategies", "trainer")
+_COLLECTED = ("callbacks", "strategies", "trainer")
 
 
 def _homes_of(package: str) -> dict[str, str]:
-    """Return the module of each name that a package offers: `equipoise` offers all, a package below it its own."""
-    inside = f"{package}."
-    homes = {}
-    for home, names in _PUBLIC.items():
-        if package == "equipoise" or home.startswith(inside):
-            homes.update(dict.fromkeys(names, home))
-    return homes
+    """Return the module of each name that a package offers."""
+    modules = dict(_PUBLIC[package])
+    if package == "equipoise":
+        for inner in _COLLECTED:
+            modules |= _PUBLIC[f"equipoise.{inner}"]
+    return {name: module for module, names in modules.items() for name in names}
 
 
 def names_of(package: str) -> list[str]:
@@ -69,7 +86,7 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
     homes = _homes_of(package)
 
     def __getattr__(name: str) -> Any:
-        if package == "equipoise" and name in _PACKAGES:  # as after `import equipoise`, where nobody imported it
+        if package == "equipoise" and name in _COLLECTED:  # as after `import equipoise`, where nobody imported it
             return import_module(f"{package}.{name}")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from equipoise.errors import StepError
-from equipoise.parallel.batches.sampling import in_turn
+from equipoise.interleave import interleave
 
 __all__ = [
     "MetricState",
@@ -226,7 +226,7 @@ def _never() -> bool:
 def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], aligned: bool) -> Any:
     reduce: Any = metric._reductions[name]
     if isinstance(states[0], list):
-        items = in_turn(states) if aligned else [item for state in states for item in state]
+        items = interleave(states) if aligned else [item for state in states for item in state]
         return items if reduce is None or reduce is dim_zero_cat else reduce(items)
     if reduce is None and len(states) > 1:
         return torch.stack(states)  # as torchmetrics leaves them; the metric itself puts them together

@@ -1,1 +1,17 @@
-"""The report and the summary of a run, written by callbacks."""
+"""The report and the summary of a run: callbacks that collect it, and the page that shows it."""
+
+from typing import TYPE_CHECKING
+
+from equipoise.public_names import lazy_dir, lazy_getattr, names_of
+
+if TYPE_CHECKING:
+    from equipoise.report.page.page import render_report as render_report
+    from equipoise.report.page.page import write_report as write_report
+    from equipoise.report.page.record import RunRecord as RunRecord
+    from equipoise.report.run_report import RunReport as RunReport
+    from equipoise.report.run_summary import RunSummary as RunSummary
+else:
+    __getattr__ = lazy_getattr(__name__)
+    __dir__ = lazy_dir(__name__)
+
+__all__ = names_of(__name__)

@@ -22,10 +22,11 @@ from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import Window
 from equipoise.parallel.communication.membership import refuse_copies
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.precision import Precision
 from equipoise.step_protocols import EvaluationStep, StepResult, TrainingStep
 
-__all__ = ["Strategy", "Transfer", "parameters_of"]
+__all__ = ["Strategy", "Transfer"]
 
 T = TypeVar("T")
 Transfer = Callable[[Any, torch.device], Any]
@@ -223,7 +224,7 @@ class Strategy:
         """
         factor = window.correction()
         if factor is not None:
-            foreach.multiply_([p.grad for p in parameters_of(optimizer) if p.grad is not None], factor)
+            foreach.multiply_([p.grad for p in optimizer_parameters(optimizer) if p.grad is not None], factor)
         return None
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
@@ -235,9 +236,9 @@ class Strategy:
             algorithm: "norm" or "value".
         """
         if algorithm == "value":
-            nn.utils.clip_grad_value_(parameters_of(optimizer), value)
+            nn.utils.clip_grad_value_(optimizer_parameters(optimizer), value)
         elif algorithm == "norm":
-            nn.utils.clip_grad_norm_(parameters_of(optimizer), value)
+            nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), value)
         else:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
 
@@ -354,8 +355,3 @@ class Strategy:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Loads what `optimizer_state` returned, moved to where the parameters are."""
         optimizer.load_state_dict(state)
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters of an optimiser, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -13,7 +13,7 @@ import pytest
 
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import CATEGORIES, Composition, Holder, MemoryPoint
-from equipoise.report.page import page
+from equipoise.report.page import page as page_module
 from equipoise.report.page.page import render_report, write_report
 from equipoise.report.page.record import PipelineStep, RunEvent, RunRecord, StageSpan
 from equipoise.report.page.sections import curves_section
@@ -209,7 +209,7 @@ class TestFile:
 
     def test_an_error_in_the_making_keeps_the_old_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         write_report(record(title="old"), tmp_path / "report.html")
-        monkeypatch.setattr(page, "render_report", lambda record: 1 / 0)
+        monkeypatch.setattr(page_module, "render_report", lambda record: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_report(record(title="new"), tmp_path / "report.html")
         assert "old" in (tmp_path / "report.html").read_text()

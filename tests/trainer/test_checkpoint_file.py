@@ -119,7 +119,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path, moment: str) -> Non
 
 HOLDER = """
 import sys, torch
-from equipoise.trainer import atomic_file
+from equipoise.trainer.checkpointing import atomic_file
 from pathlib import Path
 
 def write(file):

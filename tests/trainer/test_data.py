@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from equipoise import Strategy, Trainer
-from equipoise.interop.lightning import loaders
+from equipoise.interop.lightning import loaders as lightning_loaders
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.trainer.data import loader_state, loaders
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, length_of
@@ -169,7 +169,7 @@ def test_lengths(loader: Any, length: int | None) -> None:
 # The loaders of a stage
 
 
-def loaders(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool = False) -> loaders.Loaders:
+def loaders_of(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool = False) -> loaders.Loaders:
     source = loaders.Source(stage, given, Small())
     return loaders.Loaders(source, given, limit=limit, overfit=overfit, strategy=Strategy())
 
@@ -179,7 +179,7 @@ def loaders(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool 
 )
 def test_limits(limit: float, batches: int) -> None:
     """A fraction is rounded down, as in Lightning."""
-    assert loaders(loader(10), limit).length() == batches
+    assert loaders_of(loader(10), limit).length() == batches
     run = trainer(L.Trainer, limit_train_batches=limit)
     run.fit(Small(), loader(10))
     assert run.num_training_batches == batches
@@ -187,13 +187,13 @@ def test_limits(limit: float, batches: int) -> None:
 
 @pytest.mark.parametrize(("limit", "batches"), [(1.0, math.inf), (3, 3)])
 def test_limits_of_loaders_without_length(limit: float, batches: float) -> None:
-    assert loaders(DataLoader(Stream(9)), limit).length() == batches
+    assert loaders_of(DataLoader(Stream(9)), limit).length() == batches
 
 
 @pytest.mark.parametrize(("mode", "length"), [("max_size_cycle", 5), ("max_size", 5), ("min_size", 3)])
 def test_lengths_of_loaders_that_are_read_together(mode: Any, length: int) -> None:
     given = {"a": loader(5), "b": loader(3)}
-    chosen = loaders(CombinedLoader(given, mode))
+    chosen = loaders_of(CombinedLoader(given, mode))
     assert chosen.length() == length
     assert chosen.iterables == given
     assert not chosen.single
@@ -202,7 +202,7 @@ def test_lengths_of_loaders_that_are_read_together(mode: Any, length: int) -> No
 
 def test_a_loader_is_left_as_it_is() -> None:
     one = loader()
-    chosen = loaders(one)
+    chosen = loaders_of(one)
     assert chosen.single
     assert chosen.iterables is one
     assert chosen.flat == [one]
@@ -224,7 +224,7 @@ def test_where_loaders_come_from() -> None:
 @pytest.mark.parametrize("stage", ["val", "test", "predict"])
 def test_an_evaluation_that_shuffles_is_noticed(stage: str) -> None:
     with pytest.warns(UserWarning, match=f"The {stage} loader shuffles"):
-        loaders(loader(shuffle=True), stage=stage)
+        loaders_of(loader(shuffle=True), stage=stage)
 
 
 # Overfitting
@@ -249,9 +249,9 @@ def test_overfitting_reads_the_same_batches_in_every_epoch(overfit: float) -> No
 
 def test_overfitting_says_that_it_does_not_shuffle() -> None:
     with pytest.warns(UserWarning, match="shuffling of the train loader is turned off"):
-        chosen = loaders(loader(shuffle=True), 2, overfit=True)
+        chosen = loaders_of(loader(shuffle=True), 2, overfit=True)
     assert isinstance(chosen.flat[0].sampler, SequentialSampler)
-    assert isinstance(loaders(DataLoader(Stream(4)), 2, overfit=True).flat[0].dataset, IterableDataset)
+    assert isinstance(loaders_of(DataLoader(Stream(4)), 2, overfit=True).flat[0].dataset, IterableDataset)
 
 
 # Copies of loaders
@@ -351,19 +351,19 @@ def test_workers_are_seeded_as_lightning_seeds_them(monkeypatch: pytest.MonkeyPa
 def test_workers_are_left_alone_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
     source = loader()
-    loaders.seed_workers(source, 0)
+    lightning_loaders.seed_workers(source, 0)
     assert source.worker_init_fn is None
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     own = loader(worker_init_fn=print)
-    loaders.seed_workers(own, 0)
+    lightning_loaders.seed_workers(own, 0)
     assert own.worker_init_fn is print
-    loaders.seed_workers([1, 2], 0)  # no loader of torch
+    lightning_loaders.seed_workers([1, 2], 0)  # no loader of torch
 
 
 def test_drawing_seeds_draws_what_an_iterator_draws() -> None:
     for options in ({}, {"generator": torch.Generator()}):
         source, twin = loader(**options), loader(**options)
-        chosen = loaders(source)
+        chosen = loaders_of(source)
         states = loader_state.generator_states([source])
         torch.manual_seed(3)
         iter(twin)

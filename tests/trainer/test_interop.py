@@ -29,7 +29,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from equipoise import Trainer
 from equipoise.interop import metrics
 from equipoise.interop.lightning import callbacks, loaders, loggers, modules, optimizers, self_log
-from equipoise.interop.torch import optimizers
+from equipoise.interop.torch.optimizers import has_step_hooks, unscales_by_itself
 from tests.conftest import ignoring
 from tests.trainer.small import Small, loader, trainer
 
@@ -319,13 +319,13 @@ def test_optimisers_that_the_user_sees() -> None:
 
 def test_hooks_before_a_step() -> None:
     optimizer = SGD(Small().parameters(), lr=0.1)
-    assert not optimizers.has_step_hooks(optimizer)
+    assert not has_step_hooks(optimizer)
     handle = optimizer.register_step_pre_hook(lambda *args: None)
-    assert optimizers.has_step_hooks(optimizer)
+    assert has_step_hooks(optimizer)
     handle.remove()
-    assert not optimizers.has_step_hooks(optimizer)
+    assert not has_step_hooks(optimizer)
     optimizer.register_step_post_hook(lambda *args: None)
-    assert not optimizers.has_step_hooks(optimizer)
+    assert not has_step_hooks(optimizer)
 
 
 def test_optimisers_that_unscale_by_themselves() -> None:
@@ -344,10 +344,10 @@ def test_optimisers_that_unscale_by_themselves() -> None:
         optimizer, scaler = Own([parameter], by_itself), torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(parameter.sum()).backward()
         scaler.step(optimizer)
-        assert optimizers.unscales_by_itself(optimizer) == by_itself
+        assert unscales_by_itself(optimizer) == by_itself
         assert optimizer.seen == (4.0 if by_itself else 1.0)
-    assert optimizers.unscales_by_itself(Adam(Small().parameters(), fused=True))
-    assert not optimizers.unscales_by_itself(Adam(Small().parameters()))
+    assert unscales_by_itself(Adam(Small().parameters(), fused=True))
+    assert not unscales_by_itself(Adam(Small().parameters()))
 
 
 def test_modules_are_made_without_initialisation() -> None:

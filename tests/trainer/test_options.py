@@ -27,12 +27,12 @@ FOLLOWS_FROM_THE_PLACE = "num_nodes"  # 1 in Lightning; here nothing was said
 # The Trainer as a whole
 
 
-def arguments(cls: type) -> dict[str, inspect.Parameter]:
+def parameters_of(cls: type) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in inspect.signature(cls).parameters.items() if name != "self"}
 
 
 def test_arguments_and_defaults_are_lightnings() -> None:
-    theirs, ours = arguments(L.Trainer), arguments(Trainer)
+    theirs, ours = parameters_of(L.Trainer), parameters_of(Trainer)
     assert set(theirs) - set(ours) == LIGHTNINGS_ALONE
     assert set(ours) - set(theirs) == OURS_ALONE
     both = set(ours) & set(theirs) - {FOLLOWS_FROM_THE_PLACE}

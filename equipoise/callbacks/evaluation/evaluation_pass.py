@@ -14,9 +14,9 @@ from torchmetrics import Metric, MetricCollection
 
 from equipoise.callbacks.evaluation.host import Surroundings
 from equipoise.errors import StepError
+from equipoise.interleave import interleave
 from equipoise.interop.metrics import join_metrics, states_to_send
 from equipoise.memory.devices import PeakMeter
-from equipoise.parallel.batches.sampling import in_turn
 from equipoise.parallel.batches.splitting import entries_of
 
 __all__ = ["EvaluationPass", "EvaluationResult", "without_graph"]
@@ -146,7 +146,7 @@ class EvaluationPass:
         if self.around.world_size > 1:
             together = gather((values, self.outputs))
             values = next((each for each, _ in together if each is not None), None)
-            self.outputs = in_turn(outputs for _, outputs in together)
+            self.outputs = interleave(outputs for _, outputs in together)
         return EvaluationResult(
             step=step,
             epoch=epoch,

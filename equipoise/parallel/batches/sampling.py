@@ -11,7 +11,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from enum import Enum
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,6 @@ __all__ = [
     "SameOrder",
     "SharedBatches",
     "UnpaddedDistributedSampler",
-    "in_turn",
 ]
 
 T = TypeVar("T")
@@ -200,14 +198,3 @@ class Collate:
     def __call__(self, samples: Any) -> Any:
         """The batch, or `NO_BATCH`."""
         return NO_BATCH if isinstance(samples, list) and not samples else self.collate(samples)
-
-
-def in_turn(of_processes: Iterable[Iterable[T]]) -> list[T]:
-    """What processes made of batches that were dealt out in turn, in the order of the batches.
-
-    Example:
-        >>> in_turn([["a", "c", "e"], ["b", "d"]])
-        ['a', 'b', 'c', 'd', 'e']
-    """
-    rounds: Iterator[tuple[Any, ...]] = zip_longest(*of_processes, fillvalue=NO_BATCH)
-    return [each for turn in rounds for each in turn if each is not NO_BATCH]

@@ -11,10 +11,10 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.communication.membership import compute_metrics_alone
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.processes.client import StageProcesses
 from equipoise.pipeline.processes.loss_scale import JoinedOptimizer
-from equipoise.strategies.strategy import parameters_of
 
 __all__ = ["SplitTraining"]
 
@@ -62,7 +62,7 @@ class SplitTraining:
     def _send(self, index: int, optimizer: Optimizer) -> None:
         processes = self.processes
         groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
-        kept = {p: optimizer.state[p] for p in parameters_of(optimizer) if p in optimizer.state}
+        kept = {p: optimizer.state[p] for p in optimizer_parameters(optimizer) if p in optimizer.state}
         away = {p: state for p, state in kept.items() if self._is_elsewhere(p)}
         for stage in range(processes.last):
             state = {p: state for p, state in kept.items() if self._has(stage, p)}
@@ -122,7 +122,7 @@ class SplitTraining:
             yield
         finally:
             if sent:
-                for parameter in parameters_of(optimizer):
+                for parameter in optimizer_parameters(optimizer):
                     if self._is_elsewhere(parameter):
                         optimizer.state.pop(parameter, None)
 
@@ -132,7 +132,7 @@ class SplitTraining:
         self._sent = sent  # they have it still
         for index in sent:
             if self._optimizers[index] is not optimizer:
-                for parameter in parameters_of(self._optimizers[index]):
+                for parameter in optimizer_parameters(self._optimizers[index]):
                     if self._is_elsewhere(parameter):
                         self._optimizers[index].state.pop(parameter, None)
 
@@ -156,7 +156,7 @@ class SplitTraining:
             factor: By what gradients are multiplied; None: they stay as they are.
         """
         processes, index = self.processes, self._number(optimizer)
-        for parameter in parameters_of(optimizer):
+        for parameter in optimizer_parameters(optimizer):
             if parameter.grad is not None and self._is_elsewhere(parameter):
                 name = next(name for name, each in self._module.named_parameters() if each is parameter)
                 raise StepError(
@@ -164,7 +164,7 @@ class SplitTraining:
                     f" {processes.owner_of(processes.key_of(parameter) or 0)}. Use it within the network's forward, or"
                     " take engine='threads'."
                 )
-        ours = {processes.key_of(parameter) for parameter in parameters_of(optimizer)}
+        ours = {processes.key_of(parameter) for parameter in optimizer_parameters(optimizer)}
         self._add_up({key: stages for key, stages in processes.shared().items() if key in ours})
         if factor is not None:
             processes.tell_all("scale", index, factor)
@@ -192,7 +192,7 @@ class SplitTraining:
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clips gradients over all stages."""
-        index, parameters = self._number(optimizer), parameters_of(optimizer)
+        index, parameters = self._number(optimizer), optimizer_parameters(optimizer)
         if algorithm == "value":
             self.processes.tell_all("clip", index, value, None)
             nn.utils.clip_grad_value_(parameters, value)

@@ -19,9 +19,9 @@ from equipoise.errors import StepError
 from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.weighting import Window
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.ddp.window_totals import AlongGradients, Apart, OnHost, TotalWeight, as_number, reading_waits
-from equipoise.strategies.strategy import parameters_of
 
 __all__ = ["Engine", "NativeEngine", "TorchEngine", "goes_backward_once"]
 
@@ -69,10 +69,10 @@ def _weigh(window: Window, optimizer: Optimizer, total: float | Tensor, divided_
     """
     factor = window.correction(total, divided_by)
     if factor is not None:
-        foreach.multiply_([p.grad for p in parameters_of(optimizer) if p.grad is not None], factor)
+        foreach.multiply_([p.grad for p in optimizer_parameters(optimizer) if p.grad is not None], factor)
     nobody = not isinstance(total, Tensor) and total == 0
     if nobody:
-        for parameter in parameters_of(optimizer):
+        for parameter in optimizer_parameters(optimizer):
             parameter.grad = None
     return nobody
 

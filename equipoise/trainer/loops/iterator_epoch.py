@@ -12,60 +12,20 @@ StopIteration ends the epoch.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import LBFGS
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.interop.lightning.classes import is_a, takes_iterator
+from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.dataloader_iter import DataLoaderIter
 from equipoise.trainer.loops.after_batch import AfterBatch
-from equipoise.trainer.recovery.micro_batching import is_armed
+from equipoise.trainer.runtime.iterator_preflight import accumulation_refused
 
 if TYPE_CHECKING:
     from equipoise.trainer.loops.fit_loop import FitLoop
-    from equipoise.trainer.runtime.run_context import Context
 
-__all__ = ["check_iterator_step", "run_epoch"]
-
-
-def check_iterator_step(context: "Context") -> None:
-    """Check that steps can be exact if `training_step` pulls its batches by itself.
-
-    Raises:
-        ConfigurationError: Naming what is in the way, and the way out.
-    """
-    trainer = context.trainer
-    strategy = context.strategy
-    step = f"`{type(context.module).__name__}.training_step(dataloader_iter)`"
-    if not takes_iterator(context.module, "training_step", alone=True):
-        raise ConfigurationError(
-            f"{step} takes the iterator alone: `(self, dataloader_iter)`. The index comes with each batch:"
-            " `batch, batch_idx, dataloader_idx = next(dataloader_iter)`."
-        )
-    if not strategy.keeps_batches_whole:
-        raise ConfigurationError(
-            f"{step} pulls its batches by itself, so strategy={strategy.name!r} cannot give each device or process its"
-            " part. Take strategy='single_device' with one device, or `training_step(self, batch, batch_idx)`."
-        )
-    if is_armed(context):
-        raise ConfigurationError(
-            f"{step} cannot be done again after an error of memory, since the batches that it pulled are gone. Leave"
-            " OOMRecovery and other callbacks with `on_out_of_memory` out, or take `training_step(self, batch,"
-            " batch_idx)`."
-        )
-    schedules = any(is_a(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
-    if trainer.accumulate_grad_batches != 1 or schedules:
-        raise _accumulation_refused(step)
-
-
-def _accumulation_refused(step: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{step} pulls as many batches as it likes, so the trainer cannot know how much each weighs in an accumulated"
-        " gradient, nor which step is the epoch's last. Leave accumulate_grad_batches and"
-        " GradientAccumulationScheduler out, and pull all batches of an optimiser step in one `training_step`."
-    )
+__all__ = ["run_epoch"]
 
 
 def run_epoch(loop: "FitLoop") -> None:
@@ -117,7 +77,7 @@ class _IteratorEpoch:
         step = f"`{type(module).__name__}.training_step(dataloader_iter)`"
         # Averaging of weights sets a window, too, but goes through an epoch without gradients.
         if trainer.accumulate_grad_batches != 1 and not self.loop.skip_backward:
-            raise _accumulation_refused(step)
+            raise accumulation_refused(step)
         if module.automatic_optimization and any(isinstance(each, LBFGS) for each in trainer.optimizers):
             raise ConfigurationError(
                 f"LBFGS runs a step several times on the same batch, but {step} would pull other batches each time. Set"

@@ -9,12 +9,13 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
+from equipoise.interleave import interleave
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.batches.sampling import in_turn
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders
+from equipoise.trainer.data.source_view import SourceView
 from equipoise.trainer.loops.evaluation_step import (
     EvaluationStep,
     Modes,
@@ -24,7 +25,6 @@ from equipoise.trainer.loops.evaluation_step import (
 )
 from equipoise.trainer.runtime.signals import leave_evaluation
 from equipoise.trainer.state.progress import BatchProgress
-from equipoise.trainer.surface.lightning_view import SourceView
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import Context
@@ -124,7 +124,7 @@ class PredictionLoop:
             self._predict(context, recorded, index, several=several, final=index == len(passes) - 1)
         hooks.call("on_predict_epoch_end")
         if self.return_predictions:
-            self._predictions = [in_turn(strategy.gather_objects(outputs)) for outputs in self._predictions]
+            self._predictions = [interleave(strategy.gather_objects(outputs)) for outputs in self._predictions]
         results = self.predictions if self.return_predictions else None
         if not self.return_predictions:
             self._predictions = []

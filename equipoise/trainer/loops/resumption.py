@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states, metric_states
-from equipoise.strategies.strategy import parameters_of
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
@@ -47,7 +47,7 @@ def position_of(loop: "FitLoop") -> dict[str, Any]:
         loop: The training loop, at any moment.
     """
     window, optimizers = loop.window, loop.trainer.optimizers
-    parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)] if window.is_open else []
+    parameters = [p for optimizer in optimizers for p in optimizer_parameters(optimizer)] if window.is_open else []
     names = {id(child): name for name, child in loop.context.module.named_modules()}
     validated = (entry.metric for entry in loop.val_loop.collection.entries.values())
     return {
@@ -344,6 +344,6 @@ class Resumption:
     def _load_gradients(self) -> None:
         """Takes back the gradients of an unfinished accumulation window."""
         gradients = self.position["gradients"] if self.position is not None else []
-        parameters = [p for optimizer in self.loop.trainer.optimizers for p in parameters_of(optimizer)]
+        parameters = [p for optimizer in self.loop.trainer.optimizers for p in optimizer_parameters(optimizer)]
         for parameter, gradient in zip(parameters, gradients, strict=False):
             parameter.grad = None if gradient is None else gradient.to(parameter.device)

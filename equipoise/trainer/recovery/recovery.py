@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from equipoise.interop.torch.modules import versions
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.batches.weighting import Window
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 from equipoise.parallel.snapshot.step_snapshot import Rewind
 from equipoise.step_protocols import StepResult
-from equipoise.strategies.strategy import parameters_of
 from equipoise.trainer.recovery.captured_error import Failure, raise_with_advice
 from equipoise.trainer.recovery.micro_batching import Measure, Parts
 from equipoise.trainer.recovery.second_attempt import with_second_attempt
@@ -187,7 +187,7 @@ class Recovery:
         return self.strategy.discard_gradients()
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [p for optimizer in self.context.trainer.optimizers for p in parameters_of(optimizer)]
+        return [p for optimizer in self.context.trainer.optimizers for p in optimizer_parameters(optimizer)]
 
     def _state(self) -> tuple[dict[str, Any], list[Tensor | None]]:
         """What an earlier run has left of the window: its weights and gradients."""
@@ -264,7 +264,7 @@ class Recovery:
 
 def _versions(optimizer: Optimizer) -> tuple[list[int] | None, list[int] | None]:
     """How often parameters and the optimiser's state were changed."""
-    parameters = versions(parameters_of(optimizer))
+    parameters = versions(optimizer_parameters(optimizer))
     if not optimizer.state:
         return parameters, []
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]

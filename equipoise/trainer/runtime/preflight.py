@@ -22,7 +22,7 @@ from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, ta
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.names import warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
-from equipoise.trainer.loops.iterator_epoch import check_iterator_step
+from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import Context

@@ -11,14 +11,14 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from equipoise.interop.lightning.self_log import LogOptions
+from equipoise.trainer.data.source_view import SourceView
 from equipoise.trainer.hooks.hooks import overrides
 
 if TYPE_CHECKING:
-    from equipoise.trainer.data.loaders import Source
     from equipoise.trainer.loops.evaluation_loop import EvaluationLoop
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["LightningNames", "SourceView", "precision_plugin"]
+__all__ = ["LightningNames", "precision_plugin"]
 
 
 def precision_plugin(name: str, device_type: str, scaler: Any, clip: Callable[..., None]) -> Precision:
@@ -107,41 +107,6 @@ class _AcceleratorConnector:
     @property
     def is_distributed(self) -> bool:
         return self._trainer.world_size > 1
-
-
-class SourceView:
-    """`_data_source` of a loop: the origin of its loaders, which some modules ask for in `configure_optimizers`.
-
-    Args:
-        source: The origin of the loaders; None before the first run.
-    """
-
-    def __init__(self, source: "Source | None") -> None:
-        self._source = source
-
-    @property
-    def name(self) -> str:
-        """Name of the method that returns the loaders; empty where loaders were passed."""
-        return self._source.method if self._source is not None and self.is_module() else ""
-
-    @property
-    def instance(self) -> Any:
-        """The loaders that were passed, else the module or data module whose method returns them."""
-        if self._source is None:
-            return None
-        return self._source.owner if self._source.given is None else self._source.given
-
-    def is_module(self) -> bool:
-        """Return whether a method of a module or data module returns the loaders."""
-        return self._source is not None and self._source.given is None
-
-    def is_defined(self) -> bool:
-        """Return whether there are loaders."""
-        return self._source is not None and self._source.is_defined()
-
-    def dataloader(self) -> Any:
-        """Return the loaders, by calling the method if they were not passed."""
-        return getattr(self.instance, self.name)() if self.is_module() else self.instance
 
 
 class _EvaluationView:

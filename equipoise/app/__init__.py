@@ -1,0 +1,19 @@
+"""The `equipoise` command: Hydra composes a configuration, and what it names is built and run.
+
+`equipoise.app.run` is for a `hydra.main` of one's own. Hydra is imported on the first use of a name.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from equipoise.app.compose import complete, explain_keys, main, run
+
+__all__ = ["complete", "explain_keys", "main", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from equipoise.app import compose
+
+    return getattr(compose, name)

@@ -1,0 +1,57 @@
+"""Checks before a run of a module that pulls its batches by itself: `training_step(self, dataloader_iter)`."""
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.classes import is_a, takes_iterator
+from equipoise.trainer.recovery.micro_batching import is_armed
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import Context
+
+__all__ = ["accumulation_refused", "check_iterator_step"]
+
+
+def check_iterator_step(context: "Context") -> None:
+    """Check that steps can be exact if `training_step` pulls its batches by itself.
+
+    Raises:
+        ConfigurationError: Naming what is in the way, and the way out.
+    """
+    trainer = context.trainer
+    strategy = context.strategy
+    step = f"`{type(context.module).__name__}.training_step(dataloader_iter)`"
+    if not takes_iterator(context.module, "training_step", alone=True):
+        raise ConfigurationError(
+            f"{step} takes the iterator alone: `(self, dataloader_iter)`. The index comes with each batch:"
+            " `batch, batch_idx, dataloader_idx = next(dataloader_iter)`."
+        )
+    if not strategy.keeps_batches_whole:
+        raise ConfigurationError(
+            f"{step} pulls its batches by itself, so strategy={strategy.name!r} cannot give each device or process its"
+            " part. Take strategy='single_device' with one device, or `training_step(self, batch, batch_idx)`."
+        )
+    if is_armed(context):
+        raise ConfigurationError(
+            f"{step} cannot be done again after an error of memory, since the batches that it pulled are gone. Leave"
+            " OOMRecovery and other callbacks with `on_out_of_memory` out, or take `training_step(self, batch,"
+            " batch_idx)`."
+        )
+    schedules = any(is_a(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+    if trainer.accumulate_grad_batches != 1 or schedules:
+        raise accumulation_refused(step)
+
+
+def accumulation_refused(step: str) -> ConfigurationError:
+    """Return the error for accumulation over steps that pull their batches by themselves.
+
+    Args:
+        step: The step, as the message names it.
+    """
+    return ConfigurationError(
+        f"{step} pulls as many batches as it likes, so the trainer cannot know how much each weighs in an accumulated"
+        " gradient, nor which step is the epoch's last. Leave accumulate_grad_batches and"
+        " GradientAccumulationScheduler out, and pull all batches of an optimiser step in one `training_step`."
+    )
