@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, joined
-from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.workers.launch import launch
 
 
 def work(port: int, processes: int, rank: int) -> float:
     """A few exchanges in a group of its own."""
-    place = Place(rank, rank, 0, processes, processes)
+    place = Rank(rank, rank, 0, processes, processes)
     with joined(place, torch.device("cpu"), timeout=timedelta(seconds=60), port=port):
         value = torch.full((1000,), float(rank))
         for _ in range(3):

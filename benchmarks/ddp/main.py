@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from equipoise import DDPStrategy, Trainer
 from equipoise.parallel.communication.process_group import StoreServer, joined
-from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.workers.launch import launch
 
 MOST, MOST_NATIVE, MOST_SECONDS = 1.05, 1.05, 1.0
@@ -93,7 +93,7 @@ def by_hand(network: Callable[[], nn.Module], clock: Clock) -> float:
 
 
 def _by_hand(network: Callable[[], nn.Module], clock: Clock, dataset: Any, port: int, rank: int) -> float:
-    place = Place(rank, rank, 0, PROCESSES, PROCESSES)
+    place = Rank(rank, rank, 0, PROCESSES, PROCESSES)
     with joined(place, torch.device("cpu"), timeout=timedelta(seconds=60), port=port):
         torch.manual_seed(0)
         module = DistributedDataParallel(network(), gradient_as_bucket_view=True)

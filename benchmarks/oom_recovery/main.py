@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, joined
-from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.workers.launch import launch
 
 TOLERANCE, LIMIT = 1e-12, 60.0
@@ -102,7 +102,7 @@ def injected(case: Case) -> tuple[Outcome, float]:
 
 def in_group(cases: list[Case], port: int, processes: int, rank: int) -> list[tuple[Outcome, float]]:
     """Several runs in one group of processes, whose start would take longer than they do."""
-    place = Place(rank, rank, 0, processes, processes)
+    place = Rank(rank, rank, 0, processes, processes)
     with joined(place, torch.device("cpu"), timeout=timedelta(seconds=LIMIT), port=port):
         return [_of_all(*injected(case)) for case in cases]
 

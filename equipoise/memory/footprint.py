@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-__all__ = ["Holdings", "holdings_of"]
+__all__ = ["Footprint", "footprint_of"]
 
 
 @dataclass(frozen=True)
-class Holdings:
+class Footprint:
     """Bytes on one device.
 
     Attributes:
@@ -31,7 +31,7 @@ class Holdings:
         return self.parameters + self.gradients + self.optimizer_state
 
 
-def holdings_of(module: nn.Module, optimizers: Sequence[Optimizer], device: str | torch.device) -> Holdings:
+def footprint_of(module: nn.Module, optimizers: Sequence[Optimizer], device: str | torch.device) -> Footprint:
     """Counts what a module and its optimisers hold on a device; storages that are shared count once.
 
     Args:
@@ -47,9 +47,9 @@ def holdings_of(module: nn.Module, optimizers: Sequence[Optimizer], device: str 
     parameters = list(module.parameters())
     tensors = [*parameters, *module.buffers()]
     if not any(_lies_on(tensor, device) for tensor in tensors):
-        return Holdings(_bytes(tensors), _bytes(p.grad for p in parameters))
+        return Footprint(_bytes(tensors), _bytes(p.grad for p in parameters))
     states = [value for each in optimizers for state in each.state.values() for value in state.values()]
-    return Holdings(
+    return Footprint(
         _bytes(tensors, device),
         _bytes((p.grad for p in parameters), device),
         _bytes((value for value in states if isinstance(value, Tensor)), device),

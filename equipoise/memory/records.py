@@ -6,7 +6,7 @@ from typing import Literal
 
 from equipoise.memory.devices import format_bytes
 
-__all__ = ["CATEGORIES", "Category", "Composition", "Holder", "MemoryPoint"]
+__all__ = ["CATEGORIES", "Category", "Composition", "MemoryPoint", "TensorRecord"]
 
 Category = Literal["parameter", "buffer", "gradient", "optimizer state", "activation", "batch", "temporary"]
 
@@ -45,7 +45,7 @@ class MemoryPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class TensorRecord:
     """A tensor that was alive.
 
     Attributes:
@@ -81,7 +81,7 @@ class Composition:
     phase: str
     device: str
     nbytes: int
-    holders: tuple[Holder, ...]
+    holders: tuple[TensorRecord, ...]
 
     def totals(self) -> dict[Category, int]:
         """The bytes of each category, the largest first."""

@@ -27,9 +27,9 @@ from equipoise.pipeline.planning.cut import (
     cut_by_names,
     table_of,
 )
-from equipoise.pipeline.planning.loss_profile import RestOfStep
+from equipoise.pipeline.planning.loss_profile import LossProfile
 from equipoise.pipeline.planning.profile import compute_uncut
-from equipoise.pipeline.processes.client import StageProcesses
+from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.engine import ProcessPipeline
 from equipoise.pipeline.schedule.schedule import splits
 from equipoise.pipeline.verification.trace_comparison import Comparison, Parting
@@ -69,13 +69,13 @@ class StagedNetwork:
         threads: bool | None,
         training: bool,
         copy_always: bool = False,
-        processes: StageProcesses | None = None,
+        processes: StageClient | None = None,
     ) -> None:
         self.module, self.options, self.names, self.threads = module, options, names, threads
         self.training, self.processes = training, processes
         self.cut: Cut | None = None
         self.running: Pipeline | ProcessPipeline | None = None
-        self.rest: RestOfStep | None = None
+        self.rest: LossProfile | None = None
         self.pinned: PinnedCut | None = None
         self.placement = Placement(
             module,

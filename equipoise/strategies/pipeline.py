@@ -14,13 +14,13 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.torch.modules import is_compiled, set_device_of
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
-from equipoise.parallel.batches.weighting import Window
-from equipoise.pipeline.execution.suspended_step import MicroStep
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.network import StagedNetwork
 from equipoise.pipeline.planning.cut import CutOptions, PinnedCut
-from equipoise.pipeline.planning.loss_profile import RestOfStep
-from equipoise.pipeline.processes.backend import SplitTraining
+from equipoise.pipeline.planning.loss_profile import LossProfile
+from equipoise.pipeline.processes.backend import ProcessBackend
 from equipoise.pipeline.processes.engine import ProcessPipeline
 from equipoise.pipeline.processes.launch import StageLaunch
 from equipoise.pipeline.schedule.schedule import check_schedule, check_stages, splits
@@ -185,7 +185,7 @@ class PipelineStrategy(StagedStrategy):
         self._placed = module
         self._splitter = Splitter(module, self.dim)
         if processes is not None:
-            self._split, processes.steps = SplitTraining(processes, module), self._steps
+            self._split, processes.steps = ProcessBackend(processes, module), self._steps
         devices = self.devices if processes is None else processes.devices
         options = CutOptions(
             devices=tuple(devices) * self.stages_per_device,
@@ -245,12 +245,12 @@ class PipelineStrategy(StagedStrategy):
         if isinstance(parts, _Finer):
             parts.indices = range(len(sizes))
         cut = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
-        micro = [MicroStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
+        micro = [SuspendedStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
         try:
             with step.inside():
                 if self._network.cut is None:
                     first = partial(step.on, module, cut[0], sizes[0])
-                    self._network.rest = RestOfStep(module, first, cut[0], self.root_device, self._network.caught)
+                    self._network.rest = LossProfile(module, first, cut[0], self.root_device, self._network.caught)
                 self._begin(micro)
                 self._compute(step, micro, sizes)
         except BaseException:
@@ -263,7 +263,7 @@ class PipelineStrategy(StagedStrategy):
         return step.combine(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
 
     @staticmethod
-    def _begin(micro: Sequence[MicroStep]) -> None:
+    def _begin(micro: Sequence[SuspendedStep]) -> None:
         """Runs every step to its call of the network, or to its end where it skips its micro-batch."""
         for one in micro:
             one.start()
@@ -273,7 +273,7 @@ class PipelineStrategy(StagedStrategy):
                     " in self(x), or its largest child. Call it once for every batch, or choose another strategy."
                 )
 
-    def _compute(self, step: TrainingStep, micro: Sequence[MicroStep], sizes: Sequence[int]) -> None:
+    def _compute(self, step: TrainingStep, micro: Sequence[SuspendedStep], sizes: Sequence[int]) -> None:
         """Computes the network's calls, and lets every step go backward once."""
         assert self._network is not None
         waiting = [index for index, one in enumerate(micro) if not one.ended]
@@ -319,7 +319,7 @@ class PipelineStrategy(StagedStrategy):
             kwargs = {"retain_graph": True, **kwargs}
         super().backward(loss, *args, **kwargs)
 
-    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+    def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """See `Strategy.finish_gradients`."""
         assert self._network is not None
         self._network.placement.settle_optimizer(optimizer)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.communication.rank import find_place
+from equipoise.parallel.communication.rank import find_rank
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 
@@ -43,7 +43,7 @@ class SingleDeviceStrategy(Strategy):
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes one device; see `Strategy.connect`."""
-        place = find_place() if self.independent else None
+        place = find_rank() if self.independent else None
         if place is not None:
             index = place.local_rank % len(devices)
             devices = devices[index : index + 1]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from equipoise.pipeline.processes.backend import SplitTraining
+from equipoise.pipeline.processes.backend import ProcessBackend
 from equipoise.pipeline.processes.launch import StageLaunch
 from equipoise.strategies.strategy import Strategy
 
@@ -25,7 +25,7 @@ class StagedStrategy(Strategy):
     """
 
     others: StageLaunch | None = None
-    _split: SplitTraining | None = None  # while other processes take part
+    _split: ProcessBackend | None = None  # while other processes take part
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Runs a function in the first process, which tells the others what to do; see `Strategy.launch`."""

@@ -20,7 +20,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
-from equipoise.parallel.batches.weighting import Window
+from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.precision import Precision
@@ -216,7 +216,7 @@ class Strategy:
     def collect_gradients(self) -> None:
         """Brings the gradients of a backward to the module's own parameters; called after every backward."""
 
-    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+    def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turns the summed gradients of a window into their weighted mean, over all processes.
 
         Returns:

@@ -26,7 +26,7 @@ from equipoise.trainer.loops.resumption import position_of, resume
 from equipoise.trainer.state.progress import BatchProgress, Progress
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.trainer import Trainer
 
 __all__ = [
@@ -42,7 +42,7 @@ OUR_KEY = "equipoise"
 # Writing
 
 
-def dump_checkpoint(context: "Context", *, weights_only: bool = False, path: str | None = None) -> dict[str, Any]:
+def dump_checkpoint(context: "RunContext", *, weights_only: bool = False, path: str | None = None) -> dict[str, Any]:
     """Everything a run needs to go on.
 
     Args:
@@ -108,7 +108,7 @@ def _loop_states(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def _dump_hyperparameters(context: "Context", checkpoint: dict[str, Any]) -> None:
+def _dump_hyperparameters(context: "RunContext", checkpoint: dict[str, Any]) -> None:
     """Add the hyperparameters as they are, under the keys by which `load_from_checkpoint` finds them."""
     for owner in (context.module, context.datamodule):
         if owner is None or not owner.hparams:
@@ -124,7 +124,7 @@ def _dump_hyperparameters(context: "Context", checkpoint: dict[str, Any]) -> Non
 # Reading
 
 
-def restore_modules_and_callbacks(context: "Context", checkpoint: dict[str, Any]) -> None:
+def restore_modules_and_callbacks(context: "RunContext", checkpoint: dict[str, Any]) -> None:
     """Loads module, data module and callbacks, before the module is placed."""
     hooks, module, datamodule = context.hooks, context.module, context.datamodule
     hooks.call_module("on_load_checkpoint", checkpoint)
@@ -189,7 +189,7 @@ def check_fits(module: nn.Module, state: dict[str, Tensor]) -> None:
         )
 
 
-def restore_training_state(context: "Context", checkpoint: dict[str, Any]) -> None:
+def restore_training_state(context: "RunContext", checkpoint: dict[str, Any]) -> None:
     """Loads counters, scaler, optimisers and schedulers, after they were made.
 
     Raises:
@@ -254,7 +254,7 @@ def _check_kind(index: int, optimizer: Optimizer, state: dict[str, Any]) -> None
         check_like(getattr(optimizer, "defaults", {}), group, f"optimizer_states[{index}]['param_groups']")
 
 
-def _restore_optimizers(context: "Context", checkpoint: dict[str, Any]) -> None:
+def _restore_optimizers(context: "RunContext", checkpoint: dict[str, Any]) -> None:
     trainer, states = context.trainer, checkpoint["optimizer_states"]
     if len(states) != len(trainer.optimizers):
         raise CheckpointError(
@@ -278,7 +278,7 @@ def _restore_optimizers(context: "Context", checkpoint: dict[str, Any]) -> None:
             config.scheduler.load_state_dict(state)
 
 
-def _load_optimizer(context: "Context", index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(context: "RunContext", index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
     try:
         context.strategy.load_optimizer_state(optimizer, state)
     except ValueError as error:

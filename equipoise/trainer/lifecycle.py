@@ -37,14 +37,14 @@ from equipoise.trainer.data.dataloader_iter import checking_batches
 from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
 from equipoise.trainer.hooks.hooks import Hooks
-from equipoise.trainer.logging.cross_process import agree, agree_on_steps
+from equipoise.trainer.logging.cross_process import reduce_epoch_values, sync_step_values
 from equipoise.trainer.logging.csv_rows import continue_files, keep_rows
 from equipoise.trainer.optimization.optimizers import move_state, parse_optimizers
-from equipoise.trainer.process_results import Effects, collect, known_objects, take_over, this_process
+from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
 from equipoise.trainer.runtime import slurm
 from equipoise.trainer.runtime.preflight import check_run, placing
 from equipoise.trainer.runtime.releasing import call_all
-from equipoise.trainer.runtime.run_context import Context
+from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.runtime.signals import signals_noted, uninterrupted
 from equipoise.trainer.settings.defaults import merge_callbacks
 from equipoise.trainer.settings.refused_callbacks import refuse_tuner
@@ -86,7 +86,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
     trainer.should_stop = False
     slurm.count_fit(trainer)
     strategy = trainer.connected_strategy
-    known = known_objects(trainer, request) if strategy.launches else []
+    known = shared_objects(trainer, request) if strategy.launches else []
     try:
         effects = strategy.launch(partial(_carry_out, trainer, request, known), known)
     except BaseException:
@@ -97,10 +97,10 @@ def run(trainer: "Trainer", request: Request) -> Any:
         raise
     if effects.process != this_process():
         trainer.begin_run(make_context(trainer, request))
-    return take_over(trainer, known, effects)
+    return apply_results(trainer, known, effects)
 
 
-def _carry_out(trainer: "Trainer", request: Request, known: list[Any]) -> Effects:
+def _carry_out(trainer: "Trainer", request: Request, known: list[Any]) -> ProcessResults:
     """What every process does; on any error it lets go of everything.
 
     Where the user's code runs the current device is that of its data, until the run has ended.
@@ -110,7 +110,7 @@ def _carry_out(trainer: "Trainer", request: Request, known: list[Any]) -> Effect
             result = _run(trainer, request)
             if trainer.connected_strategy.launches:
                 return collect(trainer, known, result)
-            return Effects(result)
+            return ProcessResults(result)
         except BaseException as error:
             add_note_on_loading(error)
             with uninterrupted():
@@ -173,7 +173,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
 # Before the loop.
 
 
-def _prepare(trainer: "Trainer", request: Request) -> Context:
+def _prepare(trainer: "Trainer", request: Request) -> RunContext:
     """Connects module, data and callbacks to the trainer, and checks that they fit."""
     module, datamodule = request.module, request.datamodule
     module.trainer = trainer  # type: ignore[assignment]
@@ -188,9 +188,11 @@ def _prepare(trainer: "Trainer", request: Request) -> Context:
     trainer.logs.size_of = checking_batches(size_of) if takes_iterator(module, "training_step") else size_of
     if strategy.world_size > 1:
         trainer.logs.reduce = strategy.reduce
-        trainer.logs.agree = partial(agree, gather=strategy.gather_objects, module=module, device=strategy.root_device)
+        trainer.logs.agree = partial(
+            reduce_epoch_values, gather=strategy.gather_objects, module=module, device=strategy.root_device
+        )
         trainer.logs.agree_on_steps = partial(
-            agree_on_steps, gather=strategy.gather_objects, device=strategy.root_device
+            sync_step_values, gather=strategy.gather_objects, device=strategy.root_device
         )
     context = make_context(trainer, request)
     trainer.begin_run(context)
@@ -200,14 +202,14 @@ def _prepare(trainer: "Trainer", request: Request) -> Context:
     return context
 
 
-def make_context(trainer: "Trainer", request: Request) -> Context:
+def make_context(trainer: "Trainer", request: Request) -> RunContext:
     """Return what the loops of a run share."""
     module, datamodule = request.module, request.datamodule
     owner = module if datamodule is None else datamodule
     sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in ("train", "val", "test", "predict")}
     hooks = Hooks(trainer=trainer, module=module, datamodule=datamodule, profiler=trainer.profiler)
     strategy, precision = trainer.connected_strategy, trainer.precision_in_use
-    return Context(trainer, module, datamodule, strategy, precision, hooks, trainer.logs, sources)
+    return RunContext(trainer, module, datamodule, strategy, precision, hooks, trainer.logs, sources)
 
 
 def _ask_callbacks(module: LightningModule) -> list[Callback]:
@@ -229,7 +231,7 @@ def _set_epoch_limits(trainer: "Trainer") -> None:
         trainer.min_epochs = 0 if trainer.min_steps is None else 1
 
 
-def _set_up(context: Context) -> None:
+def _set_up(context: RunContext) -> None:
     """Everything that the user does before the module is placed."""
     trainer, module, hooks, strategy = context.trainer, context.module, context.hooks, context.strategy
     fn = cast(TrainerFn, trainer.state.fn)
@@ -254,7 +256,7 @@ def _set_up(context: Context) -> None:
                 hooks.call_module(legacy)
 
 
-def _prepare_data(context: Context) -> None:
+def _prepare_data(context: RunContext) -> None:
     """`prepare_data`, in one process of each machine, or in one alone where the owner says so."""
     strategy = context.strategy
     for owner, call in (
@@ -271,7 +273,7 @@ def _prepare_data(context: Context) -> None:
 # The loop.
 
 
-def _run_stage(context: Context) -> Any:
+def _run_stage(context: RunContext) -> Any:
     trainer = context.trainer
     context.strategy.barrier("run-stage")
     context.module.zero_grad()
@@ -291,7 +293,7 @@ def _run_stage(context: Context) -> Any:
     return loop.run(context)
 
 
-def _check_sanity(context: Context) -> None:
+def _check_sanity(context: RunContext) -> None:
     """Runs a few validation batches, so that a mistake there does not show after hours."""
     trainer, loop = context.trainer, context.trainer.fit_loop_state.val_loop
     resumption = trainer.fit_loop_state.resumption
@@ -315,7 +317,7 @@ def _check_sanity(context: Context) -> None:
 # After the loop.
 
 
-def _tear_down(context: Context) -> None:
+def _tear_down(context: RunContext) -> None:
     """The good end."""
     trainer, hooks, fn = context.trainer, context.hooks, context.trainer.state.fn
     _release(trainer, context.module, None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from equipoise.trainer.lifecycle import Request
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["Effects", "collect", "known_objects", "take_over", "this_process"]
+__all__ = ["ProcessResults", "apply_results", "collect", "shared_objects", "this_process"]
 
 # Of the trainer and its loops: what a user, a callback or a second run reads.
 _TRAINER = (
@@ -53,7 +53,7 @@ _LOOP = (
 
 
 @dataclass
-class Effects:
+class ProcessResults:
     """What a run did.
 
     Attributes:
@@ -84,7 +84,7 @@ def this_process() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
 
 
-def known_objects(trainer: "Trainer", request: "Request") -> list[Any]:
+def shared_objects(trainer: "Trainer", request: "Request") -> list[Any]:
     """Everything of the user's that a run may change, in an order that is the same in all processes."""
     owners = [trainer, *_loops(trainer), request.module, *request.module.modules(), request.datamodule]
     owners += [*trainer.callbacks, *trainer.loggers]
@@ -102,7 +102,7 @@ def _tensors(module: nn.Module) -> Iterable[Tensor]:
     return (*module.parameters(), *module.buffers())
 
 
-def collect(trainer: "Trainer", known: list[Any], result: Any) -> Effects:
+def collect(trainer: "Trainer", known: list[Any], result: Any) -> ProcessResults:
     """What a run has done to the known objects of this process."""
     loops = {id(loop) for loop in _loops(trainer)}
     attributes: list[dict[str, Any] | None] = []
@@ -123,7 +123,7 @@ def collect(trainer: "Trainer", known: list[Any], result: Any) -> Effects:
     modules = [(each, sent) for each, sent in zip(known, attributes, strict=True) if isinstance(each, nn.Module)]
     complete = all(sent is not None and set(STRUCTURE) <= set(sent) for _, sent in modules)
     whole = None if complete or not modules else on_cpu(modules[0][0].state_dict())
-    return Effects(
+    return ProcessResults(
         result,
         tensors=tensors,
         attributes=attributes,
@@ -142,7 +142,7 @@ def _sendable(state: dict[str, Any], known: list[Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if can_be_packed(value, known)}
 
 
-def take_over(trainer: "Trainer", known: list[Any], effects: Effects) -> Any:
+def apply_results(trainer: "Trainer", known: list[Any], effects: ProcessResults) -> Any:
     """Makes the known objects of this process what they are in the process that ran; returns the run's result."""
     if effects.process == this_process():
         return effects.result

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import equipoise
 from equipoise import OOMRecovery, OutOfMemoryEvent, RunReport, RunSummary
-from equipoise.memory.records import Composition, Holder, MemoryPoint
+from equipoise.memory.records import Composition, MemoryPoint, TensorRecord
 from equipoise.report import run_report
 from equipoise.report.throughput import Throughput
 
@@ -343,7 +343,7 @@ class Recorder(L.Callback):
     def __init__(self) -> None:
         values = {"step": 1, "phase": "backward", "device": "cuda:0"}
         self.timeline = [MemoryPoint(**values, seconds=0.5, allocated=2**20, reserved=2**22, peak=2**21)]
-        holder = Holder(module="a", category="parameter", name="weight", shape=(2,), dtype="float32", nbytes=8)
+        holder = TensorRecord(module="a", category="parameter", name="weight", shape=(2,), dtype="float32", nbytes=8)
         self.compositions = [Composition(**values, nbytes=8, holders=(holder,))]
         self.leaks = [Leak(step=7, seconds=0.25)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from equipoise.memory.devices import DeviceInfo
-from equipoise.memory.records import CATEGORIES, Composition, Holder, MemoryPoint
+from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
 from equipoise.report.page import page as page_module
 from equipoise.report.page.page import render_report, write_report
 from equipoise.report.page.record import PipelineStep, RunEvent, RunRecord, StageSpan
@@ -42,12 +42,12 @@ def point(step: int, device: str = "cuda:0", phase: str = "forward", **given: An
     return MemoryPoint(step=step, device=device, phase=phase, **values)
 
 
-def holder(module: str, nbytes: int, **given: Any) -> Holder:
+def holder(module: str, nbytes: int, **given: Any) -> TensorRecord:
     values = {"category": "activation", "name": "linear", "shape": (2, 3), "dtype": "float32", **given}
-    return Holder(module=module, nbytes=nbytes, **values)
+    return TensorRecord(module=module, nbytes=nbytes, **values)
 
 
-def composition(*holders: Holder, device: str = "cuda:0") -> Composition:
+def composition(*holders: TensorRecord, device: str = "cuda:0") -> Composition:
     total = sum(each.nbytes for each in holders)
     return Composition(step=7, phase="backward", device=device, nbytes=total, holders=holders)
 

@@ -6,18 +6,18 @@ import re
 
 import pytest
 
-from equipoise.memory.records import CATEGORIES, Composition, Holder
+from equipoise.memory.records import CATEGORIES, Composition, TensorRecord
 from equipoise.report.page.treemap import Box, fold, squarify, tree_map
 
 from .report_parsing import Element, parse
 
 
-def holder(module: str, nbytes: int, **given: object) -> Holder:
+def holder(module: str, nbytes: int, **given: object) -> TensorRecord:
     values = {"category": "activation", "name": "linear", "shape": (2, 3), "dtype": "float32", **given}
-    return Holder(module=module, nbytes=nbytes, **values)
+    return TensorRecord(module=module, nbytes=nbytes, **values)
 
 
-def draw_tree(holders: list[Holder]) -> Element:
+def draw_tree(holders: list[TensorRecord]) -> Element:
     total = sum(each.nbytes for each in holders)
     return parse(
         tree_map(Composition(step=0, phase="forward", device="cpu", nbytes=total, holders=tuple(holders)))
@@ -43,7 +43,7 @@ def depth(a: Box, b: Box) -> float:
     return min(width, height)
 
 
-def random_holders(draw: random.Random, count: int) -> list[Holder]:
+def random_holders(draw: random.Random, count: int) -> list[TensorRecord]:
     def module() -> str:
         return ".".join(f"m{draw.randrange(4)}" for _ in range(draw.randrange(5)))
 

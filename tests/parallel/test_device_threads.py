@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from equipoise.parallel.replicas.device_threads import DeviceThreads, ThreadState, on_device
-from equipoise.pipeline.execution.suspended_step import MicroStep
+from equipoise.pipeline.execution.suspended_step import SuspendedStep
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PATIENCE = 120.0  # seconds until a test that waits for what never comes fails
@@ -324,7 +324,7 @@ def test_threads_take_the_current_device_and_streams_along(cuda: Cuda, threads: 
 
 def test_the_step_of_a_micro_batch_takes_the_current_device_and_streams_along(cuda: Cuda) -> None:
     copying = Stream(0, "copies")
-    step = MicroStep(lambda: (cuda.device, cuda.streams[0]))
+    step = SuspendedStep(lambda: (cuda.device, cuda.streams[0]))
     with cuda.using(copying), cuda.on(1):
         step.start()
     assert step.result == (1, copying)

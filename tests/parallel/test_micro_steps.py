@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from equipoise import StepError
-from equipoise.pipeline.execution.suspended_step import MicroStep, current_step, inside_stage, is_inside_stage
+from equipoise.pipeline.execution.suspended_step import SuspendedStep, current_step, inside_stage, is_inside_stage
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_a_step_stops_at_the_network_and_goes_on():
         order.append(f"after {output}")
         return "done"
 
-    step = MicroStep(function)
+    step = SuspendedStep(function)
     assert current_step() is None
     step.start()
     order.append("computed")
@@ -42,7 +42,7 @@ def test_a_step_stops_at_the_network_and_goes_on():
 
 
 def test_a_step_without_a_call_ends_at_once():
-    step = MicroStep(lambda: 3)
+    step = SuspendedStep(lambda: 3)
     step.start()
     assert (step.call, step.result, step.ended) == (None, 3, True)
     step.abandon()
@@ -56,7 +56,7 @@ def test_it_computes_in_the_callers_modes():
         network()
 
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        step = MicroStep(function)
+        step = SuspendedStep(function)
         step.start()
     assert seen == [(False, True)]
     assert step.state is not None
@@ -72,7 +72,7 @@ def test_errors_are_raised_where_somebody_waits(before):
         network()
         raise KeyError("mine")
 
-    step = MicroStep(function)
+    step = SuspendedStep(function)
     if not before:
         step.start()
     with pytest.raises(KeyError, match="mine"):
@@ -81,7 +81,7 @@ def test_errors_are_raised_where_somebody_waits(before):
 
 
 def test_a_second_call_is_refused():
-    step = MicroStep(lambda: (network(), network()))
+    step = SuspendedStep(lambda: (network(), network()))
     step.start()
     with pytest.raises(StepError, match="calls the network twice"):
         step.resume(None)
@@ -98,7 +98,7 @@ def test_an_abandoned_step_unwinds_past_what_catches_errors():
         finally:
             unwound.append("finally")
 
-    step = MicroStep(function)
+    step = SuspendedStep(function)
     step.start()
     step.abandon()
     step.abandon()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.pipeline.execution.suspended_step import MicroStep, current_step
+from equipoise.pipeline.execution.suspended_step import SuspendedStep, current_step
 from equipoise.pipeline.execution.threaded_engine import Pipeline
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import StageProgram, make_stages
@@ -46,7 +46,7 @@ class Steps:
     """A loss for each micro-batch."""
 
     def __init__(self, parts: Any) -> None:
-        self.steps = [MicroStep(lambda part=part: self.step(part)) for part in parts]
+        self.steps = [SuspendedStep(lambda part=part: self.step(part)) for part in parts]
         for step in self.steps:
             step.start()
         self.inputs = [[step.call[0][0]] for step in self.steps if step.call]

@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise import ConfigurationError
-from equipoise.parallel.communication.rank import Place, find_place, mpi_size
+from equipoise.parallel.communication.rank import Rank, find_rank, mpi_size
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TASK = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
@@ -16,32 +16,32 @@ STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     ("environment", "place"),
     [
         ({}, None),
-        (TORCHRUN, Place(3, 1, 1, 4, 2)),
-        (TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, Place(3, 1, 1, 4, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 1, 0, 2, None)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Place(0, 0, 0, 1, None)),
-        (TORCHRUN | TASK, Place(3, 1, 1, 4, 2)),  # torchrun, started by srun
-        (TASK, Place(5, 1, 1, 8, None)),
-        (TASK | STEP, Place(5, 1, 1, 8, None)),
-        (TASK | STEP | {"SLURM_NTASKS_PER_NODE": "4"}, Place(5, 1, 1, 8, 4)),
-        (TASK | STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, Place(5, 1, 1, 8, 4)),
-        (TASK | STEP | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, Place(5, 1, 1, 8, 3)),
+        (TORCHRUN, Rank(3, 1, 1, 4, 2)),
+        (TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, Rank(3, 1, 1, 4, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Rank(1, 1, 0, 2, None)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Rank(0, 0, 0, 1, None)),
+        (TORCHRUN | TASK, Rank(3, 1, 1, 4, 2)),  # torchrun, started by srun
+        (TASK, Rank(5, 1, 1, 8, None)),
+        (TASK | STEP, Rank(5, 1, 1, 8, None)),
+        (TASK | STEP | {"SLURM_NTASKS_PER_NODE": "4"}, Rank(5, 1, 1, 8, 4)),
+        (TASK | STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, Rank(5, 1, 1, 8, 4)),
+        (TASK | STEP | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, Rank(5, 1, 1, 8, 3)),
         # A step of its own size in a larger job.
-        (TASK | STEP | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}, Place(5, 1, 1, 8, None)),
+        (TASK | STEP | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}, Rank(5, 1, 1, 8, None)),
         # One process, whatever else is set: a step of one task, a batch script, shells.
         (FIRST | {"SLURM_NTASKS": "1"}, None),
         (FIRST | STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),
         (BATCH_SCRIPT, None),
         ({"WORLD_SIZE": "1"}, None),
-        (TASK | STEP | {"WORLD_SIZE": "8"}, Place(5, 1, 1, 8, None)),  # Slurm says the rank
+        (TASK | STEP | {"WORLD_SIZE": "8"}, Rank(5, 1, 1, 8, None)),  # Slurm says the rank
         (BATCH_SCRIPT | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, None),
         (FIRST | STEP | {"SLURM_JOB_NAME": "bash"}, None),
         (FIRST | STEP | {"SLURM_JOB_NAME": "interactive"}, None),
         (FIRST | STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_JOB_NAME": "notebook"}, None),
     ],
 )
-def test_places(environment: dict[str, str], place: Place | None) -> None:
-    assert find_place(environment) == place
+def test_places(environment: dict[str, str], place: Rank | None) -> None:
+    assert find_rank(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_places(environment: dict[str, str], place: Place | None) -> None:
     ],
 )
 def test_processes_of_this_machine_and_machines(environment: dict[str, str], here: int, machines: int) -> None:
-    place = find_place(environment)
+    place = find_rank(environment)
     assert place is not None
     assert place.count_here() == here
     assert place.count_machines(here) == machines
 
 
 def test_machines_that_the_user_gives() -> None:
-    place = find_place({"RANK": "1", "WORLD_SIZE": "4"})
+    place = find_rank({"RANK": "1", "WORLD_SIZE": "4"})
     assert place is not None
     assert place.count_here(2) == 2
 
@@ -81,7 +81,7 @@ def test_machines_that_the_user_gives() -> None:
 )
 def test_places_that_cannot_be(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        find_place(environment)
+        find_rank(environment)
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from equipoise.parallel.communication import process_group
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, host_group, joined
-from equipoise.parallel.communication.rank import Place, find_place
+from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.workers.launch import launch
 from tests.strategies.ports import unused_port
 
 CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=120)
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
-ALONE = Place(0, 0, 0, 1, 1)
+ALONE = Rank(0, 0, 0, 1, 1)
 
 
 def started(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> Any:
@@ -33,7 +33,7 @@ def started(function: Callable[..., Any], *arguments: Any, processes: int = 2) -
 
 
 def _start(function: Any, port: int, arguments: Any, processes: int, rank: int) -> Any:
-    return function(Place(rank, rank, 0, processes, processes), port, *arguments)
+    return function(Rank(rank, rank, 0, processes, processes), port, *arguments)
 
 
 def in_group(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> list[Any]:
@@ -42,7 +42,7 @@ def in_group(function: Callable[..., Any], *arguments: Any, processes: int = 2) 
     return answers
 
 
-def _join(place: Place, port: int, function: Any, arguments: Any) -> list[Any]:
+def _join(place: Rank, port: int, function: Any, arguments: Any) -> list[Any]:
     with joined(place, CPU, timeout=PATIENCE, port=port):
         return gathered(function(place.global_rank, *arguments))
 
@@ -118,11 +118,11 @@ def test_processes_talk_over_the_loopback_interface() -> None:
 # Whose it is
 
 
-def twice(place: Place, port: int) -> tuple[list[float], bool, list[Any], bool]:
+def twice(place: Rank, port: int) -> tuple[list[float], bool, list[Any], bool]:
     """A group of others around ours, then one of ours on the same store."""
     store = dist.PrefixStore("others", dist.TCPStore("127.0.0.1", port, timeout=PATIENCE, use_libuv=False))
     dist.init_process_group("gloo", store=store, rank=place.global_rank, world_size=place.world_size)
-    found = find_place({})
+    found = find_rank({})
     with joined(place, CPU, timeout=PATIENCE, port=port):
         sums = [summed()]
     stays = dist.is_initialized()
@@ -141,11 +141,11 @@ def test_a_group_of_others_is_left_to_them() -> None:
     sums, stays, places, remains = started(twice)
     assert sums == [3, 3, 3, 3]
     assert stays
-    assert places == [Place(0, 0, 0, 2, None), Place(1, 1, 0, 2, None)]
+    assert places == [Rank(0, 0, 0, 2, None), Rank(1, 1, 0, 2, None)]
     assert not remains
 
 
-def beside(place: Place, port: int, begun: bool) -> tuple[float, bool, bool]:
+def beside(place: Rank, port: int, begun: bool) -> tuple[float, bool, bool]:
     """Takes gloo for a backend of devices, which knows no tensors of the host."""
     dist.get_backend = lambda group=None: "nccl"  # in this process, which ends with this function
     if begun:
@@ -164,11 +164,11 @@ def test_a_group_of_the_hosts_beside_one_of_the_devices(begun: bool) -> None:
     assert started(beside, begun) == (3.0, True, True)
 
 
-def one_after_another(place: Place, port: int) -> list[tuple[float, bool]]:
+def one_after_another(place: Rank, port: int) -> list[tuple[float, bool]]:
     found = []
     for count in (3, 2, 1, 3):
         if place.global_rank < count:
-            own = Place(place.global_rank, place.local_rank, 0, count, count)
+            own = Rank(place.global_rank, place.local_rank, 0, count, count)
             with joined(own, CPU, timeout=PATIENCE, port=port):
                 total = summed()
             found.append((total, dist.is_initialized()))
@@ -184,7 +184,7 @@ def test_groups_one_after_another_on_one_store() -> None:
     assert started(one_after_another, processes=3) == [(6, False), (3, False), (1, False), (6, False)]
 
 
-def meets_by_environment(place: Place, port: int) -> list[float]:
+def meets_by_environment(place: Rank, port: int) -> list[float]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(place.global_rank), WORLD_SIZE="2")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun, which holds the store
     sums = []
@@ -198,7 +198,7 @@ def test_the_environment_says_where_to_meet() -> None:
     assert started(meets_by_environment) == [3, 3]
 
 
-def meets_again_before_the_server_has_left(place: Place, port: int, connected: Path) -> list[float]:
+def meets_again_before_the_server_has_left(place: Rank, port: int, connected: Path) -> list[float]:
     """As under Slurm, where the first process serves the store; the second is in the next group before it has left."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(place.global_rank), WORLD_SIZE="2")
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -253,7 +253,7 @@ def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
 # What it leaves behind
 
 
-def interfaces(place: Place, port: int) -> list[str | None]:
+def interfaces(place: Rank, port: int) -> list[str | None]:
     """What the environment says before a group, in it and after it."""
     found = [os.environ.get(INTERFACE)]
     with joined(place, CPU, timeout=PATIENCE, port=port):
@@ -283,7 +283,7 @@ def test_the_interface_is_restored_where_nobody_answers(monkeypatch: pytest.Monk
     assert not dist.is_initialized()
 
 
-def waits_in_vain(place: Place, port: int) -> tuple[bool, bool]:
+def waits_in_vain(place: Rank, port: int) -> tuple[bool, bool]:
     """The other one does not come to the second exchange."""
     follows = False
     try:

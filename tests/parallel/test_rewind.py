@@ -10,7 +10,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
-from equipoise.parallel.snapshot.step_snapshot import Rewind
+from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
 
 CPU = [torch.device("cpu")]
 
@@ -35,7 +35,7 @@ def draw() -> list[float]:
 
 
 def test_generators() -> None:
-    rewind = Rewind(nn.Linear(1, 1), CPU)
+    rewind = StepSnapshot(nn.Linear(1, 1), CPU)
     for drawn_before in range(5):
         for _ in range(drawn_before):
             draw()
@@ -49,7 +49,7 @@ def test_generators() -> None:
 
 def test_a_number_that_was_drawn_in_advance() -> None:
     """Only the kept half of a pair is used up, which leaves no trace in the twister."""
-    rewind = Rewind(nn.Linear(1, 1), CPU)
+    rewind = StepSnapshot(nn.Linear(1, 1), CPU)
     random.gauss(0, 1), np.random.randn()
     rewind.mark()
     kept = random.gauss(0, 1), np.random.randn()
@@ -62,7 +62,7 @@ def test_a_number_that_was_drawn_in_advance() -> None:
 
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
 def test_numpys_generator_is_exchanged(kind: type) -> None:
-    rewind = Rewind(nn.Linear(1, 1), CPU)
+    rewind = StepSnapshot(nn.Linear(1, 1), CPU)
     rewind.mark()
     np.random.set_bit_generator(own := kind(3))  # between two steps
     rewind.mark()
@@ -86,7 +86,7 @@ def test_buffers() -> None:
             self.register_buffer("nothing", None)
 
     module = Counted()
-    rewind = Rewind(module, CPU)
+    rewind = StepSnapshot(module, CPU)
     for _ in range(3):
         module.norm(torch.randn(4, 2))
         rewind.mark()
@@ -103,7 +103,7 @@ def test_buffers() -> None:
 def test_buffers_of_another_shape() -> None:
     module = nn.Module()
     module.register_buffer("seen", torch.zeros(2))
-    rewind = Rewind(module, CPU)
+    rewind = StepSnapshot(module, CPU)
     rewind.mark()
     module.seen = torch.arange(3.0)  # type: ignore[assignment]
     rewind.mark()
@@ -114,7 +114,7 @@ def test_buffers_of_another_shape() -> None:
 
 def test_metrics() -> None:
     module = nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric(), "both": MetricCollection([MeanMetric()])})
-    rewind = Rewind(module, CPU)
+    rewind = StepSnapshot(module, CPU)
     for metric in module.values():
         metric.update(torch.tensor(1.0))
     rewind.mark()
@@ -133,7 +133,7 @@ def test_any_number_of_draws_is_noticed(count: int) -> None:
     """After 624 words a twister's position is where it was."""
     random.seed(7)
     np.random.seed(7)
-    rewind = Rewind(nn.Module(), CPU)
+    rewind = StepSnapshot(nn.Module(), CPU)
     rewind.mark()
     for _ in range(count):
         random.getrandbits(32)

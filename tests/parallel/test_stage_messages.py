@@ -10,8 +10,8 @@ from torch import Tensor
 
 from equipoise import StepError, WorkerError
 from equipoise.parallel.communication.process_group import joined
-from equipoise.parallel.communication.rank import Place
-from equipoise.pipeline.processes.messages import Arrivals, Failure, Messenger
+from equipoise.parallel.communication.rank import Rank
+from equipoise.pipeline.processes.messages import Arrivals, Messenger, StageError
 from tests.parallel.test_process_group import in_group, started
 
 
@@ -85,7 +85,7 @@ class Told(Exception):
     pass
 
 
-def waits_in_vain(place: Place, port: int) -> None:
+def waits_in_vain(place: Rank, port: int) -> None:
     with joined(place, torch.device("cpu"), timeout=timedelta(seconds=300), port=port):
         messenger = Messenger(0.2)
         if place.global_rank:
@@ -114,7 +114,7 @@ def test_failures(kind: Any) -> None:
     try:
         raise kind(1, 2) if kind is Unsendable else kind("on purpose")
     except Exception as caught:
-        failure = Failure.of(caught, 3, torch.device("cpu"))
+        failure = StageError.of(caught, 3, torch.device("cpu"))
     error = failure.as_error()
     assert isinstance(error, WorkerError if kind is Unsendable else kind)
     told = str(error) + "".join(getattr(error, "__notes__", []))

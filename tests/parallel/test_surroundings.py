@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from equipoise.parallel.workers.environment import Surroundings
+from equipoise.parallel.workers.environment import ProcessEnvironment
 from equipoise.parallel.workers.launch import launch
 
 
@@ -65,7 +65,7 @@ def test_a_filter_of_plain_text_matches_that_text_alone() -> None:
     warnings.resetwarnings()
     plain = ("error", None, DeprecationWarning, "script.py", 0)
     warnings.filters.insert(0, plain)  # type: ignore[attr-defined]
-    around = Surroundings()
+    around = ProcessEnvironment()
     assert [
         re.compile(each.module).match(name) is None
         for each in around.warning_filters
@@ -80,4 +80,4 @@ def test_what_cannot_be_sent_stays_behind() -> None:
         return str(lock)
 
     warnings.formatwarning = unsendable
-    assert Surroundings().warning_format is None
+    assert ProcessEnvironment().warning_format is None

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.payload.shared_payload import Package, can_be_packed, dumps, find_unpicklable, loads
+from equipoise.parallel.payload.shared_payload import SharedPayload, can_be_packed, dumps, find_unpicklable, loads
 
 
 @pytest.fixture
 def package() -> Any:
-    made = Package()
+    made = SharedPayload()
     yield made
     made.close()
 
@@ -25,7 +25,7 @@ class Holds:
         vars(self).update(values)
 
 
-def test_tensors_of_every_kind(package: Package) -> None:
+def test_tensors_of_every_kind(package: SharedPayload) -> None:
     base = torch.arange(12.0)
     values = [
         base,
@@ -57,7 +57,7 @@ def test_tensors_of_every_kind(package: Package) -> None:
     read[8][0] = 7
 
 
-def test_a_module_keeps_its_ties_and_its_state(package: Package) -> None:
+def test_a_module_keeps_its_ties_and_its_state(package: SharedPayload) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
     module[1].weight = module[0].weight
     read = package.unpack(package.pack(module))
@@ -68,13 +68,13 @@ def test_a_module_keeps_its_ties_and_its_state(package: Package) -> None:
     torch.save(read.state_dict(), os.devnull)
 
 
-def test_each_tensor_has_memory_of_its_own(package: Package) -> None:
+def test_each_tensor_has_memory_of_its_own(package: SharedPayload) -> None:
     """Saved alone, it takes no other along."""
     small, _ = package.unpack(package.pack([torch.ones(2), torch.ones(10**6)]))
     assert small.untyped_storage().nbytes() == 8
 
 
-def test_what_is_known_is_not_sent(package: Package) -> None:
+def test_what_is_known_is_not_sent(package: SharedPayload) -> None:
     known = [Holds(), Holds()]
     layout = package.pack({"first": known[0], "list": [known[1], known[1]]}, known)
     others = [Holds(), Holds()]
@@ -83,7 +83,7 @@ def test_what_is_known_is_not_sent(package: Package) -> None:
     assert read["list"] == [others[1], others[1]]
 
 
-def test_what_is_defined_here_goes_by_value(package: Package) -> None:
+def test_what_is_defined_here_goes_by_value(package: SharedPayload) -> None:
     factor = 3
 
     class Local:
@@ -94,7 +94,7 @@ def test_what_is_defined_here_goes_by_value(package: Package) -> None:
     assert package.unpack(package.pack(lambda x: factor + x))(1) == 4
 
 
-def test_large_and_small_in_turn(package: Package) -> None:
+def test_large_and_small_in_turn(package: SharedPayload) -> None:
     """A package is written anew for each answer."""
     assert package.unpack(package.pack(torch.ones(1000))).sum() == 1000
     assert package.unpack(package.pack("short")) == "short"
@@ -108,7 +108,7 @@ def test_large_and_small_in_turn(package: Package) -> None:
         ([{"a": 1}, {"module": Holds(items=[1, iter(x for x in "")])}], "Holds.items"),
     ],
 )
-def test_what_cannot_be_sent_is_found(value: Any, path: str, package: Package) -> None:
+def test_what_cannot_be_sent_is_found(value: Any, path: str, package: SharedPayload) -> None:
     assert not can_be_packed(value)
     found, part = find_unpicklable(value)
     assert type(part).__name__ == "generator"
@@ -117,7 +117,7 @@ def test_what_cannot_be_sent_is_found(value: Any, path: str, package: Package) -
         package.pack(value)
 
 
-def test_a_closure_names_its_variable(package: Package) -> None:
+def test_a_closure_names_its_variable(package: SharedPayload) -> None:
     stream = iter(x for x in "")
     with pytest.raises(ConfigurationError, match="generator"):
         package.pack(Holds(hook=lambda: stream))

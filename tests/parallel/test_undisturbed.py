@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, 
 from torchmetrics import MeanMetric
 
 from equipoise.parallel.snapshot.generators import find_generators
-from equipoise.parallel.snapshot.preserve_state import undisturbed
+from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 
 class Holder(nn.Module):
@@ -72,7 +72,7 @@ def test_everything_is_put_back(fails: bool, inference: bool) -> None:
     del module.cache
 
     def disturb() -> None:
-        with undisturbed(module, loader):
+        with preserve_state(module, loader):
             module.train()
             with torch.inference_mode(inference):
                 for (batch,) in loader:
@@ -156,7 +156,7 @@ def scaled(transform: Any, x: Tensor) -> Tensor:
 )
 def test_generators_of_transforms_are_put_back(wrap: Any, kind: Any) -> None:
     loader, untouched = (DataLoader(wrap(Transform(kind)), batch_size=2) for _ in range(2))
-    with undisturbed(nn.Identity(), loader):
+    with preserve_state(nn.Identity(), loader):
         disturbed = list(loader)
     after = list(loader)
     assert all(map(torch.equal, after, disturbed))
@@ -168,7 +168,7 @@ def test_a_collate_function_and_data_that_refers_to_itself() -> None:
     data.itself = [data]
     mix = Transform(random.Random)
     loader = DataLoader(data, batch_size=3, collate_fn=partial(scaled, Composed(torch.stack, mix)))
-    with undisturbed(nn.Identity(), loader):
+    with preserve_state(nn.Identity(), loader):
         before = list(loader)
     assert all(map(torch.equal, before, list(loader)))
 
@@ -198,7 +198,7 @@ def test_a_mode_with_consequences_is_taken_back_by_its_own_method() -> None:
 
     module = nn.Sequential(Merging(2, 2))
     weight = module[0].weight.detach().clone()
-    with undisturbed(module):
+    with preserve_state(module):
         module.eval()
         assert module[0].merged
         assert torch.equal(module[0].weight, 2 * weight)
@@ -210,6 +210,6 @@ def test_a_mode_with_consequences_is_taken_back_by_its_own_method() -> None:
 def test_a_scripted_module_gets_its_modes_back() -> None:
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
-    with undisturbed(module):
+    with preserve_state(module):
         module.eval()
     assert all(part.training for part in module.modules())

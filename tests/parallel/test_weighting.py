@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from equipoise.interop.torch import foreach
-from equipoise.parallel.batches.weighting import Weight, Window, weighted_mean
+from equipoise.parallel.batches.weighting import AccumulationWindow, Weight, weighted_mean
 
 KINDS: dict[str, Callable[[float], Weight]] = {
     "int": int,
@@ -39,7 +39,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def run_window(model: nn.Module, window: Window, parts: list[Tensor], weights: list[Weight]) -> list[Tensor]:
+def run_window(
+    model: nn.Module, window: AccumulationWindow, parts: list[Tensor], weights: list[Weight]
+) -> list[Tensor]:
     """What a step makes of a window."""
     model.zero_grad()
     for x, weight in zip(parts, weights, strict=True):
@@ -71,8 +73,8 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 def test_windows_of_unequal_parts_equal_one_device(
     seed: int, nominal: int, windows: list[list[tuple[int, str]]]
 ) -> None:
-    """Parts of 0 to 9 samples, weights of every kind mixed, short and long windows, one `Window` for all."""
-    model, window = make_model(seed), Window(nominal)
+    """Parts of 0 to 9 samples, weights of every kind mixed, short and long windows, one window for all."""
+    model, window = make_model(seed), AccumulationWindow(nominal)
     for sizes in windows:
         parts = [torch.randn(size, 3, dtype=torch.float64) for size, _ in sizes]
         actual = run_window(model, window, parts, [KINDS[kind](size) for size, kind in sizes])
@@ -93,7 +95,7 @@ def test_weights_that_the_user_gives(seed: int, nominal: int, weights: list[tupl
     """Σ wᵢgᵢ / Σ wᵢ, whatever the reference is that an earlier window fixed."""
     total = sum(weight for weight, _ in weights)
     assume(total > 0)
-    model, window = make_model(seed), Window(nominal)
+    model, window = make_model(seed), AccumulationWindow(nominal)
     run_window(model, window, [torch.randn(2, 3, dtype=torch.float64)], [first])
     parts = [torch.randn(3, 3, dtype=torch.float64) for _ in weights]
     actual = run_window(model, window, parts, [torch.tensor(w, dtype=torch.float64) if t else w for w, t in weights])
@@ -118,7 +120,7 @@ def test_weights_that_the_user_gives(seed: int, nominal: int, weights: list[tupl
 def test_equal_parts_in_full_windows_to_the_bit(
     seed: int, parts: int, weight: float, dtype: torch.dtype, windows: int
 ) -> None:
-    model, window = make_model(seed, dtype), Window(parts)
+    model, window = make_model(seed, dtype), AccumulationWindow(parts)
     for _ in range(windows):
         batches = [torch.randn(4, 3).to(dtype) for _ in range(parts)]
         actual = run_window(model, window, batches, [weight] * parts)
@@ -137,7 +139,7 @@ def test_equal_parts_in_full_windows_to_the_bit(
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_equal_counts_that_are_tensors_to_the_bit(seed: int, parts: int, weight: int, dtype: torch.dtype) -> None:
-    model, window = make_model(seed, dtype), Window(parts)
+    model, window = make_model(seed, dtype), AccumulationWindow(parts)
     batches = [torch.randn(4, 3).to(dtype) for _ in range(parts)]
     actual = run_window(model, window, batches, [torch.tensor(weight)] * parts)
     model.zero_grad()
@@ -148,18 +150,18 @@ def test_equal_counts_that_are_tensors_to_the_bit(seed: int, parts: int, weight:
 
 
 def test_nothing_is_multiplied_where_nothing_has_to_be() -> None:
-    window = Window()
+    window = AccumulationWindow()
     assert window.add(7) is None
     assert window.correction() is None
     window.reset()
     assert window.correction() is None  # a window in which every part was skipped
-    window = Window(parts=4)
+    window = AccumulationWindow(parts=4)
     assert [window.add(7) for _ in range(4)] == [0.25] * 4
     assert window.correction() is None
 
 
 def test_the_example_in_words() -> None:
-    window = Window(parts=2)
+    window = AccumulationWindow(parts=2)
     assert (window.add(4), window.add(4), window.correction()) == (0.5, 0.5, None)
     window.reset()
     assert (window.add(4), window.add(2), window.correction()) == (0.5, 0.25, 4 / 3)
@@ -167,7 +169,7 @@ def test_the_example_in_words() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int64])
 def test_the_total_is_not_rounded(dtype: torch.dtype) -> None:
-    window = Window(parts=3)
+    window = AccumulationWindow(parts=3)
     for _ in range(3):
         window.add(torch.tensor(120, dtype=dtype))
     window.add(torch.tensor(1, dtype=dtype))
@@ -180,21 +182,21 @@ def test_the_total_is_not_rounded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
 def test_a_first_weight_of_zero_is_no_reference(zero: Weight) -> None:
-    window = Window(parts=2)
+    window = AccumulationWindow(parts=2)
     factors = [window.add(zero), window.add(4)]
     assert float(factors[0]) == 0
     assert float(factors[1]) * float(window.correction()) == 1
 
 
 def test_large_counts_do_not_overflow_the_loss() -> None:
-    window = Window(parts=2)
+    window = AccumulationWindow(parts=2)
     loss = torch.tensor(3.0, dtype=torch.float16)
     factors = [window.add(weight) for weight in (10**6, 3 * 10**6)]
     assert [(loss * factor).item() for factor in factors] == [1.5, 4.5]
 
 
 def test_the_graph_of_a_weight_is_let_go() -> None:
-    window = Window()
+    window = AccumulationWindow()
     weight = torch.tensor(2.0, requires_grad=True) * 2
     factor = window.add(weight)
     assert not factor.requires_grad
@@ -202,7 +204,7 @@ def test_the_graph_of_a_weight_is_let_go() -> None:
 
 
 def test_a_window_without_weight_keeps_gradients_of_zero() -> None:
-    window = Window(parts=2)
+    window = AccumulationWindow(parts=2)
     factors = [window.add(torch.tensor(0)) for _ in range(2)]
     assert [factor.item() for factor in factors] == [0, 0]
     assert window.correction().item() == 0
@@ -212,13 +214,13 @@ def test_a_window_without_weight_keeps_gradients_of_zero() -> None:
 @pytest.mark.parametrize("later", KINDS)
 @pytest.mark.parametrize("seen", [0, 1, 2])
 def test_steps_after_a_resume_have_the_same_bits(seen: int, later: str, kind: str) -> None:
-    window = Window(parts=3)
+    window = AccumulationWindow(parts=3)
     for weight in (7, 5, 7):
         window.add(KINDS[kind](weight))
     window.reset()
     for weight in (7, 6)[:seen]:  # the window that the checkpoint interrupts
         window.add(KINDS[kind](weight))
-    resumed = Window(parts=3)
+    resumed = AccumulationWindow(parts=3)
     state: dict[str, Any] = window.state_dict()
     assert not any(isinstance(value, Tensor) for value in state.values())
     resumed.load_state_dict(state)
@@ -228,14 +230,14 @@ def test_steps_after_a_resume_have_the_same_bits(seen: int, later: str, kind: st
 
 
 def test_the_state_of_a_window_that_saw_nothing() -> None:
-    window = Window(parts=2)
-    window.load_state_dict(Window().state_dict())
+    window = AccumulationWindow(parts=2)
+    window.load_state_dict(AccumulationWindow().state_dict())
     assert window.add(3) == 0.5
 
 
 def test_a_window_is_open_once_a_part_was_added() -> None:
     for weight in (2, torch.tensor(2), torch.tensor(0)):
-        window = Window(parts=2)
+        window = AccumulationWindow(parts=2)
         assert not window.is_open
         window.add(3)
         assert window.is_open
@@ -349,7 +351,7 @@ def test_a_mean_is_where_it_is_wanted() -> None:
 @pytest.mark.parametrize("weight", [4, torch.tensor(4.0)])
 def test_a_piece_counts_for_its_share_of_the_batch(weight: Any) -> None:
     """Also where it is the first part ever seen: the factor is never above that of the whole batch."""
-    window = Window()
+    window = AccumulationWindow()
     window.piece = (4, 11)
     factors = [float(window.add(weight)), float(window.add(weight)), float(window.add(weight * 3 / 4))]  # type: ignore[arg-type]
     assert factors == pytest.approx([4 / 11, 4 / 11, 3 / 11])

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from equipoise import ConfigurationError, DDPStrategy, StepError
 from equipoise.parallel.communication.process_group import joined
-from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.communication.rank import Rank
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Numbered, Samples, assert_same_weights, numbered, trainer
 from tests.strategies.waiting import wait_briefly
@@ -292,7 +292,7 @@ def test_processes_that_wait_in_different_places() -> None:
 def test_where_to_meet_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    group = joined(Place(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
+    group = joined(Rank(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
     with pytest.raises(ConfigurationError, match="but not MASTER_ADDR and MASTER_PORT"), group:
         pass
 
@@ -304,7 +304,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         port = str(other.getsockname()[1])
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
-        group = joined(Place(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
+        group = joined(Rank(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} is taken by another program"), group:
             pass
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import DDPStrategy, OOMRecovery, RunReport, StepError
-from equipoise.strategies.ddp.recovery import Guard
+from equipoise.strategies.ddp.recovery import CollectiveGuard
 from tests.conftest import ignoring
 from tests.strategies.test_ddp import Samples, assert_same_weights, trainer
 
@@ -225,7 +225,7 @@ def test_communication_in_an_evaluation() -> None:
 
 
 def test_layers_that_are_known_to_communicate() -> None:
-    guard = Guard(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    guard = CollectiveGuard(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
     assert guard.obstacle(training=True, leave_out=False).startswith(REASON)
     assert not guard.obstacle(training=False, leave_out=False)  # with running statistics
 

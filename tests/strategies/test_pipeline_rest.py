@@ -16,7 +16,7 @@ from equipoise import PipelineStrategy, StepError, Trainer
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.tracing import trace
 from equipoise.pipeline.planning.cut import CutOptions, _as_measured
-from equipoise.pipeline.planning.loss_profile import RestOfStep
+from equipoise.pipeline.planning.loss_profile import LossProfile
 from equipoise.pipeline.planning.stage_costs import Block
 from equipoise.step_protocols import StepResult
 from tests.conftest import ignoring
@@ -263,7 +263,7 @@ def test_memory() -> None:
         made: Tensor = rest.answer()
         return StepResult((torch.exp(module.head(made)) * batch).mean(), 1, None)
 
-    rest = RestOfStep(module, step, batch, torch.device("cpu"), nullcontext)
+    rest = LossProfile(module, step, batch, torch.device("cpu"), nullcontext)
     rest.measure(_traced(module), output)
     assert rest.block is not None
     held = sum(tensor.nbytes for tensor in (*module.head.parameters(), *module.metric.buffers()))

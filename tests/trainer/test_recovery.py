@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
-from equipoise.parallel.snapshot.step_snapshot import Rewind
+from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
 from tests.conftest import ignoring
 from tests.test_transparency import (
     CLASSES,
@@ -415,26 +415,26 @@ def test_memory_that_runs_out_around_the_step_itself(
     """Noting and restoring the state takes memory, too. A failure in it that does not last changes nothing."""
     injected = {"failing": (1,)} if method == "restore" else {}
     reference = train(Noisy, OutOfMemory(**injected))
-    usual = getattr(Rewind, method)
+    usual = getattr(StepSnapshot, method)
     calls = count()
 
-    def fails_once(self: Rewind) -> None:
+    def fails_once(self: StepSnapshot) -> None:
         first = next(calls) == 0
         if half_way or not first:
             usual(self)
         if first:
             raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(Rewind, method, fails_once)
+    monkeypatch.setattr(StepSnapshot, method, fails_once)
     assert_identical(reference, train(Noisy, OutOfMemory(**injected)))
     assert next(calls) > 1
 
 
 def test_memory_that_stays_short_around_the_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Rewind) -> None:
+    def fails(self: StepSnapshot) -> None:
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(Rewind, "mark", fails)
+    monkeypatch.setattr(StepSnapshot, "mark", fails)
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
         train(Noisy, OutOfMemory())
 

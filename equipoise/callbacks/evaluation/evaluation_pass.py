@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from equipoise.callbacks.evaluation.host import Surroundings
+from equipoise.callbacks.evaluation.host import EvaluationHost
 from equipoise.errors import StepError
 from equipoise.interleave import interleave
 from equipoise.interop.metrics import join_metrics, states_to_send
@@ -67,7 +67,7 @@ class EvaluationPass:
     """
 
     name: str
-    around: Surroundings
+    around: EvaluationHost
     metrics: Metric | MetricCollection | None
     forward: Forward | None
     inference_mode: bool

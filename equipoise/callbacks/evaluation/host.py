@@ -20,7 +20,7 @@ from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.sampling import BatchesInTurn, SameOrder, UnpaddedDistributedSampler
 from equipoise.parallel.communication.object_exchange import gather_objects
 
-__all__ = ["Surroundings", "find_loader"]
+__all__ = ["EvaluationHost", "find_loader"]
 
 
 def _gather(value: Any) -> list[Any]:
@@ -28,7 +28,7 @@ def _gather(value: Any) -> list[Any]:
 
 
 @dataclass(kw_only=True)
-class Surroundings:
+class EvaluationHost:
     """Where an evaluation runs.
 
     Attributes:
@@ -50,7 +50,7 @@ class Surroundings:
     strategy: Any = field(default=None)
 
     @classmethod
-    def of(cls, trainer: Any, module: nn.Module) -> "Surroundings":
+    def of(cls, trainer: Any, module: nn.Module) -> "EvaluationHost":
         """Asks a trainer, by public names alone.
 
         Args:

@@ -12,13 +12,13 @@ from torchmetrics import Metric, MetricCollection
 
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.evaluation.evaluation_pass import EvaluationPass, EvaluationResult
-from equipoise.callbacks.evaluation.host import Surroundings, find_loader
+from equipoise.callbacks.evaluation.host import EvaluationHost, find_loader
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.loaders import with_own_iterator
 from equipoise.parallel.batches.gathering import gather
 from equipoise.parallel.batches.splitting import infer_batch_size
-from equipoise.parallel.snapshot.preserve_state import undisturbed
+from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 __all__ = ["NoGradEvaluation"]
 
@@ -190,7 +190,7 @@ class NoGradEvaluation(Callback):
         return gather(self.outputs, sizes, torch.device("cpu"))
 
     def _evaluate(self, trainer: Any, module: nn.Module) -> EvaluationResult:
-        around = Surroundings.of(trainer, module)
+        around = EvaluationHost.of(trainer, module)
         if self._loader is None:
             self._loader = find_loader(self.dataloader, module, trainer)
             shares = self.shard and getattr(trainer, "use_distributed_sampler", True)
@@ -213,7 +213,7 @@ class NoGradEvaluation(Callback):
             limit=around.part_of(min(limits, default=None), self._part),
             collect=self.collect,
         )
-        with undisturbed(module, self._loader):
+        with preserve_state(module, self._loader):
             _silence(module)
             around.share_buffers(module)
             module.eval()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 from equipoise.memory.profile.attribution import Attribution
-from equipoise.memory.records import Category, Composition, Holder
+from equipoise.memory.records import Category, Composition, TensorRecord
 
 __all__ = ["Ledger"]
 
@@ -36,9 +36,9 @@ class _Entry:
         self.module, self.name, self.phase = module, name, phase
         self.category: Category | None = None
 
-    def holder(self) -> Holder:
+    def holder(self) -> TensorRecord:
         """The entry as it is told."""
-        return Holder(
+        return TensorRecord(
             module=self.module,
             category=self.category or "temporary",
             name=self.name,

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Weight", "Window", "weighted_mean"]
+__all__ = ["AccumulationWindow", "Weight", "weighted_mean"]
 
 Weight = int | float | Tensor
 
 
-class Window:
+class AccumulationWindow:
     """The parts whose gradients make one optimiser step.
 
     Args:

@@ -12,12 +12,12 @@ from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.process_group import joined
-from equipoise.parallel.communication.rank import Place, find_place, mpi_size
+from equipoise.parallel.communication.rank import Rank, find_rank, mpi_size
 
 __all__ = ["check_alone", "check_count", "compute_metrics_alone", "in_group", "place_of_worker", "refuse_copies"]
 
 
-def check_count(place: Place, devices: Sequence[torch.device], num_nodes: int) -> None:
+def check_count(place: Rank, devices: Sequence[torch.device], num_nodes: int) -> None:
     """Checks that there is a process for each device.
 
     Raises:
@@ -42,7 +42,7 @@ def refuse_copies(name: str) -> None:
     Raises:
         ConfigurationError: If there are several processes, each of which would train a copy of its own.
     """
-    place = find_place()
+    place = find_rank()
     if place is None:
         _refuse_mpi()
         return
@@ -85,17 +85,17 @@ def _refuse_mpi() -> None:
         )
 
 
-def place_of_worker(rank: int, size: int, device: torch.device) -> Place:
+def place_of_worker(rank: int, size: int, device: torch.device) -> Rank:
     """Where a process stands that the trainer has started; its environment says so, too."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     if device.type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return Place(rank, rank, 0, size, size)
+    return Rank(rank, rank, 0, size, size)
 
 
 @contextmanager
 def in_group(
-    place: Place, device: torch.device, *, timeout: float, port: int | None = None, backend: str | None = None
+    place: Rank, device: torch.device, *, timeout: float, port: int | None = None, backend: str | None = None
 ) -> Iterator[None]:
     """Joins the process group; see `parallel.process_group.joined`.
 

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.payload.authentication import key_of_environment, use_key
 
 __all__ = ["StoreServer", "another_group", "follows_from_another", "group_store", "host_group", "joined"]
@@ -56,7 +56,7 @@ class StoreServer:
 
 @contextlib.contextmanager
 def joined(
-    place: Place, device: torch.device, *, timeout: timedelta, port: int | None = None, backend: str | None = None
+    place: Rank, device: torch.device, *, timeout: timedelta, port: int | None = None, backend: str | None = None
 ) -> Iterator[None]:
     """Joins the process group, and leaves it in order if nothing goes wrong.
 
@@ -157,7 +157,7 @@ def another_group(timeout: timedelta, *, local: bool) -> Iterator[dist.ProcessGr
 _meeting_points: dict[tuple[str, str, int, int], Store] = {}  # by address, port, rank and number of processes
 
 
-def _meet(place: Place, timeout: timedelta) -> Store:
+def _meet(place: Rank, timeout: timedelta) -> Store:
     """Return the store at which the processes meet, where the environment says; the same one for every group.
 
     The first process serves the store, where no launcher does. If it closed the store after each run, a faster process

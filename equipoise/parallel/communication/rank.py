@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["Place", "find_place", "mpi_size", "slurm_job"]
+__all__ = ["Rank", "find_rank", "mpi_size", "slurm_job"]
 
 _SHELLS = ("bash", "interactive")  # names of Slurm jobs in which a person types commands
 _SPECIAL_STEPS = 0xFFFFFFF0  # Slurm's steps from this number on: the batch script, an interactive shell
 
 
 @dataclass(frozen=True)
-class Place:
+class Rank:
     """Where a process stands.
 
     Attributes:
@@ -59,7 +59,7 @@ class Place:
         return -(-self.world_size // each)
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+def find_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
     """Return the place that a process group, torchrun or Slurm has given this process; None if there is none.
 
     Args:
@@ -78,14 +78,14 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     return place
 
 
-def _of_group(environment: Mapping[str, str]) -> Place:
+def _of_group(environment: Mapping[str, str]) -> Rank:
     rank = dist.get_rank()
     size = dist.get_world_size()
     local = _number(environment, "LOCAL_RANK")
     node = _number(environment, "GROUP_RANK")
     if node is None:
         node = _number(environment, "NODE_RANK")  # Ray's
-    return Place(
+    return Rank(
         rank,
         rank if local is None else local,
         node or 0,
@@ -99,7 +99,7 @@ def _of_group(environment: Mapping[str, str]) -> Place:
 # Torchrun, and whatever else sets its variables.
 
 
-def _of_torchrun(environment: Mapping[str, str]) -> Place:
+def _of_torchrun(environment: Mapping[str, str]) -> Rank:
     rank = _needed(environment, "RANK")
     size = _needed(environment, "WORLD_SIZE")
     local_size = _number(environment, "LOCAL_WORLD_SIZE")
@@ -112,13 +112,13 @@ def _of_torchrun(environment: Mapping[str, str]) -> Place:
     if not 0 <= rank < size:
         raise ConfigurationError(f"The environment says RANK={rank}, but WORLD_SIZE={size}: ranks count from 0.")
     origin = f"the environment says RANK={rank} and WORLD_SIZE={size}, as torchrun sets them"
-    return Place(rank, local, node, size, local_size, _number(environment, "GROUP_WORLD_SIZE"), origin)
+    return Rank(rank, local, node, size, local_size, _number(environment, "GROUP_WORLD_SIZE"), origin)
 
 
 # Slurm.
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Place | None:
+def _of_slurm(environment: Mapping[str, str]) -> Rank | None:
     """Return the place among the tasks that `srun` has started; None in a batch script or in a person's shell."""
     size = _number(environment, "SLURM_STEP_NUM_TASKS") or _number(environment, "SLURM_NTASKS") or 1
     if size == 1 or not _started_by_srun(environment):
@@ -135,7 +135,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
     nodes = _number(environment, "SLURM_STEP_NUM_NODES") or _number(environment, "SLURM_NNODES")
     origin = f"Slurm says SLURM_PROCID={rank} and SLURM_NTASKS={size}"
     local = _needed(environment, "SLURM_LOCALID")
-    return Place(rank, local, node, size, _tasks_on_node(environment, node), nodes, origin)
+    return Rank(rank, local, node, size, _tasks_on_node(environment, node), nodes, origin)
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -31,8 +31,8 @@ from equipoise.parallel.payload.module_pickling import reduce_module_or_function
 
 __all__ = [
     "DEFINITIONS",
-    "Layout",
-    "Package",
+    "PayloadLayout",
+    "SharedPayload",
     "can_be_packed",
     "define",
     "dumps",
@@ -66,14 +66,14 @@ def define(definitions: dict[str, Any]) -> None:
 _ALIGNMENT = 64  # bytes; no dtype wants more
 
 
-class Layout(NamedTuple):
+class PayloadLayout(NamedTuple):
     """Where things lie in a file: offsets and lengths in bytes; the first is the pickled object."""
 
     size: int
     parts: tuple[tuple[int, int], ...]
 
 
-class Package:
+class SharedPayload:
     """An anonymous file that travels to a process as an argument of `Process`.
 
     Example:
@@ -87,7 +87,7 @@ class Package:
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = _anonymous_file() if descriptor is None else descriptor
 
-    def pack(self, value: Any, known: Sequence[Any] = ()) -> Layout:
+    def pack(self, value: Any, known: Sequence[Any] = ()) -> PayloadLayout:
         """Writes an object.
 
         Args:
@@ -108,9 +108,9 @@ class Package:
             parts.append((offset, content.nbytes))
             _write(self.descriptor, content, offset)
             offset += -(-content.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return Layout(offset, tuple(parts))
+        return PayloadLayout(offset, tuple(parts))
 
-    def unpack(self, layout: Layout, known: Sequence[Any] = ()) -> Any:
+    def unpack(self, layout: PayloadLayout, known: Sequence[Any] = ()) -> Any:
         """Reads what was packed; the object holds the memory from then on.
 
         Args:
@@ -133,8 +133,8 @@ class Package:
         return _receive, (reduction.DupFd(self.descriptor),)
 
 
-def _receive(duplicate: Any) -> Package:
-    return Package(duplicate.detach())
+def _receive(duplicate: Any) -> SharedPayload:
+    return SharedPayload(duplicate.detach())
 
 
 def _anonymous_file() -> int:
@@ -375,7 +375,7 @@ def _parts_of_function(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def can_be_packed(value: Any, known: Sequence[Any] = ()) -> bool:
-    """Whether an object can be sent to another process; see `Package.pack`."""
+    """Whether an object can be sent to another process; see `SharedPayload.pack`."""
     try:
         _Pickler(io.BytesIO(), [], known).dump(value)
     except Exception:

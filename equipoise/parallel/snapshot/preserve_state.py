@@ -13,13 +13,13 @@ from torch import nn
 
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.generators import find_generators, linked, restorer, samplers_of
-from equipoise.parallel.snapshot.step_snapshot import Rewind
+from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
 
-__all__ = ["undisturbed"]
+__all__ = ["preserve_state"]
 
 
 @contextmanager
-def undisturbed(module: nn.Module, *holders: Any) -> Iterator[None]:
+def preserve_state(module: nn.Module, *holders: Any) -> Iterator[None]:
     """What is done inside leaves no trace in a module, in what holds generators, and in no random generator.
 
     What an attribute refers to may still be changed in place, as by `self.seen.append(...)`: that stays. Buffers are
@@ -41,7 +41,7 @@ def undisturbed(module: nn.Module, *holders: Any) -> Iterator[None]:
     parts = list(module.modules())
     before = [(part, part.training, dict(vars(part))) for part in parts]
     samplers = [(sampler, dict(vars(sampler))) for sampler in samplers_of(holders)]
-    rewind = Rewind(module, ())
+    rewind = StepSnapshot(module, ())
     with random_state.isolated():
         rewind.mark()
         generators = [*find_generators(parts, depth=1), *find_generators(linked(holders))]

@@ -22,12 +22,12 @@ from equipoise.interop.metrics import MetricState, restore_metric_state, take_me
 from equipoise.interop.torch import foreach
 from equipoise.interop.torch.modules import buffers_of
 
-__all__ = ["Rewind"]
+__all__ = ["StepSnapshot"]
 
 _WORDS = 625  # of a Mersenne twister: its state of 624, and a position
 
 
-class Rewind:
+class StepSnapshot:
     """Notes random generators, buffers and metrics, and brings them back.
 
     Args:

@@ -16,7 +16,7 @@ from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.random_state import RandomState
 from equipoise.parallel.workers import torch_modes
 
-__all__ = ["Surroundings"]
+__all__ = ["ProcessEnvironment"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _warning_format() -> Callable[..., str] | None:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessEnvironment:
     """Taken from the process that makes it.
 
     Attributes:

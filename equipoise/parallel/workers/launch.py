@@ -36,9 +36,9 @@ import torch
 
 from equipoise.parallel.communication.rank import slurm_job
 from equipoise.parallel.payload.authentication import new_key, use_key
-from equipoise.parallel.payload.shared_payload import DEFINITIONS, Layout, Package, define
+from equipoise.parallel.payload.shared_payload import DEFINITIONS, PayloadLayout, SharedPayload, define
 from equipoise.parallel.workers import log_forwarding
-from equipoise.parallel.workers.environment import Surroundings
+from equipoise.parallel.workers.environment import ProcessEnvironment
 from equipoise.parallel.workers.main_script import hidden, main_script
 from equipoise.parallel.workers.preloading import preload, preloading
 from equipoise.parallel.workers.reports import Report, causes_among, raise_first_cause, raise_unended, report_of
@@ -75,11 +75,11 @@ def launch(
         WorkerError: If a process was killed, left, or hung.
         Exception: The first error that a process raised, with its traceback as its cause.
     """
-    package, answer = Package(), Package()
+    package, answer = SharedPayload(), SharedPayload()
     key = new_key()
     workers: list[_Worker] = []
     try:
-        of_process = (sys.path, Surroundings(), main_script())
+        of_process = (sys.path, ProcessEnvironment(), main_script())
         layout = package.pack((function, is_consequence, *of_process, list(known), DEFINITIONS))
         context = get_context("forkserver")
         with hidden(), preloading():
@@ -108,7 +108,14 @@ class _Worker:
 
     @classmethod
     def start(
-        cls, context: Any, rank: int, count: int, package: Package, layout: Layout, answer: Package, key: bytes
+        cls,
+        context: Any,
+        rank: int,
+        count: int,
+        package: SharedPayload,
+        layout: PayloadLayout,
+        answer: SharedPayload,
+        key: bytes,
     ) -> "_Worker":
         here, there = context.Pipe()
         stack_here, stack_there = context.Pipe(duplex=False)
@@ -167,7 +174,7 @@ class _Worker:
         return told.decode(errors="replace") or "It does not answer."
 
 
-def _supervise(workers: list[_Worker]) -> Layout:
+def _supervise(workers: list[_Worker]) -> PayloadLayout:
     """Waits for all workers; returns the first one's answer."""
     with _forwarded_signals(workers) as terminated:
         try:
@@ -267,14 +274,16 @@ def _forwarded_signals(workers: list[_Worker]) -> Iterator[int | None]:
 class _Options:
     rank: int
     count: int
-    layout: Layout
+    layout: PayloadLayout
     threads: int
     start_method: str
     levels: dict[str, int]
     key: bytes
 
 
-def _enter(options: _Options, package: Package, answer: Package, stack: Connection, parent: Connection) -> None:
+def _enter(
+    options: _Options, package: SharedPayload, answer: SharedPayload, stack: Connection, parent: Connection
+) -> None:
     """What a worker does, from its first line to its last."""
     gc.freeze()  # what the server has imported lives as long as the process; a collection need not look through it
     os.setpgid(0, 0)  # Ctrl-C is the parent's to hand on, and what a worker starts ends with it

@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 import cloudpickle
 
 from equipoise.errors import WorkerError
-from equipoise.parallel.payload.shared_payload import Layout, pickle_error
+from equipoise.parallel.payload.shared_payload import PayloadLayout, pickle_error
 
 __all__ = ["Report", "Worker", "causes_among", "raise_first_cause", "raise_unended", "report_of"]
 
@@ -45,7 +45,7 @@ class Report:
 
     rank: int
     time: float
-    layout: Layout | None = None
+    layout: PayloadLayout | None = None
     error: bytes | None = None
     text: str = ""
     consequence: bool = False

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
-from equipoise.pipeline.execution.tied_copies import Shadows
+from equipoise.pipeline.execution.tied_copies import TiedCopies
 from equipoise.pipeline.graph.stages import owners
 from equipoise.pipeline.graph.tracing import Traced
 
@@ -43,7 +43,7 @@ class Placement:
         self.module, self.devices, self.copy_always = module, devices, copy_always
         self._count = len(devices) // stages_per_device
         self.in_processes = in_processes
-        self.shadows = Shadows()
+        self.shadows = TiedCopies()
         self._homes: dict[int, int] = {}  # of a module's or tensor's id its stage
         self._waiting: list[RemovableHandle] = []
         self._settled: set[int] = set()

@@ -12,7 +12,7 @@ from typing import Any
 from equipoise.errors import StepError
 from equipoise.parallel.replicas.device_threads import ThreadState
 
-__all__ = ["MicroStep", "current_step", "inside_stage", "is_inside_stage"]
+__all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]
 
 _local = threading.local()
 
@@ -21,7 +21,7 @@ class _Abandoned(BaseException):
     """Unwinds a step that nobody will go on with; no error of the user's, so no `except Exception` may stop it."""
 
 
-def current_step() -> "MicroStep | None":
+def current_step() -> "SuspendedStep | None":
     """The step that runs in this thread."""
     return getattr(_local, "step", None)
 
@@ -41,7 +41,7 @@ def is_inside_stage() -> bool:
     return bool(getattr(_local, "stage", False))
 
 
-class MicroStep:
+class SuspendedStep:
     """A step.
 
     Args:

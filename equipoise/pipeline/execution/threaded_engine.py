@@ -18,7 +18,7 @@ from torch import Tensor
 
 from equipoise.parallel.replicas.device_threads import ThreadState, on_device
 from equipoise.pipeline.execution.stage_graphs import StageGraphs, brought, go_back
-from equipoise.pipeline.execution.suspended_step import MicroStep, inside_stage
+from equipoise.pipeline.execution.suspended_step import SuspendedStep, inside_stage
 from equipoise.pipeline.graph.stages import StageProgram
 from equipoise.pipeline.schedule.schedule import Action, Schedule, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span, Timeline
@@ -73,7 +73,7 @@ class Pipeline:
 
     def run(
         self,
-        steps: Sequence[MicroStep],
+        steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None] | None,
         pipelines: Sequence["Pipeline"] | None = None,
@@ -109,7 +109,7 @@ class _Run:
     def __init__(
         self,
         pipeline: Pipeline,
-        steps: Sequence[MicroStep],
+        steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None] | None,
         programs: Sequence[Sequence[StageProgram]],

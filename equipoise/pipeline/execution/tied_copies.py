@@ -15,7 +15,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_hooks
 from equipoise.parallel.replicas.replica import Replica
 
-__all__ = ["Shadow", "Shadows", "Single"]
+__all__ = ["Single", "TiedCopies", "TiedCopy"]
 
 
 class Single(nn.Module):
@@ -33,7 +33,7 @@ class Single(nn.Module):
             self.register_buffer("value", value)
 
 
-class Shadow:
+class TiedCopy:
     """A copy of a layer.
 
     Args:
@@ -108,11 +108,11 @@ class Shadow:
             self._replica.use([copied for _, copied in pairs])
 
 
-class Shadows:
+class TiedCopies:
     """All shadows of a network."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], tuple[object, Shadow]] = {}
+        self._made: dict[tuple[int, int], tuple[object, TiedCopy]] = {}
 
     def of(self, part: nn.Module | Tensor, index: int, device: torch.device, name: str) -> nn.Module:
         """The copy of a layer, parameter or buffer for the stages of a device.
@@ -126,7 +126,7 @@ class Shadows:
         key = (id(part), index)
         if key not in self._made:
             layer = part if isinstance(part, nn.Module) else Single(part)
-            self._made[key] = (part, Shadow(layer, device, name))
+            self._made[key] = (part, TiedCopy(layer, device, name))
         return self._made[key][1].module
 
     def __len__(self) -> int:

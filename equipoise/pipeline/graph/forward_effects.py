@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from equipoise.interop.torch.modules import buffers_of, versions
 
-__all__ = ["SideEffects"]
+__all__ = ["ForwardEffects"]
 
 
-class SideEffects:
+class ForwardEffects:
     """What a forward must not change by itself while it is followed: attributes, buffers, and random generators.
 
     Args:
@@ -79,7 +79,7 @@ class SideEffects:
         if self._numpy is not None:
             self._numpy[0].set_state(self._numpy[1])
 
-    def overlook(self, inner: "SideEffects") -> None:
+    def overlook(self, inner: "ForwardEffects") -> None:
         """Does not take for a change what was changed within a submodule and has been brought back there."""
         begun = {id(tensor): version for tensor, version, _ in inner._tensors}
         self._tensors = [

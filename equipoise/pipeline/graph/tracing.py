@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 from equipoise.pipeline.graph.call_structure import CallStructure
-from equipoise.pipeline.graph.forward_effects import SideEffects
+from equipoise.pipeline.graph.forward_effects import ForwardEffects
 
 __all__ = ["NotTraceable", "Traced", "line_of_user", "trace", "writes_in_place"]
 
@@ -106,7 +106,7 @@ def trace(
     if isinstance(network, nn.TransformerEncoder) and getattr(forward, "__func__", None) is _ENCODER_FORWARD:
         forward = _encoder_forward(network)
     root = _Call(network, forward, structure)
-    before = SideEffects(network)
+    before = ForwardEffects(network)
     try:
         # In an evaluation, too, whose trace may serve for training.
         with torch.enable_grad(), _without_saving_hooks(), _functions_kept():
@@ -178,7 +178,7 @@ for _name in sorted(_IN_PLACE):
 class _Tracer(fx.Tracer):
     """Follows what can be followed and takes back what cannot."""
 
-    def __init__(self, effects: SideEffects, whole: Mapping[type[nn.Module], str]) -> None:
+    def __init__(self, effects: ForwardEffects, whole: Mapping[type[nn.Module], str]) -> None:
         super().__init__()
         self.opaque: dict[str, str] = {}
         self.whole = whole
@@ -228,7 +228,7 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         if isinstance(m, nn.TransformerEncoder):
             forward = _encoder_forward(m)
-        count, before, stack = len(self.graph.nodes), SideEffects(m), self.module_stack.copy()
+        count, before, stack = len(self.graph.nodes), ForwardEffects(m), self.module_stack.copy()
         self.effects.append(before)
         try:
             answer = super().call_module(m, forward, args, kwargs)

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 
-__all__ = ["Storages", "moment"]
+__all__ = ["SavedTensors", "moment"]
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
@@ -19,7 +19,7 @@ def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     return [tensor.untyped_storage()] if tensor.layout is torch.strided else []
 
 
-class Storages:
+class SavedTensors:
     """Knows storages again from call to call, so that what two calls save counts for the first of them.
 
     Args:

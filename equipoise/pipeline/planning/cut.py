@@ -12,7 +12,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, list_devices
 from equipoise.pipeline.graph.stages import may_cut, modules_of, names_of, owners, taking_inputs, with_parents
 from equipoise.pipeline.graph.tracing import Traced
-from equipoise.pipeline.planning.loss_profile import RestOfStep
+from equipoise.pipeline.planning.loss_profile import LossProfile
 from equipoise.pipeline.planning.partition import DoesNotFit, choose_cuts, describe_stages
 from equipoise.pipeline.planning.profile import add_rest, merge_blocks, profile_calls
 from equipoise.pipeline.planning.stage_costs import Block, Stage, StageDevice
@@ -115,7 +115,7 @@ def cut_automatically(
     tensors: Sequence[Tensor],
     options: CutOptions,
     prefix: str,
-    rest: RestOfStep | None = None,
+    rest: LossProfile | None = None,
 ) -> Cut:
     """Measures the calls of a forward, and chooses.
 

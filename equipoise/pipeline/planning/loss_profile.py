@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from equipoise.errors import StepError
 from equipoise.interop.torch.dispatch import tensors_in
 from equipoise.parallel.snapshot.batch_contents import BatchContents
-from equipoise.parallel.snapshot.preserve_state import undisturbed
+from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.pipeline.execution.placement import move
 from equipoise.pipeline.graph.stages import map_tensors
 from equipoise.pipeline.graph.tracing import Traced
@@ -28,14 +28,14 @@ from equipoise.pipeline.planning.profile import now, used_tensors
 from equipoise.pipeline.planning.stage_costs import Block
 from equipoise.step_protocols import StepResult
 
-__all__ = ["RestOfStep", "containers_kept"]
+__all__ = ["LossProfile", "containers_kept"]
 
 _PASSES = 3  # of which the quickest counts; the first also says what is needed for a moment
 _SECONDS = 2.0  # after which no pass begins
 _CONTAINERS = (list, dict, set, deque)
 
 
-class RestOfStep:
+class LossProfile:
     """Measures it.
 
     Args:
@@ -89,7 +89,7 @@ class RestOfStep:
                 if count > 1 and time.perf_counter() - begin > _SECONDS:
                     break
                 self._contents.restore()
-                with undisturbed(self._module), containers_kept(self._module), self._caught():
+                with preserve_state(self._module), containers_kept(self._module), self._caught():
                     found = self._once(looks=count == 0)
                 if found is None:
                     return

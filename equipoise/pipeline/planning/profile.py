@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.interop.torch.modules import versions
-from equipoise.parallel.snapshot.step_snapshot import Rewind
+from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
 from equipoise.pipeline.execution.placement import move
-from equipoise.pipeline.graph.forward_effects import SideEffects
+from equipoise.pipeline.graph.forward_effects import ForwardEffects
 from equipoise.pipeline.graph.split_backward import SplitBackward
 from equipoise.pipeline.graph.stages import crossing, map_tensors, may_cut, names_of, plain
 from equipoise.pipeline.graph.tracing import Traced, writes_in_place
-from equipoise.pipeline.planning.activation_memory import Storages, moment
+from equipoise.pipeline.planning.activation_memory import SavedTensors, moment
 from equipoise.pipeline.planning.stage_costs import Block
 
 __all__ = ["add_rest", "compute_uncut", "merge_blocks", "now", "placed", "profile_calls", "used_tensors"]
@@ -56,7 +56,7 @@ def profile_calls(
     Returns:
         A block for each call.
     """
-    rewind, effects = Rewind(module, [device]), SideEffects(module)
+    rewind, effects = StepSnapshot(module, [device]), ForwardEffects(module)
     rewind.mark()
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -87,7 +87,7 @@ def _profile(
     (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
     values[given] = tensors
     passing = crossing(traced, range(1, len(calls) + 1))
-    storages = Storages(traced.root)
+    storages = SavedTensors(traced.root)
     storages.keep_only(tensors)
     last = {node: index for index, nodes in enumerate(passing) for node in nodes}
     names, blocks = names_of(traced), []
@@ -110,7 +110,7 @@ def _measure(
     traced: Traced,
     values: dict[fx.Node, Any],
     device: torch.device,
-    storages: Storages,
+    storages: SavedTensors,
     *,
     first: bool,
     split: bool,
@@ -168,7 +168,7 @@ class _Run:
         self.taken: set[int] = set()
         self.output: Any = None
 
-    def once(self, storages: Storages) -> None:
+    def once(self, storages: SavedTensors) -> None:
         """Measures it."""
         self.output, self.seen = None, {}
         args, kwargs, inputs = self._arguments()

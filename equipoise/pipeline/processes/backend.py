@@ -13,13 +13,13 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.communication.membership import compute_metrics_alone
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
-from equipoise.pipeline.processes.client import StageProcesses
+from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.loss_scale import JoinedOptimizer
 
-__all__ = ["SplitTraining"]
+__all__ = ["ProcessBackend"]
 
 
-class SplitTraining:
+class ProcessBackend:
     """Optimisers and states, of which every process has those of its stage's parameters.
 
     An optimiser of the user's stays as it is, and steps the parameters that are here: others have no gradient. Each
@@ -33,7 +33,7 @@ class SplitTraining:
         release: Leaves the module's metrics as they were.
     """
 
-    def __init__(self, processes: StageProcesses, module: nn.Module) -> None:
+    def __init__(self, processes: StageClient, module: nn.Module) -> None:
         self.processes, self._module = processes, module
         self._optimizers: list[Optimizer] = []
         self._joined: list[JoinedOptimizer] = []  # the same, as a scaler sees them

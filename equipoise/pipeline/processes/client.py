@@ -20,13 +20,13 @@ from equipoise.parallel.communication.remote_parameters import bring_back, send_
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.graph.stages import StageProgram
 from equipoise.pipeline.processes.commands import COMMAND, REPLY, Kind, nothing_like, rank_of
-from equipoise.pipeline.processes.messages import Failure, Messenger
+from equipoise.pipeline.processes.messages import Messenger, StageError
 from equipoise.pipeline.processes.stage_spec import describe, tensors_of, used_parts
 
-__all__ = ["StageProcesses"]
+__all__ = ["StageClient"]
 
 
-class StageProcesses:
+class StageClient:
     """Tells the other processes what to do, and knows what lies where.
 
     Args:
@@ -77,7 +77,7 @@ class StageProcesses:
                 raise self.as_error(failure)
         return {stage: answer for stage, (answer, _) in replies.items()}
 
-    def as_error(self, failure: Failure) -> BaseException:
+    def as_error(self, failure: StageError) -> BaseException:
         """The error that came in the place of a value; notes the device of the first one."""
         self.failed = self.failed or torch.device(failure.device)
         return failure.as_error()

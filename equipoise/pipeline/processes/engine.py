@@ -11,11 +11,11 @@ from torch import Tensor
 from equipoise.errors import StepError
 from equipoise.parallel.replicas.device_threads import ThreadState
 from equipoise.pipeline.execution.stage_graphs import StageGraphs, go_back
-from equipoise.pipeline.execution.suspended_step import MicroStep
+from equipoise.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.pipeline.graph.stages import StageProgram, map_tensors
-from equipoise.pipeline.processes.client import StageProcesses
+from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.commands import BACKWARD, FORWARD, HOME, StepOrder, way_to
-from equipoise.pipeline.processes.messages import Arrivals, Failure
+from equipoise.pipeline.processes.messages import Arrivals, StageError
 from equipoise.pipeline.schedule.schedule import Action, Schedule, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span, Timeline
 
@@ -36,9 +36,7 @@ class ProcessPipeline:
         timeline: The last training step as it ran.
     """
 
-    def __init__(
-        self, processes: StageProcesses, program: int, own: Sequence[StageProgram], schedule: Schedule
-    ) -> None:
+    def __init__(self, processes: StageClient, program: int, own: Sequence[StageProgram], schedule: Schedule) -> None:
         self._processes, self._program, self._own, self._schedule = processes, program, own, schedule
         self._messenger, self._count = processes.messenger, len(processes.devices)
         self._each, self._last = len(own), self._count * len(own) - 1
@@ -61,7 +59,7 @@ class ProcessPipeline:
         for stage, program in zip(self._stages(), self._own, strict=True):
             made = self._messenger.receive(self._count - 1, way_to(stage, FORWARD))
             last = stage == self._last
-            if not isinstance(made, Failure):
+            if not isinstance(made, StageError):
                 try:
                     with torch.no_grad():
                         made = self._graphs().forward(0, program, made, keep=False, last=last)
@@ -69,11 +67,11 @@ class ProcessPipeline:
                     if last:
                         self._processes.failed = self._device
                         raise
-                    made = Failure.of(error, stage, self._device)
+                    made = StageError.of(error, stage, self._device)
             if not last:
                 self._messenger.hand_on(1, way_to(stage + 1, FORWARD), made, (stage, self._device))
         self._messenger.flush()
-        if isinstance(made, Failure):
+        if isinstance(made, StageError):
             raise self._processes.as_error(made)
         return map_tensors(_NoWayBack.give, made) if state.grad else made
 
@@ -95,7 +93,7 @@ class ProcessPipeline:
 
     def run(
         self,
-        steps: Sequence[MicroStep],
+        steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None],
         pipelines: Sequence["ProcessPipeline"] | None = None,
@@ -132,7 +130,7 @@ class ProcessPipeline:
 
     def _compute(
         self,
-        steps: Sequence[MicroStep],
+        steps: Sequence[SuspendedStep],
         backward: Callable[[int], None],
         programs: Sequence[Sequence[StageProgram]],
     ) -> tuple[BaseException | None, list[Span]]:
@@ -140,7 +138,7 @@ class ProcessPipeline:
         split = splits(self._schedule)
         graphs, spans = {stage: self._graphs(split=split) for stage in self._stages()}, list[Span]()
         error: BaseException | None = None
-        failure: Failure | None = None
+        failure: StageError | None = None
         plan = (self._count - 1, self._count, len(steps), self._each)
         actions = actions_of(self._schedule, *plan)
         ways = {each: way for each in actions if (way := self._way(*each)) is not None}
@@ -149,7 +147,7 @@ class ProcessPipeline:
             index, last = action.micro_batch, stage == self._last
             way = ways.get((stage, action))
             given: Any = None if way is None else arrivals.receive(*way)
-            if isinstance(given, Failure) and error is None:
+            if isinstance(given, StageError) and error is None:
                 failure, error = given, self._processes.as_error(given)
             made: Any = None
             begin = perf_counter()
@@ -170,7 +168,7 @@ class ProcessPipeline:
                         step.resume(output)
                         del output
             except BaseException as own:
-                failure, error = Failure.of(own, stage, self._device), own
+                failure, error = StageError.of(own, stage, self._device), own
                 self._processes.failed = self._device
             spans.append(Span(stage, action, begin, perf_counter()))
             unsent = self._hand_on(stage, action, made if failure is None else failure)
@@ -185,7 +183,7 @@ class ProcessPipeline:
             return self._count - 1, way_to(stage, FORWARD)
         return None if action.weights or stage == self._last else (1, way_to(stage, BACKWARD))
 
-    def _hand_on(self, stage: int, action: Action, made: Any) -> Failure | None:
+    def _hand_on(self, stage: int, action: Action, made: Any) -> StageError | None:
         """Sends what an action made, unless it is the last stage's output; returns why it could not be sent."""
         where = (stage, self._device)
         if action.weights:
@@ -200,7 +198,7 @@ class ProcessPipeline:
         """The backward of what the user computed before the network."""
         for tensors in inputs:
             gradients = self._messenger.receive(1, HOME)
-            if isinstance(gradients, Failure):
+            if isinstance(gradients, StageError):
                 error = error or self._processes.as_error(gradients)
             elif error is None:
                 try:

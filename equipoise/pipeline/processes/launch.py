@@ -16,11 +16,11 @@ from equipoise.parallel.communication.heartbeat import heard, sending
 from equipoise.parallel.communication.membership import check_alone, check_count, in_group, place_of_worker
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import StoreServer, another_group, follows_from_another
-from equipoise.parallel.communication.rank import Place, find_place
+from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.payload.shared_payload import dumps, loads
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
-from equipoise.pipeline.processes.client import StageProcesses
+from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.messages import Messenger
 from equipoise.pipeline.processes.worker import StageWorker
 
@@ -55,13 +55,13 @@ class StageLaunch:
     def __init__(self, devices: Sequence[torch.device], num_nodes: int, timeout: float) -> None:
         self._devices, self._timeout = tuple(devices), timeout
         self.count = len(devices) * num_nodes
-        self._place = find_place()
+        self._place = find_rank()
         if self._place is None:
             check_alone(num_nodes)
         else:
             check_count(self._place, devices, num_nodes)
         self.device = self._device_of(0 if self._place is None else self._place.local_rank)
-        self.processes: StageProcesses | None = None
+        self.processes: StageClient | None = None
 
     @property
     def ranks(self) -> tuple[int, int, int]:
@@ -81,13 +81,13 @@ class StageLaunch:
             answer: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
         return answer
 
-    def place_in_worker(self, rank: int) -> Place:
+    def place_in_worker(self, rank: int) -> Rank:
         """Where a process stands that the trainer has started."""
         return place_of_worker(rank, self.count, self._devices[0])
 
     def run(
         self,
-        place: Place,
+        place: Rank,
         port: int | None,
         strategy: "StagedStrategy",
         function: Callable[[], T],
@@ -119,12 +119,12 @@ class StageLaunch:
                 if content is None:
                     raise FirstProcessFailed("connection closed by peer: the first process has failed.")
                 return loads(content, known or ()) if known is not None else None  # type: ignore[return-value]
-            self.processes = StageProcesses(messenger, [torch.device(name) for name in (*devices[1:], devices[0])])
+            self.processes = StageClient(messenger, [torch.device(name) for name in (*devices[1:], devices[0])])
             strategy.enter(self)
             with sending(beats, self.count, self._timeout, lambda: messenger.waits):
                 return self._lead(self.processes, function, known)
 
-    def _lead(self, processes: StageProcesses, function: Callable[[], T], known: Sequence[Any] | None) -> T:
+    def _lead(self, processes: StageClient, function: Callable[[], T], known: Sequence[Any] | None) -> T:
         content: Any = None
         try:
             result = function()

@@ -27,7 +27,7 @@ from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.payload.shared_payload import dumps, loads, pickle_error
 from equipoise.pipeline.graph.stages import map_tensors
 
-__all__ = ["Arrivals", "Failure", "Messenger", "as_late"]
+__all__ = ["Arrivals", "Messenger", "StageError", "as_late"]
 
 _REMEMBERED = 1 << 16  # bytes; larger headers do not repeat
 _SMALL = 1 << 22  # bytes; values of more are not copied into one message, which comes while something is computed
@@ -35,7 +35,7 @@ _FOREVER = timedelta(days=3650)
 
 
 @dataclass(frozen=True)
-class Failure:
+class StageError:
     """What went wrong in a process, sent in the place of a value.
 
     Attributes:
@@ -51,7 +51,7 @@ class Failure:
     text: str
 
     @classmethod
-    def of(cls, error: BaseException, stage: int, device: torch.device) -> "Failure":
+    def of(cls, error: BaseException, stage: int, device: torch.device) -> "StageError":
         """The failure that an error is."""
         text = "".join(traceback.format_exception(error))
         return cls(stage, str(device), pickle_error(error), text)
@@ -143,7 +143,7 @@ class Messenger:
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
-    def hand_on(self, to: int, tag: int, value: Any, where: tuple[int, torch.device]) -> Failure | None:
+    def hand_on(self, to: int, tag: int, value: Any, where: tuple[int, torch.device]) -> StageError | None:
         """Sends what a stage made; or why that cannot be sent, which is returned.
 
         Args:
@@ -161,7 +161,7 @@ class Messenger:
                 f"A stage hands on what cannot be sent to another process: {error}. Let the network's blocks exchange"
                 " tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
             )
-            failure = Failure.of(told, *where)
+            failure = StageError.of(told, *where)
             self.send(to, tag, failure)
             return failure
         return None

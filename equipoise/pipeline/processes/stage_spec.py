@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 
 from equipoise.pipeline.graph.stages import StageProgram
 
-__all__ = ["Recipe", "describe", "rebuild", "tensors_of", "used_parts"]
+__all__ = ["StageSpec", "describe", "rebuild", "tensors_of", "used_parts"]
 
 
 class _Value(NamedTuple):
@@ -16,7 +16,7 @@ class _Value(NamedTuple):
     name: str
 
 
-class Recipe(NamedTuple):
+class StageSpec(NamedTuple):
     """A stage without its layers.
 
     Attributes:
@@ -29,15 +29,15 @@ class Recipe(NamedTuple):
     outputs: tuple[str, ...]
 
 
-def describe(program: StageProgram) -> Recipe:
+def describe(program: StageProgram) -> StageSpec:
     """What another process needs to make a stage again, beside `used_parts`."""
     calls = tuple(
         (node.op, node.name, node.target, _plain(node.args), _plain(dict(node.kwargs))) for node in program.graph.nodes
     )
-    return Recipe(calls, program.inputs, program.outputs)
+    return StageSpec(calls, program.inputs, program.outputs)
 
 
-def rebuild(recipe: Recipe, parts: Mapping[str, Any]) -> StageProgram:
+def rebuild(recipe: StageSpec, parts: Mapping[str, Any]) -> StageProgram:
     """Makes a stage.
 
     Args:

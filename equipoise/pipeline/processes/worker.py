@@ -45,8 +45,8 @@ from equipoise.pipeline.processes.commands import (
     way_to,
 )
 from equipoise.pipeline.processes.loss_scale import unscale
-from equipoise.pipeline.processes.messages import Arrivals, Failure, Messenger, as_late
-from equipoise.pipeline.processes.stage_spec import Recipe, rebuild
+from equipoise.pipeline.processes.messages import Arrivals, Messenger, StageError, as_late
+from equipoise.pipeline.processes.stage_spec import StageSpec, rebuild
 from equipoise.pipeline.schedule.schedule import Action, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span
 
@@ -69,7 +69,7 @@ class StageWorker:
     ) -> None:
         self._messenger, self._stage, self._count = messenger, stage, count
         self._device, self._before = device, before
-        self._failure: Failure | None = None
+        self._failure: StageError | None = None
         self._spans: list[Span] = []
         self._commands: dict[str, Callable[..., Any]] = {
             "begin": self._begin,
@@ -107,7 +107,7 @@ class StageWorker:
                 if self._messenger.broken:
                     raise
                 told = error if asked else as_late(error, name)
-                self._failure = self._failure or Failure.of(told, self._stage, self._device)
+                self._failure = self._failure or StageError.of(told, self._stage, self._device)
             if asked:
                 failure, self._failure = self._failure, None
                 self._messenger.send(0, REPLY, (answer if failure is None else None, failure))
@@ -151,7 +151,7 @@ class StageWorker:
     def _program(
         self,
         number: int,
-        recipes: Sequence[Recipe],
+        recipes: Sequence[StageSpec],
         parts: bytes,
         names: dict[str, str],
         modes: dict[str, list[bool]],
@@ -192,7 +192,7 @@ class StageWorker:
         try:
             graphs = self._prepared(order)
         except BaseException as error:
-            self._failure = self._failure or Failure.of(error, self._stage, self._device)
+            self._failure = self._failure or StageError.of(error, self._stage, self._device)
         each = [graphs, *(self._graphs(order) for _ in range(order.stages_per_device - 1))]
         actions = actions_of(order.schedule or "gpipe", *plan)
         if order.schedule is None:
@@ -255,7 +255,7 @@ class StageWorker:
 
     def _attempt(self, graphs: StageGraphs | None, stage: int, action: Action, order: StepOrder, given: Any) -> Any:
         """Computes an action; once anything has failed, that is all that is handed on."""
-        if isinstance(given, Failure):
+        if isinstance(given, StageError):
             self._failure = self._failure or given
         if self._failure is not None or graphs is None:
             if graphs is not None:
@@ -274,7 +274,7 @@ class StageWorker:
                     program = programs[stage // self._count]
                     made = graphs.forward(action.micro_batch, program, given, keep=keep, last=False)
         except BaseException as error:
-            made = self._failure = Failure.of(error, stage, self._device)
+            made = self._failure = StageError.of(error, stage, self._device)
         self._spans.append(Span(stage, action, begin, perf_counter()))
         return made
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.interop.torch.dispatch import OperationWatch
 from equipoise.memory.out_of_memory import is_out_of_memory
-from equipoise.parallel.snapshot.preserve_state import undisturbed
+from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.tracing import Traced, line_of_user
 from equipoise.pipeline.planning.loss_profile import containers_kept
@@ -133,7 +133,7 @@ class Comparison:
             return self._once(compute)
 
     def _once(self, compute: Callable[[], Any]) -> "Output":
-        with undisturbed(self._module), containers_kept(self._module), ExitStack() as stack:
+        with preserve_state(self._module), containers_kept(self._module), ExitStack() as stack:
             if not self._keeps:
                 stack.enter_context(saved_tensors_hooks(_drop, _refuse))
             return Output(compute(), with_graph=self._same_graph)

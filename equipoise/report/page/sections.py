@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from equipoise.memory.devices import DeviceInfo, format_bytes
-from equipoise.memory.records import CATEGORIES, Composition, Holder, MemoryPoint
+from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
 from equipoise.report.page.charts import Boundary, Line, Mark, line_chart
 from equipoise.report.page.gantt import pipeline_chart
 from equipoise.report.page.markup import Markup, join, tag
@@ -239,7 +239,7 @@ def _percent(part: int, total: int) -> str:
     return "<1%" if 200 * part < total else f"{100 * part / total:.0f}%"
 
 
-def _table_of_largest(holders: Sequence[Holder]) -> Markup | None:
+def _table_of_largest(holders: Sequence[TensorRecord]) -> Markup | None:
     largest = sorted(holders, key=lambda holder: -holder.nbytes)[:_LARGEST]
     if not largest:
         return None

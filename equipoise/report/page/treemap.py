@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from equipoise.memory.devices import format_bytes
-from equipoise.memory.records import Category, Composition, Holder
+from equipoise.memory.records import Category, Composition, TensorRecord
 from equipoise.report.page.markup import Markup, tag
 from equipoise.report.page.scales import format_value
 
@@ -90,7 +90,7 @@ def _lay_row(row: Sequence[float], left: Box, share: float) -> tuple[list[Box], 
     return cells, Box(left.x, left.y + height, left.width, left.height - height)
 
 
-def fold(holders: Sequence[Holder], single: int = _SINGLE, merged: int = _MERGED) -> list[Holder]:
+def fold(holders: Sequence[TensorRecord], single: int = _SINGLE, merged: int = _MERGED) -> list[TensorRecord]:
     """Keeps the largest holders and merges the others by module and category, so that a picture can show them.
 
     Args:
@@ -115,7 +115,7 @@ def fold(holders: Sequence[Holder], single: int = _SINGLE, merged: int = _MERGED
             break
     for (module, category), sizes in groups.items():
         name = f"{len(sizes):,} others" if len(sizes) > 1 else "1 other"
-        kept.append(Holder(module=module, category=category, name=name, shape=(), dtype="", nbytes=sum(sizes)))
+        kept.append(TensorRecord(module=module, category=category, name=name, shape=(), dtype="", nbytes=sum(sizes)))
     return sorted(kept, key=lambda holder: -holder.nbytes)
 
 
@@ -125,7 +125,7 @@ class _Node:
 
     name: str
     path: str
-    own: list[Holder] = field(default_factory=list)
+    own: list[TensorRecord] = field(default_factory=list)
     inner: dict[str, "_Node"] = field(default_factory=dict)
 
     @property
@@ -133,7 +133,7 @@ class _Node:
         return sum(holder.nbytes for holder in self.own) + sum(node.nbytes for node in self.inner.values())
 
 
-def _tree(holders: Sequence[Holder]) -> _Node:
+def _tree(holders: Sequence[TensorRecord]) -> _Node:
     root = _Node("", "")
     for holder in holders:
         node = root
@@ -183,7 +183,7 @@ def _lay(node: _Node, box: Box, depth: int, total: int, pieces: list[Markup]) ->
         edge = min(2.0, box.width / 4, box.height / 4)
         top = _HEADER if named else edge
         box = Box(box.x + edge, box.y + top, box.width - 2 * edge, box.height - top - edge)
-    parts: list[_Node | Holder] = [*node.own, *map(_collapsed, node.inner.values())]
+    parts: list[_Node | TensorRecord] = [*node.own, *map(_collapsed, node.inner.values())]
     parts.sort(key=lambda part: -part.nbytes)
     for part, cell in zip(parts, squarify([part.nbytes for part in parts], box), strict=True):
         if isinstance(part, _Node):
@@ -192,7 +192,7 @@ def _lay(node: _Node, box: Box, depth: int, total: int, pieces: list[Markup]) ->
             pieces.append(_cell(part, cell, total, "" if named else node.name))
 
 
-def _cell(holder: Holder, box: Box, total: int, owner: str) -> Markup:
+def _cell(holder: TensorRecord, box: Box, total: int, owner: str) -> Markup:
     """Draws a holder; `owner` is its module, where that has no name above."""
     shape = f"{holder.dtype} [{', '.join(map(str, holder.shape))}]" if holder.dtype else ""
     where = f"{holder.module} · {holder.name}" if holder.module else holder.name

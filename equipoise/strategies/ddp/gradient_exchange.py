@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import StepError
 from equipoise.interop.torch import foreach
-from equipoise.parallel.batches.weighting import Window
+from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.step_protocols import StepResult, TrainingStep
@@ -39,7 +39,7 @@ class Engine(Protocol):
     def collect(self) -> None:
         """Called after a backward, before its hooks, which are to see the gradients of all processes."""
 
-    def finish(self, window: Window, optimizer: Optimizer) -> bool:
+    def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
         """Ends a window; returns whether no process had any weight."""
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ def _is_idle(result: StepResult) -> bool:
     return result.loss is None or (not isinstance(result.weight, Tensor) and result.weight == 0)
 
 
-def _weigh(window: Window, optimizer: Optimizer, total: float | Tensor, divided_by: int) -> bool:
+def _weigh(window: AccumulationWindow, optimizer: Optimizer, total: float | Tensor, divided_by: int) -> bool:
     """Turns summed gradients into the weighted mean over all processes; returns whether no process had any weight.
 
     Then nobody has a gradient either, as on one device.
@@ -161,7 +161,7 @@ class TorchEngine:
     def collect(self) -> None:
         """See `Engine`: the wrapper has done it."""
 
-    def finish(self, window: Window, optimizer: Optimizer) -> bool:
+    def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
         """See `Engine`. The wrapper has averaged over the processes."""
         return _weigh(window, optimizer, self._weight.total(), dist.get_world_size())
 
@@ -223,7 +223,7 @@ class NativeEngine:
         if self._reducer.is_open:
             self._reducer.finish()
 
-    def finish(self, window: Window, optimizer: Optimizer) -> bool:
+    def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
         """See `Engine`. The reducer has summed over the processes."""
         return _weigh(window, optimizer, as_number(self._reducer.total()), 1)
 

@@ -13,12 +13,12 @@ from torch import nn
 from equipoise.errors import StepError
 from equipoise.interop.torch.processes import collective_count
 
-__all__ = ["Guard"]
+__all__ = ["CollectiveGuard"]
 
 _WAY_OUT = "Take a smaller batch_size with accumulate_grad_batches, or leave the communication (sync_batchnorm) out."
 
 
-class Guard:
+class CollectiveGuard:
     """Notices what a process exchanges in its steps.
 
     Args:
@@ -74,7 +74,7 @@ class Guard:
 class _Watched:
     """A step whose calls go through the guard."""
 
-    def __init__(self, guard: Guard, step: Any, training: bool) -> None:
+    def __init__(self, guard: CollectiveGuard, step: Any, training: bool) -> None:
         self._guard, self._step, self._training = guard, step, training
 
     def __call__(self, part: Any) -> Any:

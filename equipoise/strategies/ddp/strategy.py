@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.batches.calibration import SimulatedDevice
 from equipoise.parallel.batches.sampling import NO_BATCH
-from equipoise.parallel.batches.weighting import Window
+from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.agreed_end import agree_to_end
 from equipoise.parallel.communication.membership import check_alone, check_count, in_group, place_of_worker
 from equipoise.parallel.communication.object_exchange import broadcast_object, gather_objects
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another
-from equipoise.parallel.communication.rank import Place, find_place
+from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
@@ -27,7 +27,7 @@ from equipoise.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.strategies.ddp.gradient_exchange import Engine, NativeEngine, TorchEngine, goes_backward_once
 from equipoise.strategies.ddp.loaders import gather_tensors, is_dealt, reduce_tensor, share_loader, synchronise_metrics
 from equipoise.strategies.ddp.module_sync import check_same_modules, copy_from_first, share_batch_statistics
-from equipoise.strategies.ddp.recovery import Guard
+from equipoise.strategies.ddp.recovery import CollectiveGuard
 from equipoise.strategies.ddp.sample_shares import ProcessShares, check_shares
 from equipoise.strategies.strategy import Strategy, Transfer
 
@@ -109,14 +109,14 @@ class DDPStrategy(Strategy):
             "forward_sync_buffers": forward_sync_buffers,
             "comm_hook": comm_hook,
         }
-        self._place: Place | None = None
+        self._place: Rank | None = None
         self._all_devices: tuple[torch.device, ...] = ()
         self._engine: Engine | None = None
         self._restore_metrics: Callable[[], None] | None = None
         self._failed = False
         self._parameters: list[nn.Parameter] = []
         self._learned: list[bool] = []
-        self._guard: Guard | None = None  # where steps may be done again
+        self._guard: CollectiveGuard | None = None  # where steps may be done again
         self._restore_layers: Callable[[], None] | None = None
 
     # Where it runs.
@@ -128,7 +128,7 @@ class DDPStrategy(Strategy):
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes one device for each process of this machine; see `Strategy.connect`."""
         self._all_devices = tuple(devices)
-        self._place = find_place()
+        self._place = find_rank()
         if self._place is None:
             check_alone(num_nodes)
             self.world_size, self.devices = len(devices), tuple(devices[:1])
@@ -157,7 +157,7 @@ class DDPStrategy(Strategy):
         given = self._given_shares
         return None if given is None or isinstance(given, str) else list(given)
 
-    def _take(self, place: Place, num_nodes: int = 1) -> None:
+    def _take(self, place: Rank, num_nodes: int = 1) -> None:
         devices = self._all_devices
         check_count(place, devices, num_nodes)
         self.global_rank, self.local_rank = place.global_rank, place.local_rank
@@ -181,7 +181,7 @@ class DDPStrategy(Strategy):
         return answer
 
     @contextmanager
-    def _in_group(self, place: Place, port: int | None = None) -> Iterator[None]:
+    def _in_group(self, place: Rank, port: int | None = None) -> Iterator[None]:
         with in_group(place, self.root_device, timeout=self.timeout, port=port, backend=self.backend):
             yield
 
@@ -276,7 +276,7 @@ class DDPStrategy(Strategy):
     def arm_recovery(self) -> None:
         """From now on gradients are exchanged by the native engine, which can take a step again."""
         if self._guard is None and self.world_size > 1 and self._placed is not None:
-            self._guard = Guard(self._placed)
+            self._guard = CollectiveGuard(self._placed)
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Runs an evaluation step; see `Strategy.evaluate`."""
@@ -325,7 +325,7 @@ class DDPStrategy(Strategy):
         if self._engine is not None:
             self._engine.collect()
 
-    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+    def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turns the gradients of a window into their weighted mean over all processes; see the interface."""
         if self.world_size == 1:
             return super().finish_gradients(window, optimizer)

@@ -11,14 +11,14 @@ from equipoise.parallel.batches.splitting import entries_of
 from equipoise.trainer.data.dataloader_iter import DataLoaderIter
 from equipoise.trainer.diagnostics.error_notes import add_notes
 
-__all__ = ["EXPLAINED", "explain"]
+__all__ = ["EXPLAINED", "explain_device_mismatch"]
 
 EXPLAINED = (RuntimeError, TypeError, IndexError, ValueError)
 
 _MESSAGES = ("on the same device", "not on the expected device")
 
 
-def explain(error: Exception, module: nn.Module, batch: Any) -> None:
+def explain_device_mismatch(error: Exception, module: nn.Module, batch: Any) -> None:
     """Add notes to an error of a step; raise a better one if the error is that tensors lie on different devices.
 
     Args:

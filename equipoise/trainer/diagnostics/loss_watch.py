@@ -17,7 +17,7 @@ from equipoise.to_device import ArrivingValue
 from equipoise.trainer.diagnostics.nonfinite_outputs import NonFiniteOutputs
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["LossWatch"]
 
@@ -40,7 +40,7 @@ class LossWatch:
         skipped: Number of calls of `training_step` that returned None.
     """
 
-    def __init__(self, context: "Context") -> None:
+    def __init__(self, context: "RunContext") -> None:
         trainer = context.trainer
         self._trainer = trainer
         self._strategy = context.strategy

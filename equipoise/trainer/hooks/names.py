@@ -12,7 +12,7 @@ from equipoise.callbacks.callback import Callback
 from equipoise.notices import warn_of_method
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["warn_of_mistyped_hooks"]
 
@@ -20,7 +20,7 @@ _NEAR = 0.75  # of `difflib`: how alike two names are, from 0 to 1
 _INSTALLED = ("site-packages", "dist-packages")  # code that the user did not write
 
 
-def warn_of_mistyped_hooks(context: "Context") -> None:
+def warn_of_mistyped_hooks(context: "RunContext") -> None:
     """Warn of methods that look like a hook, in the module, the data module and the callbacks of a run.
 
     A method that the classes call themselves, or that resembles no hook, is a method of the user's own.

@@ -16,10 +16,10 @@ from torchmetrics import Metric
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.trainer.logging.entry import Collection, Entry
 
-__all__ = ["agree", "agree_on_steps"]
+__all__ = ["reduce_epoch_values", "sync_step_values"]
 
 
-def agree(
+def reduce_epoch_values(
     collection: Collection,
     dataloader_idx: int | None,
     gather: Callable[[Any], list[Any]],
@@ -59,7 +59,7 @@ def agree(
             entry.computed = _merged(entry, told, device)
 
 
-def agree_on_steps(collection: Collection, gather: Callable[[Any], list[Any]], device: torch.device) -> None:
+def sync_step_values(collection: Collection, gather: Callable[[Any], list[Any]], device: torch.device) -> None:
     """Reduces the values of a step that were logged with `sync_dist=True`, over the processes that logged them.
 
     Args:

@@ -20,7 +20,7 @@ from equipoise.trainer.runtime.signals import leave_evaluation
 from equipoise.trainer.state.progress import BatchProgress
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.trainer import Trainer
 
 __all__ = ["EvaluationLoop"]
@@ -66,7 +66,7 @@ class EvaluationLoop:
         self.loaded_at = -math.inf
         self.resumed = None
 
-    def load_data(self, context: "Context") -> None:
+    def load_data(self, context: "RunContext") -> None:
         """Asks for the loaders, at first and, in a fit, every `reload_dataloaders_every_n_epochs`."""
         trainer = self.trainer
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
@@ -117,7 +117,7 @@ class EvaluationLoop:
 
     # A run.
 
-    def run(self, context: "Context") -> list[dict[str, Any]]:
+    def run(self, context: "RunContext") -> list[dict[str, Any]]:
         """Evaluates and returns what was logged, a dictionary for each loader."""
         with without_gradients(inference_mode=self.trainer.inference_mode and not self.fitting):
             self.load_data(context)
@@ -126,7 +126,7 @@ class EvaluationLoop:
             with Modes(context.module) as modes:
                 return self._run(context, self.loaders, modes)
 
-    def _run(self, context: "Context", loaders: Loaders, modes: Modes) -> list[dict[str, Any]]:
+    def _run(self, context: "RunContext", loaders: Loaders, modes: Modes) -> list[dict[str, Any]]:
         hooks, word, module = context.hooks, self.word, context.module
         self.has_run = False
         self.progress.begin()
@@ -154,7 +154,7 @@ class EvaluationLoop:
         return outputs
 
     def _evaluate(
-        self, context: "Context", stream: BatchStream, dataloader_idx: int, *, several: bool, final: bool
+        self, context: "RunContext", stream: BatchStream, dataloader_idx: int, *, several: bool, final: bool
     ) -> None:
         """Evaluates the batches of one loader."""
         hooks, logs, strategy, trainer, word = context.hooks, context.logs, context.strategy, self.trainer, self.word
@@ -188,13 +188,13 @@ class EvaluationLoop:
             if trainer.received_sigterm and not progress.is_last_batch:
                 leave_evaluation(trainer)
 
-    def _after_batch(self, context: "Context", dataloader_idx: int) -> None:
+    def _after_batch(self, context: "RunContext", dataloader_idx: int) -> None:
         self.has_run = True
         if self.trainer.loggers and self.collection.any_on_step:
             self.trainer.log_metrics(context.logs.metrics(), step=self._steps_logged[dataloader_idx])
         self._steps_logged[dataloader_idx] += 1
 
-    def _finish(self, context: "Context", outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _finish(self, context: "RunContext", outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Fires the closing hooks, hands the values on, and returns them for each loader."""
         hooks, logs, trainer = context.hooks, context.logs, self.trainer
         logs.dataloader_idx = None

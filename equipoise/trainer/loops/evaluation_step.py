@@ -12,17 +12,17 @@ from torch import nn
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.step_protocols import StepResult
-from equipoise.trainer.optimization.module_step import UserStep
+from equipoise.trainer.optimization.module_step import ModuleStep
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import EvaluationRecovery
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["EvaluationStep", "Modes", "check_dataloader_idx", "evaluator", "without_gradients"]
 
 
-class EvaluationStep(UserStep):
+class EvaluationStep(ModuleStep):
     """Runs `validation_step`, `test_step` or `predict_step` on a batch, or on one part of it.
 
     Args:
@@ -31,12 +31,12 @@ class EvaluationStep(UserStep):
         wanted: Whether somebody looks at what it returns. Parts are put together only then: that costs memory.
     """
 
-    def __init__(self, context: "Context", name: str, *, wanted: bool = True) -> None:
+    def __init__(self, context: "RunContext", name: str, *, wanted: bool = True) -> None:
         super().__init__(context, name)
         self.wanted = wanted
 
     def combine(self, *args: Any, **kwargs: Any) -> StepResult:
-        """Puts the results of all parts together; see `UserStep`."""
+        """Puts the results of all parts together; see `ModuleStep`."""
         result = super().combine(*args, **kwargs)
         return result if self.in_pieces else result._replace(outputs=self.finished(result.outputs))
 
@@ -72,7 +72,7 @@ class Modes:
             child.training = self._modes.get(name, child.training)
 
 
-def evaluator(context: "Context", name: str) -> Callable[[Any, Sequence[Any]], Any]:
+def evaluator(context: "RunContext", name: str) -> Callable[[Any, Sequence[Any]], Any]:
     """What evaluates a batch: the strategy, with recovery from errors of memory where somebody decides about them.
 
     Args:

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.batches.weighting import Window
+from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.trainer.data.batch_stream import BatchStream, length_of
 from equipoise.trainer.data.loader_state import has_state, random_state_of
 from equipoise.trainer.data.loaders import Loaders
@@ -19,7 +19,7 @@ from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.iterator_epoch import run_epoch
 from equipoise.trainer.loops.resumption import Resumption, before_validation, flat_loaders, leave_epoch
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
-from equipoise.trainer.optimization.batch_weight import Weigher
+from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.optimizers import Schedulers
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all
@@ -28,7 +28,7 @@ from equipoise.trainer.state.progress import FitProgress
 
 if TYPE_CHECKING:
     from equipoise.trainer.loops.evaluation_loop import EvaluationLoop
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.trainer import Trainer
 
 __all__ = ["FitLoop"]
@@ -66,7 +66,7 @@ class FitLoop:
         self.loaders: Loaders | None = None
         self.max_batches: float = math.inf
         self.val_check_batch: float | None = None
-        self.window = Window()
+        self.window = AccumulationWindow()
         self.skip_backward = False
         self.resumption: Resumption | None = None
         self.epoch_random_state: dict[str, Any] = {}
@@ -82,11 +82,11 @@ class FitLoop:
 
     # One run.
 
-    def run(self, context: "Context") -> None:
+    def run(self, context: "RunContext") -> None:
         """Trains until `max_epochs`, `max_steps`, `max_time` or somebody's `should_stop`."""
         self.context, hooks = context, context.hooks
         self.schedulers = Schedulers(self.trainer, hooks, self.progress.scheduler)
-        self.weigh = Weigher(context.module, context.strategy.dim, context.strategy.world_size)
+        self.weigh = BatchWeight(context.module, context.strategy.dim, context.strategy.world_size)
         self.load_data()
         if self.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
@@ -203,7 +203,7 @@ class FitLoop:
                 " Set a lower value if you want to see logs of the training epoch."
             )
 
-    def estimated_steps(self, context: "Context | None") -> int | float:
+    def estimated_steps(self, context: "RunContext | None") -> int | float:
         """The number of optimiser steps of the whole training, as far as it can be known; asks for the loaders."""
         trainer = self.trainer
         if trainer.max_epochs == -1:

@@ -27,7 +27,7 @@ from equipoise.trainer.runtime.signals import leave_evaluation
 from equipoise.trainer.state.progress import BatchProgress
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.trainer import Trainer
 
 __all__ = ["PredictionLoop"]
@@ -85,7 +85,7 @@ class PredictionLoop:
         if self.loaders is not None:
             self.loaders.close()
 
-    def run(self, context: "Context") -> list[Any] | None:
+    def run(self, context: "RunContext") -> list[Any] | None:
         """Predicts; returns the outputs unless `return_predictions=False`."""
         trainer = self.trainer
         if trainer.limit_predict_batches == 0:
@@ -100,7 +100,7 @@ class PredictionLoop:
             with Modes(context.module) as modes:
                 return self._run(context, self.loaders, modes)
 
-    def _run(self, context: "Context", loaders: Loaders, modes: Modes) -> list[Any] | None:
+    def _run(self, context: "RunContext", loaders: Loaders, modes: Modes) -> list[Any] | None:
         hooks, module, strategy = context.hooks, context.module, context.strategy
         writers = [c for c in hooks.callbacks if is_a(c, BasePredictionWriter)]
         self._keep = self.return_predictions or any(writer.interval.on_epoch for writer in writers)
@@ -134,7 +134,7 @@ class PredictionLoop:
         return results
 
     def _predict(
-        self, context: "Context", recorded: "_RecordedPass", dataloader_idx: int, *, several: bool, final: bool
+        self, context: "RunContext", recorded: "_RecordedPass", dataloader_idx: int, *, several: bool, final: bool
     ) -> None:
         """Predicts the batches of one loader."""
         hooks, strategy, transfer = context.hooks, context.strategy, context.make_transfer(dataloader_idx)

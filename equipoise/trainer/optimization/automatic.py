@@ -24,20 +24,20 @@ from equipoise.interop.lightning.optimizers import closure_not_called
 from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.gathering import PartialOutputs
-from equipoise.parallel.batches.weighting import Weight, Window
+from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 from equipoise.step_protocols import StepResult
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain
+from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.optimization.backward import Backward
-from equipoise.trainer.optimization.batch_weight import Weigher, check_weight
+from equipoise.trainer.optimization.batch_weight import BatchWeight, check_weight
 from equipoise.trainer.optimization.manual import ManualOptimization
-from equipoise.trainer.optimization.module_step import UserStep
+from equipoise.trainer.optimization.module_step import ModuleStep
 from equipoise.trainer.optimization.optimizers import takes_no_closure
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import Recovery
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
 
@@ -49,7 +49,12 @@ _made = tuple.__new__  # a named tuple without the way through its defaults
 
 
 def make_optimization(
-    context: "Context", window: Window, weigh: Weigher, *, skip_backward: bool, count_skipped: Callable[[], None]
+    context: "RunContext",
+    window: AccumulationWindow,
+    weigh: BatchWeight,
+    *,
+    skip_backward: bool,
+    count_skipped: Callable[[], None],
 ) -> "AutomaticOptimization | ManualOptimization":
     """The way of optimisation that the module asks for.
 
@@ -65,14 +70,14 @@ def make_optimization(
     return ManualOptimization(context)
 
 
-class _AutomaticStep(UserStep):
+class _AutomaticStep(ModuleStep):
     """Runs the training step and, as `backward`, everything from zeroing the gradients to `on_after_backward`."""
 
     def __init__(
         self,
-        context: "Context",
-        window: Window,
-        weigh: Weigher,
+        context: "RunContext",
+        window: AccumulationWindow,
+        weigh: BatchWeight,
         zero_grad: Callable[[int], None],
         *,
         skip_backward: bool,
@@ -96,7 +101,7 @@ class _AutomaticStep(UserStep):
             try:
                 out = self.method(part, self.batch_idx)
             except EXPLAINED as error:
-                explain(error, self.module, part)
+                explain_device_mismatch(error, self.module, part)
                 raise
         else:
             out = self.run(part)
@@ -119,7 +124,7 @@ class _AutomaticStep(UserStep):
         return StepResult(loss, size if weight is None else check_weight(weight), out, logged)
 
     def piece_of(self, size: int, whole: int) -> None:
-        """The next part to go backward is a piece of a batch; see `Window.piece`."""
+        """The next part to go backward is a piece of a batch; see `AccumulationWindow.piece`."""
         self.window.piece = (size, whole)
 
     def total_with(self, result: StepResult) -> Weight:
@@ -174,9 +179,9 @@ class AutomaticOptimization:
 
     def __init__(
         self,
-        context: "Context",
-        window: Window,
-        weigh: Weigher,
+        context: "RunContext",
+        window: AccumulationWindow,
+        weigh: BatchWeight,
         *,
         skip_backward: bool,
         count_skipped: Callable[[], None],

@@ -10,7 +10,7 @@ from equipoise.errors import StepError
 from equipoise.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["Backward"]
 
@@ -34,7 +34,7 @@ class Backward:
     n).backward()`. Where somebody sees the loss, it is divided instead.
     """
 
-    def __init__(self, context: "Context") -> None:
+    def __init__(self, context: "RunContext") -> None:
         hooks = context.hooks
         self.scaler, self.strategy = context.precision.scaler, context.strategy
         self.before = hooks.bind("on_before_backward")

@@ -12,10 +12,10 @@ from equipoise.parallel.batches.splitting import Splitter, holds_samples, infer_
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.trainer.data.sample_counts import SampleCounts
 
-__all__ = ["Weigher", "check_weight"]
+__all__ = ["BatchWeight", "check_weight"]
 
 
-class Weigher:
+class BatchWeight:
     """Finds the number of samples of a part.
 
     It asks the module's method `batch_size(batch)` if the user defines one, else takes the first dimension that all

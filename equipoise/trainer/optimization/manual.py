@@ -13,13 +13,13 @@ from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.step_protocols import StepResult
 from equipoise.trainer.optimization.backward import Backward
-from equipoise.trainer.optimization.module_step import UserStep
+from equipoise.trainer.optimization.module_step import ModuleStep
 from equipoise.trainer.optimization.optimizers import takes_no_closure
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import refuse_by_hand
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["ManualOptimization"]
 
@@ -27,7 +27,7 @@ __all__ = ["ManualOptimization"]
 class ManualOptimization:
     """The user's training step runs backward and steps the optimisers."""
 
-    def __init__(self, context: "Context") -> None:
+    def __init__(self, context: "RunContext") -> None:
         hooks = context.hooks
         self.trainer, self.strategy, self.scaler = context.trainer, context.strategy, context.precision.scaler
         self.step = _ManualStep(context)
@@ -82,7 +82,7 @@ class ManualOptimization:
 class _ManualBackward:
     """Tells the step of backwards."""
 
-    def __init__(self, context: "Context", step: "_ManualStep") -> None:
+    def __init__(self, context: "RunContext", step: "_ManualStep") -> None:
         self._run, self._step = Backward(context).manual, step
 
     def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class _ManualBackward:
         self._step.phase = "training step"
 
 
-class _ManualStep(UserStep):
+class _ManualStep(ModuleStep):
     """Runs the training step, in which the user does everything.
 
     Attributes:
@@ -101,7 +101,7 @@ class _ManualStep(UserStep):
 
     phase: Phase = "forward"
 
-    def __init__(self, context: "Context") -> None:
+    def __init__(self, context: "RunContext") -> None:
         super().__init__(context, "training_step")
         self.batch_idx, self.first = 0, True
 

@@ -18,19 +18,19 @@ from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.step_protocols import StepResult
-from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain
+from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.logging.entry import default_dtype, reduction_name
 from equipoise.trainer.logging.logs import Logged, Logs
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["UserStep"]
+__all__ = ["ModuleStep"]
 
 T = TypeVar("T")
 
 
-class UserStep:
+class ModuleStep:
     """A step of the user's module.
 
     Args:
@@ -41,7 +41,7 @@ class UserStep:
         indices: The batch's index and, where there are several loaders, the loader's.
     """
 
-    def __init__(self, context: "Context", name: str) -> None:
+    def __init__(self, context: "RunContext", name: str) -> None:
         self.module, self.method = context.module, context.hooks.bind_step(name)
         self.forward_context = context.precision.forward_context
         self.indices: tuple[int, ...] = (0,)
@@ -57,7 +57,7 @@ class UserStep:
             with self.forward_context():
                 return self.method(part, *self.indices)
         except EXPLAINED as error:
-            explain(error, self.module, part)
+            explain_device_mismatch(error, self.module, part)
             raise
 
     def finished(self, outputs: PartialOutputs) -> Any:
@@ -87,7 +87,7 @@ class UserStep:
         try:
             out, logged = self.apart(compute)
         except EXPLAINED as error:
-            explain(error, replica, part)
+            explain_device_mismatch(error, replica, part)
             raise
         return self.result(out, size, logged)
 

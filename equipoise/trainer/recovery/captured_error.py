@@ -7,14 +7,14 @@ from typing import NoReturn
 import torch
 
 from equipoise.memory.devices import format_bytes
-from equipoise.memory.footprint import Holdings
+from equipoise.memory.footprint import Footprint
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, allocated_bytes
 
-__all__ = ["Failure", "raise_with_advice"]
+__all__ = ["CapturedError", "raise_with_advice"]
 
 
 @dataclass
-class Failure:
+class CapturedError:
     """What is kept of an error: no traceback, whose frames would keep the tensors of the failed attempt.
 
     Attributes:
@@ -25,10 +25,10 @@ class Failure:
 
     message: str
     lines: str
-    held: Holdings = field(default_factory=Holdings)
+    held: Footprint = field(default_factory=Footprint)
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
+    def of(cls, error: BaseException) -> "CapturedError":
         """Takes from an error what is to be kept."""
         lines = "".join(traceback.format_exception(error))
         while error.__cause__ is not None:  # an error that was explained on its way
@@ -36,7 +36,7 @@ class Failure:
         return cls(str(error), lines)
 
 
-def raise_with_advice(failure: Failure, event: OutOfMemoryEvent, advice: str = "") -> NoReturn:
+def raise_with_advice(failure: CapturedError, event: OutOfMemoryEvent, advice: str = "") -> NoReturn:
     """Raises the error of an allocator: what was asked for, what was free, what holds the rest, and what would help.
 
     Args:
@@ -55,7 +55,7 @@ def raise_with_advice(failure: Failure, event: OutOfMemoryEvent, advice: str = "
     ) from None
 
 
-def _held(failure: Failure) -> str:
+def _held(failure: CapturedError) -> str:
     """What holds the memory: the model's own parts are counted, activations are what is left of what was allocated."""
     held, allocated = failure.held, allocated_bytes(failure.message)
     rest = ""
@@ -67,7 +67,7 @@ def _held(failure: Failure) -> str:
     )
 
 
-def _advice(failure: Failure, event: OutOfMemoryEvent) -> str:
+def _advice(failure: CapturedError, event: OutOfMemoryEvent) -> str:
     """Options, the most effective first."""
     if event.phase == "optimizer step":
         return (

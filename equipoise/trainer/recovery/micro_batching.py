@@ -13,25 +13,25 @@ from torch import Tensor
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.memory.devices import free_memory
-from equipoise.memory.footprint import holdings_of
+from equipoise.memory.footprint import footprint_of
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Phase, Split, device_of, free_bytes, requested_bytes
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.splitting import Splitter, entries_of
 from equipoise.step_protocols import StepResult
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import overrides
-from equipoise.trainer.recovery.captured_error import Failure
+from equipoise.trainer.recovery.captured_error import CapturedError
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["Measure", "Parts", "is_armed"]
+__all__ = ["Measure", "MicroBatcher", "is_armed"]
 
 _MOST_AGAIN = 5  # times that the same is tried: a callback may wait for memory, but not for ever
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def is_armed(context: "Context") -> bool:
+def is_armed(context: "RunContext") -> bool:
     """Whether a callback decides what happens when memory runs out."""
     return any(overrides(callback, "on_out_of_memory", Callback) for callback in context.hooks.callbacks)
 
@@ -53,7 +53,7 @@ class _Size:
     before: int = 0  # the size that is known to fit, while a larger one is tried
 
 
-class Parts:
+class MicroBatcher:
     """Computes batches in as many parts as they need, and learns how many that is.
 
     Args:
@@ -63,7 +63,7 @@ class Parts:
     """
 
     def __init__(
-        self, context: "Context", compute: Callable[[Sequence[Any], bool], Any], name: str = "training"
+        self, context: "RunContext", compute: Callable[[Sequence[Any], bool], Any], name: str = "training"
     ) -> None:
         self.context, self.compute = context, compute
         self.strategy: Strategy = context.strategy
@@ -156,7 +156,7 @@ class Parts:
         return combined._replace(outputs=step.finished(outputs))
 
     def event(
-        self, failure: Failure, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int, refusal: str = ""
+        self, failure: CapturedError, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int, refusal: str = ""
     ) -> OutOfMemoryEvent:
         """An event for callbacks; the failure learns what is held.
 
@@ -170,7 +170,7 @@ class Parts:
         """
         size, most, obstacle = self.most(parts)
         device = str(self.strategy.failed_device(device_of(failure.message)))
-        failure.held = holdings_of(self.context.module, self.context.trainer.optimizers, device)
+        failure.held = footprint_of(self.context.module, self.context.trainer.optimizers, device)
         free = free_bytes(failure.message)
         return OutOfMemoryEvent(
             phase=phase,

@@ -19,17 +19,17 @@ from torch.optim import Optimizer
 
 from equipoise.interop.torch.modules import versions
 from equipoise.memory.out_of_memory import is_out_of_memory
-from equipoise.parallel.batches.weighting import Window
+from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.snapshot.batch_contents import BatchContents
-from equipoise.parallel.snapshot.step_snapshot import Rewind
+from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
 from equipoise.step_protocols import StepResult
-from equipoise.trainer.recovery.captured_error import Failure, raise_with_advice
-from equipoise.trainer.recovery.micro_batching import Measure, Parts
+from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
+from equipoise.trainer.recovery.micro_batching import Measure, MicroBatcher
 from equipoise.trainer.recovery.second_attempt import with_second_attempt
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["EvaluationRecovery", "Recovery", "refuse_by_hand"]
 
@@ -66,12 +66,12 @@ class Recovery:
         step: The user's training step.
     """
 
-    def __init__(self, context: "Context", step: Any) -> None:
+    def __init__(self, context: "RunContext", step: Any) -> None:
         self.context, self.step, self.window = context, step, step.window
         self.logs, self.strategy = context.logs, context.strategy
         self.strategy.arm_recovery()
-        self.rewind = Rewind(context.module, context.strategy.devices)
-        self.parts = Parts(context, self._compute)
+        self.rewind = StepSnapshot(context.module, context.strategy.devices)
+        self.parts = MicroBatcher(context, self._compute)
         self._open = _Window()
         self._ends = True  # whether the window ends with the present batch
         self._start: tuple[dict[str, Any], list[Tensor | None]] | None = None  # of a window that was begun elsewhere
@@ -106,7 +106,7 @@ class Recovery:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                failure = Failure.of(error)
+                failure = CapturedError.of(error)
             begin, usual = 0, False
             self._prepare(failure)
             step.phase = "forward"
@@ -142,7 +142,7 @@ class Recovery:
         finally:
             self.window.piece = None
 
-    def _prepare(self, failure: Failure) -> None:
+    def _prepare(self, failure: CapturedError) -> None:
         """Asks what to do, and brings everything back to how the window found it."""
         batch, step = self._running, self.step
         for each in self._open.batches:
@@ -194,7 +194,7 @@ class Recovery:
         gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters()]
         return self.window.state_dict(), gradients
 
-    def finish_gradients(self, window: Window, optimizer: Optimizer) -> bool | None:
+    def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Weighs the gradients of a window, if it was weighed at all, where one batch in one process makes a window."""
         return self.strategy.finish_gradients(window, optimizer) if window.is_open else None
 
@@ -222,7 +222,7 @@ class Recovery:
         except (RuntimeError, MemoryError) as error:
             if in_closure or not is_out_of_memory(error):
                 raise
-            failure = Failure.of(error)
+            failure = CapturedError.of(error)
         # Its gradients come from within it, and it may have changed parameters in between, as LBFGS does.
         return self._raise_in_step(failure, "A step that computes its gradients in a closure is not done again.")
 
@@ -237,7 +237,7 @@ class Recovery:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            failure = Failure.of(error)
+            failure = CapturedError.of(error)
         if _changed(before, _versions(optimizer)):
             self._raise_in_step(failure, "The step had changed something already, so it cannot be done again.")
         event = self.parts.event(failure, "optimizer step", self.step.batch_idx, (), 1)
@@ -252,10 +252,10 @@ class Recovery:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            failure = Failure.of(error)
+            failure = CapturedError.of(error)
         return self._raise_in_step(failure, "The step was done once more already.")
 
-    def _raise_in_step(self, failure: Failure, refusal: str) -> NoReturn:
+    def _raise_in_step(self, failure: CapturedError, refusal: str) -> NoReturn:
         """Raises the error of an optimiser's step that cannot be done again, which the callbacks are told."""
         event = self.parts.event(failure, "optimizer step", self.step.batch_idx, (), 1, refusal)
         self.parts.ask(event)
@@ -289,11 +289,11 @@ class EvaluationRecovery:
         name: The stage, such as "val".
     """
 
-    def __init__(self, context: "Context", name: str) -> None:
+    def __init__(self, context: "RunContext", name: str) -> None:
         self.strategy, self.logs = context.strategy, context.logs
         self.strategy.arm_recovery()
-        self.rewind = Rewind(context.module, context.strategy.devices)
-        self.parts = Parts(context, self._compute, name)
+        self.rewind = StepSnapshot(context.module, context.strategy.devices)
+        self.parts = MicroBatcher(context, self._compute, name)
 
     def _compute(self, piece: Sequence[Any], last: bool) -> StepResult:
         return StepResult(None, self.parts.size(piece), self.strategy.evaluate(self._step, piece))
@@ -315,7 +315,7 @@ class EvaluationRecovery:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                failure = Failure.of(error)
+                failure = CapturedError.of(error)
             contents.restore()
             refusal = self.strategy.obstacle(training=False, leave_out=False)
             event = self.parts.event(failure, "evaluation", step.indices[0], parts, count, refusal)
@@ -331,14 +331,14 @@ class EvaluationRecovery:
             self.parts.let_go()
 
 
-def refuse_by_hand(context: "Context", run: Callable[..., StepResult]) -> Callable[..., StepResult]:
+def refuse_by_hand(context: "RunContext", run: Callable[..., StepResult]) -> Callable[..., StepResult]:
     """The training step of a module that optimises by hand: nobody can do it again, so an error says what would help.
 
     Args:
         context: The run.
         run: Runs the step on a batch.
     """
-    helper = Parts(context, lambda piece, last: StepResult(None, None, None))
+    helper = MicroBatcher(context, lambda piece, last: StepResult(None, None, None))
 
     def checked(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
         try:
@@ -346,7 +346,7 @@ def refuse_by_hand(context: "Context", run: Callable[..., StepResult]) -> Callab
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            failure = Failure.of(error)
+            failure = CapturedError.of(error)
         event = helper.event(failure, step.phase, step.batch_idx, parts, 1, _BY_HAND)
         helper.ask(event)
         return raise_with_advice(failure, event)

@@ -9,12 +9,12 @@ from equipoise.interop.lightning.classes import is_a, takes_iterator
 from equipoise.trainer.recovery.micro_batching import is_armed
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["accumulation_refused", "check_iterator_step"]
 
 
-def check_iterator_step(context: "Context") -> None:
+def check_iterator_step(context: "RunContext") -> None:
     """Check that steps can be exact if `training_step` pulls its batches by itself.
 
     Raises:

@@ -25,7 +25,7 @@ from equipoise.trainer.hooks.signatures import check_hook_signatures
 from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import Context
+    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.trainer import Trainer
 
 __all__ = ["as_module", "check_monitors", "check_run", "data_of", "placing", "warn_of_eval_mode"]
@@ -64,7 +64,7 @@ def as_module(model: Any) -> LightningModule:
     )
 
 
-def check_run(context: "Context") -> None:
+def check_run(context: "RunContext") -> None:
     """Checks the module against what it is asked to do.
 
     Raises:
@@ -119,7 +119,7 @@ def _stages(fn: TrainerFn | None) -> list[str]:
     }[fn or TrainerFn.FITTING]
 
 
-def _check_fit(context: "Context") -> None:
+def _check_fit(context: "RunContext") -> None:
     module, trainer, name = context.module, context.trainer, type(context.module).__name__
     for method in ("training_step", "configure_optimizers"):
         if not is_overridden(method, module):
@@ -246,7 +246,7 @@ def check_monitors(trainer: "Trainer") -> None:
             )
 
 
-def _warn_of_lost_validation(context: "Context") -> None:
+def _warn_of_lost_validation(context: "RunContext") -> None:
     module, name = context.module, type(context.module).__name__
     has_loader, has_step = context.sources["val"].is_defined(), is_overridden("validation_step", module)
     if has_loader and not has_step:

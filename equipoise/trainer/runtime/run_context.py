@@ -20,11 +20,11 @@ from equipoise.trainer.logging.logs import Logs
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
 
-__all__ = ["Context"]
+__all__ = ["RunContext"]
 
 
 @dataclass
-class Context:
+class RunContext:
     """The parts of one run.
 
     Attributes:

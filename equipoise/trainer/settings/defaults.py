@@ -24,7 +24,7 @@ from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.modules import empty_init
-from equipoise.parallel.communication.rank import Place, find_place
+from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.precision import Precision
 from equipoise.strategies.ddp.strategy import DDPStrategy
 from equipoise.strategies.pipeline import PipelineStrategy
@@ -80,7 +80,7 @@ def connect_strategy(
         The strategy, connected to its devices, and the number of machines.
     """
     check_count("num_nodes", num_nodes, least=1, optional=True)
-    place = find_place()
+    place = find_rank()
     available = select_devices(accelerator, devices, place, num_nodes)
     machines = select_num_nodes(num_nodes, available, place)
     connected = select_strategy(strategy, available, machines, place, choose_devices=devices == "auto")
@@ -91,7 +91,7 @@ def select_strategy(
     strategy: str | Strategy,
     devices: Sequence[torch.device],
     num_nodes: int,
-    place: Place | None = None,
+    place: Rank | None = None,
     *,
     choose_devices: bool = False,
 ) -> Strategy:
@@ -113,7 +113,7 @@ def select_strategy(
     return strategy
 
 
-def _strategy_named(name: Any, devices: Sequence[torch.device], place: Place | None) -> Strategy:
+def _strategy_named(name: Any, devices: Sequence[torch.device], place: Rank | None) -> Strategy:
     if not isinstance(name, str):
         refuse_object(name)
     if name == "auto":
@@ -125,7 +125,7 @@ def _strategy_named(name: Any, devices: Sequence[torch.device], place: Place | N
     return _STRATEGIES[check_choice("strategy", name, ["auto", *_STRATEGIES])]()
 
 
-def _strategy_for(devices: Sequence[torch.device], place: Place | None) -> Strategy:
+def _strategy_for(devices: Sequence[torch.device], place: Rank | None) -> Strategy:
     """Return what "auto" stands for."""
     processes = 1 if place is None else place.world_size
     if len(devices) == 1 and processes == 1:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.communication.rank import Place
+from equipoise.parallel.communication.rank import Rank
 from equipoise.trainer.settings.arguments import check_choice
 
 __all__ = ["Devices", "accelerator_of", "select_devices", "select_num_nodes"]
@@ -19,7 +19,7 @@ Devices = int | str | Sequence[int | str | torch.device]
 
 
 def select_devices(
-    accelerator: Any, devices: Devices, place: Place | None = None, num_nodes: int | None = None
+    accelerator: Any, devices: Devices, place: Rank | None = None, num_nodes: int | None = None
 ) -> list[torch.device]:
     """The devices that the user asked for.
 
@@ -52,7 +52,7 @@ def select_devices(
     return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in indices]
 
 
-def select_num_nodes(num_nodes: int | None, devices: Sequence[torch.device], place: Place | None) -> int:
+def select_num_nodes(num_nodes: int | None, devices: Sequence[torch.device], place: Rank | None) -> int:
     """Return the number of machines: the user's, or that which follows from where this process stands.
 
     Args:

@@ -27,7 +27,7 @@ from equipoise.trainer.logging.results_table import to_scalars
 from equipoise.trainer.loops.evaluation_loop import EvaluationLoop
 from equipoise.trainer.loops.fit_loop import FitLoop
 from equipoise.trainer.loops.prediction_loop import PredictionLoop
-from equipoise.trainer.runtime.run_context import Context
+from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.settings.devices import accelerator_of
 from equipoise.trainer.settings.limits import Limits
 from equipoise.trainer.state.progress import FitProgress
@@ -78,7 +78,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
         self.loaded_ckpt_path: Any = None
         self.managed_ckpt_path: Any = None
         self.objects_were_reported = False  # those in its checkpoints
-        self._context: Context | None = None
+        self._context: RunContext | None = None
         self._root_dir = root_dir
         self._view = StrategyView(strategy, trainer)
         self._wrapped: list[LightningOptimizer] = []
@@ -101,7 +101,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
         }
         return {**vars(self), **of_this_process}
 
-    def begin_run(self, context: Context) -> None:
+    def begin_run(self, context: RunContext) -> None:
         """Takes the parts of a new run; loaders of earlier ones are forgotten."""
         self._context = self.fit_loop_state.context = context
         self.fit_loop_state.forget_data()
@@ -110,7 +110,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
             loop.forget_data()
 
     @property
-    def current_context(self) -> Context | None:
+    def current_context(self) -> RunContext | None:
         """The parts of this run or the last one."""
         return self._context
 
