@@ -22,7 +22,7 @@ FORMER_NAMES = {
     "equipoise.parallel.checkpointing": "equipoise.parallel.activation_checkpointing",
     "equipoise.strategies.balanced_data_parallel": "equipoise.strategies.replicated.balanced",
     "equipoise.strategies.data_parallel": "equipoise.strategies.replicated.data_parallel",
-    "equipoise.strategies.steps": "equipoise.step_protocols",
+    "equipoise.strategies.steps": "equipoise.parallel.step_protocols",
 }
 
 

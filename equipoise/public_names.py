@@ -36,7 +36,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.report.run_summary": ("RunSummary",),
     },
     "equipoise.strategies": {
-        "equipoise.step_protocols": ("StepResult",),
+        "equipoise.parallel.step_protocols": ("StepResult",),
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
         "equipoise.strategies.pipeline": ("PipelineStrategy",),
         "equipoise.strategies.replicated.balanced": ("BalancedDataParallelStrategy",),

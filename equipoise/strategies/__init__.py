@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from equipoise.public_names import lazy_dir, lazy_getattr, names_of
 
 if TYPE_CHECKING:
-    from equipoise.step_protocols import StepResult as StepResult
+    from equipoise.parallel.step_protocols import StepResult as StepResult
     from equipoise.strategies.ddp.strategy import DDPStrategy as DDPStrategy
     from equipoise.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy as BalancedDataParallelStrategy

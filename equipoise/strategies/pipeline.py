@@ -15,6 +15,7 @@ from equipoise.interop.torch.modules import is_compiled, set_device_of
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.network import StagedNetwork
@@ -26,7 +27,6 @@ from equipoise.pipeline.processes.launch import StageLaunch
 from equipoise.pipeline.schedule.schedule import check_schedule, check_stages, splits
 from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.precision import Precision
-from equipoise.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.staged_strategy import StagedStrategy
 from equipoise.strategies.strategy import Transfer
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from equipoise.parallel.communication.rank import Rank
 from equipoise.pipeline.processes.backend import ProcessBackend
 from equipoise.pipeline.processes.launch import StageLaunch
 from equipoise.strategies.strategy import Strategy
@@ -32,6 +33,12 @@ class StagedStrategy(Strategy):
         if self.others is None or self.others.count == 1:
             return function()
         return self.others.launch(self, function, known)
+
+    def take_rank(self, rank: Rank) -> None:
+        """Note where this process stands."""
+        self.global_rank = rank.global_rank
+        self.local_rank = rank.local_rank
+        self.node_rank = rank.node_rank
 
     def enter(self, others: StageLaunch) -> None:
         """Called in the first process, once the others are there."""

@@ -23,8 +23,8 @@ from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.precision import Precision
-from equipoise.step_protocols import EvaluationStep, StepResult, TrainingStep
 
 __all__ = ["Strategy", "Transfer"]
 

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import PipelineStrategy, StepError, Trainer
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.tracing import trace
 from equipoise.pipeline.planning.cut import CutOptions, _as_measured
 from equipoise.pipeline.planning.loss_profile import LossProfile
 from equipoise.pipeline.planning.stage_costs import Block
-from equipoise.step_protocols import StepResult
 from tests.conftest import ignoring
 
 pytestmark = ignoring()

@@ -20,13 +20,13 @@ from equipoise.errors import StepError
 from equipoise.interop.torch.dispatch import tensors_in
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.pipeline.execution.placement import move
 from equipoise.pipeline.graph.stages import map_tensors
 from equipoise.pipeline.graph.tracing import Traced
 from equipoise.pipeline.planning.activation_memory import moment
 from equipoise.pipeline.planning.profile import now, used_tensors
 from equipoise.pipeline.planning.stage_costs import Block
-from equipoise.step_protocols import StepResult
 
 __all__ = ["LossProfile", "containers_kept"]
 

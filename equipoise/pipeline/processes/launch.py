@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.messages import Messenger
 from equipoise.pipeline.processes.worker import StageWorker
 
-if TYPE_CHECKING:
-    from equipoise.strategies.staged_strategy import StagedStrategy
-
 __all__ = ["StageLaunch"]
 
 T = TypeVar("T")
@@ -36,6 +33,16 @@ _WRITTEN = "more than one element of the written-to tensor"  # how torch refuses
 
 class FirstProcessFailed(dist.DistError):
     """What ends a worker when the first process has failed; that one tells why."""
+
+
+class StagedRun(Protocol):
+    """The strategy of a run, as its processes need it."""
+
+    def take_rank(self, rank: Rank) -> None:
+        """Note where this process stands."""
+
+    def enter(self, others: "StageLaunch") -> None:
+        """Note the other processes; called in the first process, once they are there."""
 
 
 class StageLaunch:
@@ -72,7 +79,7 @@ class StageLaunch:
     def _device_of(self, local_rank: int) -> torch.device:
         return self._devices[(local_rank - 1) % len(self._devices)]  # the first process has the last one
 
-    def launch(self, strategy: "StagedStrategy", function: Callable[[], T], known: Sequence[Any]) -> T:
+    def launch(self, strategy: StagedRun, function: Callable[[], T], known: Sequence[Any]) -> T:
         """Runs a function in the first process while the others serve; returns its result in all that were joined."""
         if self._place is not None:
             return self.run(self._place, None, strategy, function, known)
@@ -89,7 +96,7 @@ class StageLaunch:
         self,
         place: Rank,
         port: int | None,
-        strategy: "StagedStrategy",
+        strategy: StagedRun,
         function: Callable[[], T],
         known: Sequence[Any] | None,
     ) -> T:
@@ -98,12 +105,13 @@ class StageLaunch:
         Args:
             place: Where this process stands.
             port: That of a store on this machine; None: the environment says where to meet.
-            strategy: The strategy, to be told where it runs.
+            strategy: The strategy; it notes where it runs.
             function: What the first process runs.
             known: Objects of this process's that an answer may refer to; None: only the first returns one.
         """
-        self.device, rank = self._device_of(place.local_rank), place.global_rank
-        strategy.global_rank, strategy.local_rank, strategy.node_rank = rank, place.local_rank, place.node_rank
+        self.device = self._device_of(place.local_rank)
+        rank = place.global_rank
+        strategy.take_rank(place)
         limit = timedelta(seconds=self._timeout)
         with (
             in_group(place, self.device, timeout=self._timeout, port=port, backend="gloo"),
@@ -148,9 +156,7 @@ class StageLaunch:
         return {**vars(self), "processes": None}
 
 
-def _run_in_process(
-    others: StageLaunch, strategy: "StagedStrategy", function: Callable[[], T], port: int, rank: int
-) -> T:
+def _run_in_process(others: StageLaunch, strategy: StagedRun, function: Callable[[], T], port: int, rank: int) -> T:
     """What a process does that the trainer has started."""
     return others.run(others.place_in_worker(rank), port, strategy, function, None)
 

@@ -20,7 +20,7 @@ from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
-from equipoise.step_protocols import StepResult, TrainingStep
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.ddp.window_totals import AlongGradients, Apart, OnHost, TotalWeight, as_number, reading_waits
 
 __all__ = ["Engine", "NativeEngine", "TorchEngine", "goes_backward_once"]

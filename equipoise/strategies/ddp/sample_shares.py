@@ -15,7 +15,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.batches.shares import DeviceTimes, are_shares, even_sizes, finish_together, sizes_by_shares
 from equipoise.parallel.batches.splitting import infer_batch_size
-from equipoise.step_protocols import StepResult, TrainingStep
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.ddp.loaders import why_not_by_shares
 
 __all__ = ["ProcessShares", "check_shares"]

@@ -20,10 +20,10 @@ from equipoise.parallel.communication.membership import check_alone, check_count
 from equipoise.parallel.communication.object_exchange import broadcast_object, gather_objects
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another
 from equipoise.parallel.communication.rank import Rank, find_rank
+from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
-from equipoise.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.strategies.ddp.gradient_exchange import Engine, NativeEngine, TorchEngine, goes_backward_once
 from equipoise.strategies.ddp.loaders import gather_tensors, is_dealt, reduce_tensor, share_loader, synchronise_metrics
 from equipoise.strategies.ddp.module_sync import check_same_modules, copy_from_first, share_batch_statistics

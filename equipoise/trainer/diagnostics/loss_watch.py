@@ -12,7 +12,7 @@ from torch import Tensor
 
 from equipoise.notices import warn
 from equipoise.parallel.batches.splitting import entries_of
-from equipoise.step_protocols import StepResult
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.to_device import ArrivingValue
 from equipoise.trainer.diagnostics.nonfinite_outputs import NonFiniteOutputs
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.gathering import PartialOutputs
-from equipoise.step_protocols import StepResult
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.module_step import ModuleStep
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import EvaluationRecovery

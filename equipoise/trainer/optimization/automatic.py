@@ -25,7 +25,7 @@ from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
-from equipoise.step_protocols import StepResult
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.optimization.backward import Backward

@@ -11,7 +11,7 @@ from equipoise.interop.lightning.optimizers import NO_CLOSURE
 from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import Weight
-from equipoise.step_protocols import StepResult
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.backward import Backward
 from equipoise.trainer.optimization.module_step import ModuleStep
 from equipoise.trainer.optimization.optimizers import takes_no_closure

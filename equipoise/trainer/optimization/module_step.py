@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
-from equipoise.step_protocols import StepResult
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.logging.entry import default_dtype, reduction_name
 from equipoise.trainer.logging.logs import Logged, Logs

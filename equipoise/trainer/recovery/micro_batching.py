@@ -17,7 +17,7 @@ from equipoise.memory.footprint import footprint_of
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Phase, Split, device_of, free_bytes, requested_bytes
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.splitting import Splitter, entries_of
-from equipoise.step_protocols import StepResult
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.recovery.captured_error import CapturedError

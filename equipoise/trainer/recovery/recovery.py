@@ -23,7 +23,7 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
-from equipoise.step_protocols import StepResult
+from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
 from equipoise.trainer.recovery.micro_batching import Measure, MicroBatcher
 from equipoise.trainer.recovery.second_attempt import with_second_attempt

@@ -1,0 +1,180 @@
+"""The floors of the package: who imports whom, in one direction, without circles, and how large folders are."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import equipoise
+
+PACKAGE = Path(equipoise.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.relative_to(PACKAGE).parts)
+
+# The floors, from the ground up. A module imports what stands on lower lines, and what its own line names.
+FLOORS = [
+    ["public_names", "former_names", "errors", "notices", "interleave", "to_device"],
+    ["precision", "interop", "safe_loading"],
+    ["memory", "parallel"],
+    ["pipeline", "callbacks"],
+    ["strategies", "report"],
+    ["trainer"],
+    ["conf", "app"],
+    ["__main__"],
+]
+MOST_FILES = 9  # in a folder, `__init__.py` left out
+MOST_SUBFOLDERS = 13
+FEWEST_ENTRIES = 2
+# Still named for typing by what stands below them: the trainer, and what the loops of one run share.
+NAMED_FROM_BELOW = {"trainer/trainer.py", "trainer/runtime/run_context.py"}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_name(path: Path) -> str:
+    parts = ["equipoise", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def is_facade(path: Path) -> bool:
+    """Tell whether a file only offers the names of others."""
+    return path.name == "__init__.py"
+
+
+def floor_of(path: Path) -> int:
+    top = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return next(number for number, names in enumerate(FLOORS) if top in names)
+
+
+def folder_of(path: Path) -> str:
+    """Return the folder of a file; of a file beside the folders, the file itself."""
+    folder = path.parent.relative_to(PACKAGE).as_posix()
+    return path.stem if folder == "." else folder
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def nodes_for_typing(tree: ast.Module) -> set[int]:
+    """Return the identities of all nodes below `if TYPE_CHECKING`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            found |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
+    return found
+
+
+def imported_files(path: Path, *, typing: bool) -> Iterator[Path]:
+    """Yield the files of ours that a file imports.
+
+    Args:
+        path: The file.
+        typing: Whether imports for type checkers count. Default: they do not.
+    """
+    passed_over = set() if typing else nodes_for_typing(tree_of(path))
+    for node in ast.walk(tree_of(path)):
+        if id(node) in passed_over:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [
+                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in MODULES else str(node.module)
+                for alias in node.names
+            ]
+        else:
+            continue
+        yield from (MODULES[name] for name in names if name in MODULES)
+
+
+def arrows(*, typing: bool) -> dict[Path, set[Path]]:
+    """Return the imports of each file but facades, which import from above by nature."""
+    return {path: set(imported_files(path, typing=typing)) for path in FILES if not is_facade(path)}
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Return the groups of nodes that reach each other.
+
+    Example:
+        >>> circles({"a": ["b"], "b": ["a", "c"], "c": []})
+        [['a', 'b']]
+    """
+
+    def reached_from(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = list(graph.get(start, ()))
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting.extend(graph.get(node, ()))
+        return found
+
+    reached = {node: reached_from(node) for node in graph}
+    groups = {
+        tuple(sorted(other for other in found if node in reached.get(other, ())))
+        for node, found in reached.items()
+        if node in found
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": []}) == []
+    assert circles({"a": ["b"], "b": ["a", "c"], "c": ["d"], "d": ["c"]}) == [["a", "b"], ["c", "d"]]
+    assert circles({"a": ["a"]}) == [["a"]]
+
+
+def test_every_file_stands_on_a_floor() -> None:
+    named = {name for names in FLOORS for name in names}
+    assert {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES} == {*named, "__init__"}
+
+
+@pytest.mark.parametrize("typing", [False, True])
+def test_imports_point_down(typing: bool) -> None:
+    """Also those for type checkers: what must be named from below belongs below."""
+    wrong = []
+    for path, targets in arrows(typing=typing).items():
+        for target in targets:
+            if relative(target) in NAMED_FROM_BELOW or target.name == "__init__.py":
+                continue
+            same_wing = path.relative_to(PACKAGE).parts[0] == target.relative_to(PACKAGE).parts[0]
+            if not same_wing and floor_of(target) >= floor_of(path):
+                wrong.append(f"{relative(path)} imports {relative(target)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_do_not_import_in_circles() -> None:
+    graph = {relative(path): [relative(target) for target in targets] for path, targets in arrows(typing=False).items()}
+    assert circles(graph) == []
+
+
+def test_folders_do_not_import_in_circles() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for path, targets in arrows(typing=False).items():
+        folder = folder_of(path)
+        graph[folder] |= {folder_of(target) for target in targets} - {folder}
+    assert circles(graph) == []
+
+
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    files: dict[str, int] = defaultdict(int)
+    subfolders: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        folder = path.parent
+        files[folder.relative_to(PACKAGE).as_posix()] += not is_facade(path)
+        if folder != PACKAGE:
+            subfolders[folder.parent.relative_to(PACKAGE).as_posix()].add(folder.name)
+    assert not {folder: count for folder, count in files.items() if count > MOST_FILES}
+    assert not {folder: names for folder, names in subfolders.items() if len(names) > MOST_SUBFOLDERS}
+    alone = {folder for folder, count in files.items() if count + len(subfolders[folder]) < FEWEST_ENTRIES}
+    assert alone == {"conf"}  # its other files are YAML
