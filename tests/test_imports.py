@@ -1,4 +1,4 @@
-"""The layers, other people's private names, and what every module declares."""
+"""Other people's private names, and what every module declares."""
 
 import ast
 import importlib
@@ -14,35 +14,7 @@ PACKAGE = Path(equipoise.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.relative_to(PACKAGE).parts)
 FOREIGN = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
 
-# What the modules of a layer may import of ours; `precision` and `errors` are modules, the others folders.
-LAYERS = {
-    "public_names": set(),
-    "errors": set(),
-    "notices": set(),
-    "precision": {"errors"},
-    "parallel": {"parallel", "errors"},
-    "memory": {"memory", "errors"},
-    "strategies": {"strategies", "parallel", "memory", "precision", "errors", "notices", "public_names"},
-    "callbacks": {"callbacks", "parallel", "memory", "precision", "errors", "notices", "public_names"},
-    "trainer": {
-        "trainer",
-        "strategies",
-        "callbacks",
-        "parallel",
-        "memory",
-        "precision",
-        "errors",
-        "notices",
-        "public_names",
-    },
-}
-APP = {"__main__", "app", "app_build", "app_devices", "app_help", "app_messages", "app_output", "app_sweep", "conf"}
-MAY_NAME_PRIVATE_THINGS = {
-    "interop/lightning/everything.py",
-    "interop/torch/foreach.py",
-    "interop/torch/internals.py",
-    "interop/torch/dispatch.py",
-}
+PRIVATE_NAMES = "interop"  # the folder where private names of others may stand
 DEFINES_LIGHTNINGS_NAMES = ("trainer/surface/lightning_view.py", "trainer/surface/strategy_view.py")
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public; the underscore keeps them apart from fields
 
@@ -110,37 +82,7 @@ def own_imports(path: Path, *, typing: bool) -> set[str]:
     return found
 
 
-def files_of(layer: str) -> list[Path]:
-    return [path for path in FILES if layer_of(path) == layer]
-
-
-# Layers
-
-
-def test_every_file_has_its_layer() -> None:
-    assert {layer_of(path) for path in FILES} == {*LAYERS, *APP, "__init__"}
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_imports_point_one_way(layer: str) -> None:
-    assert files_of(layer)
-    for path in files_of(layer):
-        wrong = own_imports(path, typing=False) - LAYERS[layer]
-        assert not wrong, f"{relative(path)} imports {wrong}: {layer} may import {LAYERS[layer] or 'nothing of ours'}."
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_only_a_callback_names_for_typing_what_it_may_not_import(layer: str) -> None:
-    allowed = LAYERS[layer] | ({"trainer"} if layer == "callbacks" else set())
-    for path in files_of(layer):
-        wrong = own_imports(path, typing=True) - allowed
-        assert not wrong, f"{relative(path)} names {wrong} for typing."
-
-
-def test_nobody_imports_the_application() -> None:
-    for path in FILES:
-        if layer_of(path) not in APP:
-            assert not own_imports(path, typing=True) & APP, relative(path)
+APP = {"__main__", "app", "conf"}
 
 
 def test_only_the_application_knows_hydra() -> None:
@@ -222,7 +164,7 @@ def accessed_private_names(path: Path) -> Iterator[tuple[int, str, str | None]]:
 
 def test_private_names_are_not_imported() -> None:
     for path in FILES:
-        if relative(path) in MAY_NAME_PRIVATE_THINGS:
+        if layer_of(path) == PRIVATE_NAMES:
             continue
         for module, name, _ in imports(path, typing=True):
             parts = [*module.split("."), name or ""]
@@ -234,7 +176,7 @@ def test_private_names_of_others_are_not_used() -> None:
     ours = set().union(*(defined_in(tree_of(path)) for path in FILES))
     found = []
     for path in FILES:
-        if relative(path) in MAY_NAME_PRIVATE_THINGS:
+        if layer_of(path) == PRIVATE_NAMES:
             continue
         foreign = bound_by_foreign_imports(path)
         for line, name, taken_from in accessed_private_names(path):
