@@ -16,24 +16,40 @@ from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from equipoise.errors import StepError
-from equipoise.interop import metrics
-from equipoise.interop.torch import modules, processes
+from equipoise.interop.metrics import (
+    join_metrics,
+    merge_metric_states,
+    restore_metric_state,
+    states_to_send,
+    take_metric_state,
+)
+from equipoise.interop.torch.modules import (
+    STRUCTURE,
+    buffers_of,
+    children_of,
+    has_hooks,
+    is_compiled,
+    parameters_of,
+    shell_of,
+    versions,
+)
+from equipoise.interop.torch.processes import collective_count
 
 # Modules
 
 
 def test_what_is_registered_stands_in_three_dictionaries() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
-    for name in modules.STRUCTURE:
+    for name in STRUCTURE:
         assert type(vars(module)[name]) is dict
     norm = module[0]
-    assert modules.children_of(module) == {"0": norm}
-    assert modules.parameters_of(norm) == {"weight": norm.weight, "bias": norm.bias}
-    assert list(modules.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert children_of(module) == {"0": norm}
+    assert parameters_of(norm) == {"weight": norm.weight, "bias": norm.bias}
+    assert list(buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
     replaced = nn.Parameter(torch.zeros(2))
-    modules.parameters_of(norm)["weight"] = replaced
-    modules.buffers_of(norm)["running_mean"] = torch.ones(2)
-    modules.children_of(module)["1"] = nn.ReLU()
+    parameters_of(norm)["weight"] = replaced
+    buffers_of(norm)["running_mean"] = torch.ones(2)
+    children_of(module)["1"] = nn.ReLU()
     assert norm.weight is replaced
     assert norm.running_mean.tolist() == [1, 1]
     assert len(module) == 2
@@ -43,12 +59,12 @@ def test_a_shell_has_everything_but_what_is_registered() -> None:
     module = nn.Linear(2, 3)
     module.note, module.inner = ["x"], nn.ReLU()
     module.register_buffer("mask", torch.ones(1))
-    shell = modules.shell_of(module)
+    shell = shell_of(module)
     assert type(shell) is nn.Linear
     assert (shell.in_features, shell.training) == (2, True)
     assert shell.note is module.note
     assert [*shell.parameters(), *shell.buffers(), *shell.children()] == []
-    modules.parameters_of(shell)["weight"] = None
+    parameters_of(shell)["weight"] = None
     assert module.weight is not None
     assert len(list(module.parameters())) == 2
     assert vars(shell).keys() == vars(module).keys()
@@ -56,24 +72,24 @@ def test_a_shell_has_everything_but_what_is_registered() -> None:
 
 def test_versions_tell_changes_in_place() -> None:
     tensors = [nn.Parameter(torch.zeros(2)), torch.zeros(3)]
-    seen = [modules.versions(tensors)]
+    seen = [versions(tensors)]
     with torch.no_grad():
         tensors[0].add_(1)
-    seen.append(modules.versions(tensors))
+    seen.append(versions(tensors))
     tensors[1][0] = 1
-    seen.append(modules.versions(tensors))
+    seen.append(versions(tensors))
     torch._foreach_copy_([tensors[1]], [torch.ones(3)])
-    seen.append(modules.versions(iter(tensors)))
+    seen.append(versions(iter(tensors)))
     assert sorted(map(tuple, seen)) == list(map(tuple, seen))
     assert len(set(map(tuple, seen))) == 4
     tensors[0].sum().backward()
-    assert modules.versions(tensors) == seen[-1]
+    assert versions(tensors) == seen[-1]
     tensors[0].data.add_(1)  # leaves no trace, which replicas rely upon as well
-    assert modules.versions(tensors) == seen[-1]
-    assert modules.versions([]) == []
+    assert versions(tensors) == seen[-1]
+    assert versions([]) == []
     with torch.inference_mode():
         made = torch.zeros(2)
-    assert modules.versions([*tensors, made]) is None
+    assert versions([*tensors, made]) is None
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -82,9 +98,9 @@ def test_steps_of_optimizers_leave_a_trace(foreach: bool) -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=foreach)
     parameter.grad = torch.ones(2)
-    before = modules.versions([parameter])
+    before = versions([parameter])
     optimizer.step()
-    assert modules.versions([parameter]) != before
+    assert versions([parameter]) != before
 
 
 importing_inductor = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
@@ -93,11 +109,11 @@ importing_inductor = pytest.mark.filterwarnings("ignore:`torch.jit.*` is depreca
 @importing_inductor
 def test_compiled_modules() -> None:
     plain = nn.Sequential(nn.Linear(1, 1))
-    assert not modules.is_compiled(plain)
-    assert modules.is_compiled(torch.compile(nn.Linear(1, 1)))
+    assert not is_compiled(plain)
+    assert is_compiled(torch.compile(nn.Linear(1, 1)))
     plain[0].compile()
-    assert modules.is_compiled(plain[0])
-    assert not modules.is_compiled(plain)
+    assert is_compiled(plain[0])
+    assert not is_compiled(plain)
 
 
 @importing_inductor
@@ -106,17 +122,17 @@ def test_modules_that_lightning_compiled() -> None:
     from lightning.pytorch.utilities.compile import from_compiled
 
     module = from_compiled(torch.compile(LightningModule()))
-    assert modules.is_compiled(module)
+    assert is_compiled(module)
 
 
 def test_hooks_on_parameters() -> None:
     parameter = nn.Parameter(torch.zeros(1))
-    assert not modules.has_hooks(parameter)
+    assert not has_hooks(parameter)
     for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
         handle = register(lambda *args: None)
-        assert modules.has_hooks(parameter)
+        assert has_hooks(parameter)
         handle.remove()
-        assert not modules.has_hooks(parameter)
+        assert not has_hooks(parameter)
 
 
 # Metrics
@@ -167,11 +183,11 @@ def in_parts(
         call: Whether `forward` is called.
         weights: Those of the parts. Default: their lengths.
     """
-    before = metrics.take_metric_state(metric)
+    before = take_metric_state(metric)
     copies = [metric if own and not index else copy.deepcopy(metric) for index in range(len(parts))]
     answers = [each(*part) if call else each.update(*part) for each, part in zip(copies, parts, strict=True)]
     sizes = [len(part[0]) for part in parts] if weights is None else weights
-    metrics.merge_metric_states([metric], [before], [copies], sizes)
+    merge_metric_states([metric], [before], [copies], sizes)
     return answers
 
 
@@ -202,12 +218,12 @@ def test_taking_leaves_a_metric_as_new_and_restoring_brings_all_back() -> None:
     metric.update(torch.tensor([4.0]))
     computed = metric.compute()
     expected = copy.deepcopy(values(metric))
-    state = metrics.take_metric_state(metric)
+    state = take_metric_state(metric)
     assert metric.update_count == 0
     assert str(values(metric)) == str(values(States()))
     metric.update(torch.tensor([100.0]))
     metric.reset()
-    metrics.restore_metric_state(metric, state)
+    restore_metric_state(metric, state)
     assert str(values(metric)) == str(expected)
     assert metric.update_count == 2
     assert metric.compute() is computed  # kept, as before
@@ -290,13 +306,13 @@ def test_update_returns_nothing_for_the_batch() -> None:
 def test_parts_that_were_not_updated_do_not_count() -> None:
     metric = States()
     metric.update(torch.tensor([1.0]))
-    before = metrics.take_metric_state(metric)
+    before = take_metric_state(metric)
     copies = [metric, copy.deepcopy(metric), copy.deepcopy(metric)]
     copies[2].update(torch.tensor([5.0, 7.0]))
-    metrics.merge_metric_states([metric], [before], [copies], [1, 1, 2])
+    merge_metric_states([metric], [before], [copies], [1, 1, 2])
     assert (metric.total, metric.smallest, metric.mean, metric.update_count) == (13, 1, 3.5, 2)
-    before = metrics.take_metric_state(metric)
-    metrics.merge_metric_states([metric], [before], [[copy.deepcopy(metric) for _ in range(2)]], [1, 1])
+    before = take_metric_state(metric)
+    merge_metric_states([metric], [before], [[copy.deepcopy(metric) for _ in range(2)]], [1, 1])
     assert (metric.total, metric.update_count) == (13, 2)
 
 
@@ -321,11 +337,11 @@ def test_a_metric_that_cannot_be_put_together_says_so() -> None:
 def test_parts_of_other_devices_come_home() -> None:
     """The meta device stands for any other; here it is home."""
     metric = States().to("meta")
-    before = metrics.take_metric_state(metric)
+    before = take_metric_state(metric)
     parts = [States(), States()]
     for part in parts:
         part.update(torch.ones(2))
-    metrics.merge_metric_states([metric], [before], [parts], [2, 2])
+    merge_metric_states([metric], [before], [parts], [2, 2])
     for state in metric.metric_state.values():
         assert {each.device.type for each in (state if isinstance(state, list) else [state])} == {"meta"}
 
@@ -347,11 +363,11 @@ def test_a_collection_whose_metrics_share_states(own: bool, call: bool) -> None:
     for sizes in ([4, 3, 5], [2, 1, 1], [3, 3, 2]):
         logits, labels = torch.randn(sum(sizes), 3), torch.randint(3, (sum(sizes),))
         members = [m for m in collection.modules() if isinstance(m, Metric)]
-        before = [metrics.take_metric_state(member) for member in members]
+        before = [take_metric_state(member) for member in members]
         for each, *part in zip(copies, logits.split(sizes), labels.split(sizes), strict=True):
             each(*part) if call else each.update(*part)
         lists = [[m for m in each.modules() if isinstance(m, Metric)] for each in copies]
-        metrics.merge_metric_states(members, before, [list(own) for own in zip(*lists, strict=True)], sizes)
+        merge_metric_states(members, before, [list(own) for own in zip(*lists, strict=True)], sizes)
         expected(logits, labels) if call else expected.update(logits, labels)
         actual, wanted = collection.compute(), expected.compute()
         assert {name: float(value) for name, value in actual.items()} == pytest.approx(
@@ -360,7 +376,7 @@ def test_a_collection_whose_metrics_share_states(own: bool, call: bool) -> None:
         for each in copies[own:]:
             for member in each.modules():
                 if isinstance(member, Metric):
-                    metrics.take_metric_state(member)
+                    take_metric_state(member)
     assert call or {len(each.compute_groups) for each in (expected, *copies)} == {1}  # so that states were shared
     collection.reset()
     assert all(metric.update_count == 0 for metric in collection.values())
@@ -371,7 +387,7 @@ def test_a_collection_whose_metrics_share_states(own: bool, call: bool) -> None:
 
 def joined(metrics: list[Any]) -> Any:
     """The first one, holding what all have gathered."""
-    metrics.join_metrics(metrics[0], [metrics.states_to_send(each) for each in metrics])
+    join_metrics(metrics[0], [states_to_send(each) for each in metrics])
     return metrics[0]
 
 
@@ -414,9 +430,9 @@ def test_processes_whose_metrics_share_states() -> None:
     parts[2].update(preds[:4], target[:4])
     parts[1].update(preds[4:], target[4:])
     for each in (0, 1):
-        states = [metrics.states_to_send(part) for part in parts]
+        states = [states_to_send(part) for part in parts]
         copies = copy.deepcopy(parts)
-        metrics.join_metrics(copies[each], states)
+        join_metrics(copies[each], states)
         torch.testing.assert_close(copies[each].compute(), whole.compute())
 
 
@@ -472,10 +488,10 @@ def test_collective_operations_are_counted() -> None:
             lambda: dist.all_reduce(tensor, group=other),
             dist.barrier,
         ):
-            before = processes.collective_count()
+            before = collective_count()
             tensor.add_(1)
-            assert processes.collective_count() == before
+            assert collective_count() == before
             operation()
-            assert processes.collective_count() > before
+            assert collective_count() > before
     finally:
         dist.destroy_process_group()

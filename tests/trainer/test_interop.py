@@ -27,8 +27,19 @@ from torch.optim import SGD, Adam, Optimizer
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from equipoise import Trainer
-from equipoise.interop import metrics
-from equipoise.interop.lightning import callbacks, loaders, loggers, modules, optimizers, self_log
+from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, load_saving_states, saving_states
+from equipoise.interop.lightning.loaders import combine, combined_mode
+from equipoise.interop.lightning.loggers import continue_csv, csv_writer
+from equipoise.interop.lightning.modules import (
+    attach_profiler,
+    empty_init,
+    forget_run,
+    hyperparameters_name,
+    pretend_device,
+)
+from equipoise.interop.lightning.optimizers import NO_CLOSURE, wrap_optimizer
+from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions, bind_log, logging_levels
+from equipoise.interop.metrics import last_batch_value, load_metric_states, metric_states
 from equipoise.interop.torch.optimizers import has_step_hooks, unscales_by_itself
 from tests.conftest import ignoring
 from tests.trainer.small import Small, loader, trainer
@@ -43,13 +54,13 @@ def test_the_arguments_of_log_are_lightnings() -> None:
     ours = inspect.signature(vars(bound())["log"]).parameters
     theirs = inspect.signature(LightningModule().log).parameters
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
-    assert set(self_log.LogOptions._fields) < set(theirs)
-    assert all(theirs[name].default == default for name, default in self_log.LogOptions._field_defaults.items())
+    assert set(LogOptions._fields) < set(theirs)
+    assert all(theirs[name].default == default for name, default in LogOptions._field_defaults.items())
 
 
 def bound(module: LightningModule | None = None) -> LightningModule:
     module = Small() if module is None else module
-    self_log.bind_log(module, [])
+    bind_log(module, [])
     return module
 
 
@@ -59,17 +70,17 @@ def test_the_module_knows_which_hook_runs(cls: Any) -> None:
 
     class Module(Small):
         def on_train_start(self) -> None:
-            seen["on_train_start"] = vars(self)[self_log.CURRENT_HOOK]
+            seen["on_train_start"] = vars(self)[CURRENT_HOOK]
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["training_step"] = vars(self)[self_log.CURRENT_HOOK]
+            seen["training_step"] = vars(self)[CURRENT_HOOK]
             return super().training_step(batch, batch_idx)
 
     module = Module()
-    assert vars(module)[self_log.CURRENT_HOOK] is None
+    assert vars(module)[CURRENT_HOOK] is None
     trainer(cls).fit(module, loader())
     assert seen == {name: name for name in seen}
-    assert vars(module)[self_log.CURRENT_HOOK] is None
+    assert vars(module)[CURRENT_HOOK] is None
 
 
 @pytest.mark.parametrize(
@@ -83,11 +94,11 @@ def test_the_module_knows_which_hook_runs(cls: Any) -> None:
     ],
 )
 def test_which_hooks_log(hook: str, levels: tuple[bool, bool]) -> None:
-    assert self_log.logging_levels(hook, None, None) == levels
+    assert logging_levels(hook, None, None) == levels
     with pytest.raises(MisconfigurationException, match="can't"):
-        self_log.logging_levels("on_fit_end", None, None)
+        logging_levels("on_fit_end", None, None)
     with pytest.raises(MisconfigurationException, match="can't"):
-        self_log.logging_levels("on_train_epoch_end", True, None)
+        logging_levels("on_train_epoch_end", True, None)
 
 
 def test_a_module_that_is_in_no_run() -> None:
@@ -107,7 +118,7 @@ def test_the_value_of_the_last_batch(name: str) -> None:
     metric = METRICS[name]()
     for value in (1.0, 5.0):
         returned = metric(torch.tensor([value]))
-        assert torch.equal(metrics.last_batch_value(metric), returned)
+        assert torch.equal(last_batch_value(metric), returned)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -118,10 +129,10 @@ def test_states_of_metrics_go_back(name: str, batches: int) -> None:
     metric, target = module.inner["metric"], other.inner["metric"]
     for value in range(batches):
         metric.update(torch.tensor([float(value)]))
-    states = metrics.metric_states(module)
+    states = metric_states(module)
     metric.update(torch.tensor([100.0]))  # what was taken does not change any more
     target.update(torch.tensor([7.0]))
-    metrics.load_metric_states(other, states)
+    load_metric_states(other, states)
     assert target.update_count == batches
     expected = METRICS[name]()
     for value in [*range(batches), 9]:
@@ -139,9 +150,9 @@ def test_states_of_metrics_are_loaded_onto_the_device_of_the_metric(name: str) -
     module = nn.Module()
     module.metric = METRICS[name]()
     module.metric.update(torch.tensor([1.0]))
-    states = metrics.metric_states(module)
+    states = metric_states(module)
     module.metric.to("meta")  # the only other device that every machine has
-    metrics.load_metric_states(module, states)
+    load_metric_states(module, states)
     loaded = [
         item
         for value in module.metric.metric_state.values()
@@ -153,9 +164,9 @@ def test_states_of_metrics_are_loaded_onto_the_device_of_the_metric(name: str) -
 
 def test_states_of_metrics_that_are_gone_are_passed_over() -> None:
     module = nn.Module()
-    metrics.load_metric_states(module, {"gone": {"state": {}, "count": 1}})
+    load_metric_states(module, {"gone": {"state": {}, "count": 1}})
     module.gone = nn.Linear(1, 1)
-    metrics.load_metric_states(module, {"gone": {"state": {}, "count": 1}})
+    load_metric_states(module, {"gone": {"state": {}, "count": 1}})
 
 
 # Callbacks and checkpoints
@@ -178,8 +189,8 @@ class OwnCheckpoint(ModelCheckpoint):
     ids=["default", "epochs", "steps", "time", "subclass", "another"],
 )
 def test_a_checkpoint_callback_that_has_nothing_to_do_in_a_batch(callback: Any, idle: bool) -> None:
-    assert callbacks.cannot_fire(callback, "on_train_batch_end") == idle
-    assert not callbacks.cannot_fire(callback, "on_train_epoch_end")
+    assert cannot_fire(callback, "on_train_batch_end") == idle
+    assert not cannot_fire(callback, "on_train_epoch_end")
     if idle:
         run = mock.MagicMock(global_step=3, current_epoch=0, callback_metrics={})
         before = copy.deepcopy(callback.state_dict())
@@ -194,8 +205,8 @@ def test_the_last_checkpoints_of_an_earlier_process(tmp_path: Path) -> None:
 
     trainer(callbacks=[make()], enable_checkpointing=True).fit(Small(), loader())
     later = trainer(callbacks=[keeper := make()], enable_checkpointing=True)
-    assert callbacks.last_checkpoints(keeper, later) == {str(tmp_path / "last.ckpt")}
-    assert callbacks.last_checkpoints(ModelCheckpoint(tmp_path / "none", save_last=True), later) == set()
+    assert last_checkpoints(keeper, later) == {str(tmp_path / "last.ckpt")}
+    assert last_checkpoints(ModelCheckpoint(tmp_path / "none", save_last=True), later) == set()
 
 
 def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> None:
@@ -206,11 +217,11 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
     class Look(L.Callback):
         def on_save_checkpoint(self, run: Any, module: Any, checkpoint: Any) -> None:
             path = saver.best_model_path
-            seen.append(callbacks.saving_states([saver], saver, path, run.global_step)[saver.state_key])
+            seen.append(saving_states([saver], saver, path, run.global_step)[saver.state_key])
 
     run = trainer(callbacks=[Look(), saver], enable_checkpointing=True)
     run.fit(Small(), loader())
-    after = callbacks.saving_states([saver, Look()], None, None, 99)
+    after = saving_states([saver, Look()], None, None, 99)
     assert seen == [after[saver.state_key]]
     assert seen[0]["last_global_step_saved"] == 2
     assert seen[0]["last_checkpoint_saved"] == saver.best_model_path
@@ -218,8 +229,8 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
 
     def taken_back(folder: Path) -> dict[str, Any]:
         other = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
-        callbacks.load_saving_states([Look(), other], after)
-        return callbacks.saving_states([other], None, None, 0)[other.state_key]
+        load_saving_states([Look(), other], after)
+        return saving_states([other], None, None, 0)[other.state_key]
 
     assert taken_back(tmp_path) == seen[0]
     assert taken_back(tmp_path / "elsewhere")["last_global_step_saved"] == 0
@@ -228,13 +239,13 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
 def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
     """Its writer would delete the file; columns that it does not know would be an error."""
     first = CSVLogger(tmp_path, name="", version="")
-    assert loggers.csv_writer(first) is None
+    assert csv_writer(first) is None
     first.log_metrics({"a": 1.0}, 0)
     first.save()
-    assert loggers.csv_writer(first) is first.experiment
-    assert loggers.csv_writer(object()) is None
+    assert csv_writer(first) is first.experiment
+    assert csv_writer(object()) is None
     second = CSVLogger(tmp_path, name="", version="")
-    loggers.continue_csv(second, ["a", "step"])
+    continue_csv(second, ["a", "step"])
     second.log_metrics({"b": 2.0}, 1)
     second.save()
     assert (tmp_path / "metrics.csv").read_text().split() == ["a,b,step", "1.0,,0", ",2.0,1"]
@@ -246,7 +257,7 @@ def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
         @property
         def experiment(self) -> Any: ...
 
-    assert loggers.csv_writer(Own(tmp_path)) is None
+    assert csv_writer(Own(tmp_path)) is None
 
 
 def test_the_name_of_the_hyperparameters() -> None:
@@ -255,9 +266,9 @@ def test_the_name_of_the_hyperparameters() -> None:
             super().__init__()
             self.save_hyperparameters(config)
 
-    assert modules.hyperparameters_name(WithConfig({"lr": 0.1})) == "config"
-    assert modules.hyperparameters_name(Small()) is None
-    assert modules.hyperparameters_name(L.LightningDataModule()) is None
+    assert hyperparameters_name(WithConfig({"lr": 0.1})) == "config"
+    assert hyperparameters_name(Small()) is None
+    assert hyperparameters_name(L.LightningDataModule()) is None
 
 
 def test_hyperparameters_reach_the_loggers(tmp_path: Path) -> None:
@@ -277,7 +288,7 @@ def test_hyperparameters_reach_the_loggers(tmp_path: Path) -> None:
 def test_the_device_is_known_before_the_module_is_there() -> None:
     module = Small()
     module.inner = Small()
-    modules.pretend_device(module, torch.device("meta"))
+    pretend_device(module, torch.device("meta"))
     assert module.device == module.inner.device == torch.device("meta")
     assert module.layer.weight.device == torch.device("cpu")
     module.to("cpu")
@@ -288,7 +299,7 @@ def test_what_a_run_leaves_in_a_module_is_cleared() -> None:
     module = Small()
     module._current_fx_name, module._metric_attributes = "training_step", {1: "metric"}
     names = {name for name, value in vars(module).items() if value in ("training_step", {1: "metric"})}
-    modules.forget_run(module)
+    forget_run(module)
     fresh = vars(Small())
     assert {name: vars(module)[name] for name in names} == {name: fresh[name] for name in names}
     assert len(names) == 2
@@ -307,14 +318,14 @@ class Recording:
 
 def test_optimisers_that_the_user_sees() -> None:
     optimizer, strategy = SGD(Small().parameters(), lr=0.1), Recording()
-    wrapped = optimizers.wrap_optimizer(optimizer, strategy)
+    wrapped = wrap_optimizer(optimizer, strategy)
     assert isinstance(wrapped, (LightningOptimizer, SGD))
     assert wrapped.optimizer is optimizer
-    assert optimizers.wrap_optimizer(wrapped, strategy) is wrapped
+    assert wrap_optimizer(wrapped, strategy) is wrapped
     closure = lambda: None  # noqa: E731
     assert wrapped.step() == "answer"
     assert wrapped.step(closure, extra=1) == "answer"
-    assert strategy.asked == [(optimizer, optimizers.NO_CLOSURE, {}), (optimizer, closure, {"extra": 1})]
+    assert strategy.asked == [(optimizer, NO_CLOSURE, {}), (optimizer, closure, {"extra": 1})]
 
 
 def test_hooks_before_a_step() -> None:
@@ -356,7 +367,7 @@ def test_modules_are_made_without_initialisation() -> None:
         nn.Linear(3, 3)
         return int(not torch.equal(state, torch.get_rng_state()))
 
-    with modules.empty_init():
+    with empty_init():
         assert counting() == 0
     assert counting() == 1
 
@@ -366,16 +377,16 @@ def test_modules_are_made_without_initialisation() -> None:
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_the_mode_of_a_combined_loader(mode: Any) -> None:
-    assert loaders.combined_mode(CombinedLoader([[1], [2]], mode)) == mode
+    assert combined_mode(CombinedLoader([[1], [2]], mode)) == mode
     if mode in ("max_size_cycle", "sequential"):
-        made = loaders.combine([[1], [2]], mode)
-        assert loaders.combined_mode(made) == mode
-        assert loaders.combine(made, "sequential") is made
+        made = combine([[1], [2]], mode)
+        assert combined_mode(made) == mode
+        assert combine(made, "sequential") is made
 
 
 def test_a_profiler_knows_its_module_without_keeping_it() -> None:
     profiler, module = SimpleProfiler(), Small()
-    modules.attach_profiler(profiler, module)
+    attach_profiler(profiler, module)
     assert profiler._lightning_module.layer is module.layer
     del module
     with pytest.raises(ReferenceError):
