@@ -1,4 +1,4 @@
-"""The `equipoise` command: hands `fit`, `validate`, `test` and `predict` on to Hydra and does the rest itself.
+"""The `equipoise` command: passes `fit`, `validate`, `test` and `predict` to Hydra and runs the other commands itself.
 
 Hydra is imported when it is needed, so the other commands, and the library, work without it.
 """

@@ -1,4 +1,4 @@
-"""The errors Equipoise raises on its own account; each is also a standard exception, so generic handlers catch it.
+"""The errors that Equipoise raises; each is also a standard exception, so generic handlers catch it.
 
 Programs written for Lightning catch its `MisconfigurationException`. `import equipoise` must not import Lightning, so
 the class cannot be a base here. Instead, an error that is raised while Lightning is loaded gets a class derived from

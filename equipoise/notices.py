@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, and come from the first process alone.
+"""Warnings that point at the user's line, given by the main process alone.
 
 Python shows where a warning was raised. For a user that place is the line of their own that led to it: the call of
 `fit`, say, or of `self.log`.

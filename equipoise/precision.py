@@ -1,4 +1,4 @@
-"""Precisions: in which dtype a module, its input and its arithmetic are, under Lightning's names.
+"""Precisions: dtypes of the module, its input and its arithmetic, under Lightning's names.
 
 Three kinds, and a mixture of our own:
 

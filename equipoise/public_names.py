@@ -1,4 +1,4 @@
-"""The public names and the modules that define them. The packages import a name from here on first use.
+"""The public names and the modules that define them; each is imported on first use.
 
 A package that offers public names has three parts: `__all__ = names_of(__name__)`, a `__getattr__` and a `__dir__` made
 by this module, and the same imports under `TYPE_CHECKING`, from which type checkers and editors learn the types.

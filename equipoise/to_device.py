@@ -1,4 +1,4 @@
-"""Copies between devices: the one place that decides whether they may run asynchronously.
+"""Copies between devices: the one place that decides whether they may be asynchronous.
 
 A copy to a CUDA device may: later work on that device is queued behind it. A copy to the CPU may not: the CPU would
 read the tensor before the values have arrived.

@@ -1,4 +1,4 @@
-"""Turns a composed configuration into objects: plain values, checked as a whole, then built part by part."""
+"""Build the objects that a composed configuration names, after all its values are checked."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

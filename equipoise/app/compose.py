@@ -1,4 +1,4 @@
-"""Composes a configuration, builds what it names, runs it. Only this file and its neighbours `app_*` know Hydra.
+"""Compose a configuration with Hydra, build its objects and run them. Hydra is imported in `app` alone.
 
     equipoise fit key=value ──→ main ──→ Hydra composes ──┐
     a hydra.main of your own ──→ Hydra composes ──────────┴──→ run ──→ builds data, module, callbacks, Trainer ──→ fits

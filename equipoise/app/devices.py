@@ -1,4 +1,4 @@
-"""`equipoise devices`: a table of them, once or as long as somebody watches."""
+"""`equipoise devices`: a table of the devices, printed once or watched."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""`equipoise fit --help KEY`: the type, the default, the present value and the meaning of a key."""
+"""`equipoise fit --help KEY`: type, default, present value and meaning of a key."""
 
 import inspect
 import re

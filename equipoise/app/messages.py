@@ -1,4 +1,4 @@
-"""Hydra's errors as messages: one sentence that says what is wrong and names the nearest right key or option."""
+"""Hydra's errors as one message that names the nearest right key or option."""
 
 import inspect
 import re

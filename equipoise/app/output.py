@@ -1,4 +1,4 @@
-"""One output folder per run: what is kept in it, and where earlier runs left their checkpoints."""
+"""The output folder of a run: its files, and the checkpoints in folders of earlier runs."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Sweeps whose sweeper chooses a trial by the results of earlier ones: the value that a run returns to it.
+"""Sweeps over configurations: the value that a trial returns to the sweeper.
 
     before the first trial   check_sweep    refuses a sweep that would have no value to return
     after each trial         sweep_value    picks the value out of the metrics of the run

@@ -1,4 +1,4 @@
-"""The callback interface.
+"""The callback interface: Lightning's hooks and ours, with a drawing of the loop that calls them.
 
 Lightning's hooks, with its names, order and arguments; callbacks come before the module, and a checkpoint callback
 comes last. The loop that fires them:

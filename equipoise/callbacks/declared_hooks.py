@@ -1,4 +1,4 @@
-"""Lightning's hooks as type checkers are to see them in `equipoise.Callback`; nothing imports this when it runs.
+"""Declarations of Lightning's hooks for type checkers; not imported at run time.
 
 Lightning declares them for its own Trainer alone. With these declarations an override may name `equipoise.Trainer`,
 Lightning's Trainer, or the user's own class of module.

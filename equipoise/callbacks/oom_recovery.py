@@ -1,4 +1,4 @@
-"""What to do when a batch does not fit into memory."""
+"""OOMRecovery: the callback that lets a step that ran out of memory run again in micro-batches."""
 
 import warnings
 from typing import TYPE_CHECKING, Any, Literal

@@ -1,4 +1,4 @@
-"""One vocabulary for the devices of a machine and the memory on them, CPU and CUDA alike.
+"""Devices of the machine and readings of their memory, CPU and CUDA alike.
 
 On CUDA a reading is what torch's caching allocator knows, on a CPU what the system knows of this process. Nothing here
 waits for a device.

@@ -1,4 +1,4 @@
-"""What a model in training holds of a device's memory, as far as it can be counted."""
+"""Bytes of parameters, gradients and optimiser state on a device."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

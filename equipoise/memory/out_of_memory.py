@@ -1,4 +1,4 @@
-"""Errors of allocators: how they are recognised, and what they tell."""
+"""Out-of-memory errors of allocators: how they are recognised, and the sizes that they report."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What readings of memory are kept as: points of a time line, and what a peak was made of."""
+"""Records of memory readings: points in time, and the composition of a peak."""
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Activation checkpointing: submodules that keep their inputs for the backward, and compute the rest once more.
+"""Activation checkpointing: submodules compute their activations again in the backward.
 
 The second forward must do what the first did, and leave no trace of its own: random numbers are drawn again from where
 the first began, buffers such as BatchNorm's statistics are those it began with, and what it changes is forgotten

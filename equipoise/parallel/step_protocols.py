@@ -1,4 +1,4 @@
-"""A step of the user's module as strategies see it, and what it comes to."""
+"""The user's step as strategies see it, and its result."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

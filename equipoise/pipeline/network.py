@@ -1,4 +1,4 @@
-"""The network of a pipeline: its calls caught, its forward traced, its parts placed on devices."""
+"""The network of a pipeline: its calls are caught, traced, cut and run in stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a report tells of a run, taken from the trainer, its module and its callbacks."""
+"""Collect the facts of a run for the report, from the trainer, its module and its callbacks."""
 
 import contextlib
 from collections.abc import Mapping

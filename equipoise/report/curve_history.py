@@ -1,4 +1,4 @@
-"""Learning curves as they come: by steps what loggers are handed, by epochs what callbacks see."""
+"""History of learning curves: logged values by step, metrics by epoch."""
 
 import contextlib
 from collections.abc import Mapping

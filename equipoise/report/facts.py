@@ -1,4 +1,4 @@
-"""What is told of a run at its end, in a table or in a report."""
+"""Facts of a run that its summary and its report both state."""
 
 import contextlib
 import platform

@@ -1,4 +1,4 @@
-"""A picture of the learning curves: an axis for each kind of metric, training and validation together.
+"""Learning curves as a picture by matplotlib, `curves.png`.
 
 matplotlib is optional, and only its objects are used: nothing of a notebook's or a script's own figures is touched.
 """

@@ -1,4 +1,4 @@
-"""The report of a run: what there was to see, in one page that stays."""
+"""RunReport: the callback that writes `report.html`."""
 
 import contextlib
 import platform

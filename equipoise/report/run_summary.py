@@ -1,4 +1,4 @@
-"""The closing word of a fit: a table of what came out and what it took, and a picture of the learning curves."""
+"""RunSummary: the callback that prints a table and saves learning curves after a fit."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A curve by steps of which the length is bounded: it grows coarser as it grows longer."""
+"""A curve over steps with a bounded number of points; it becomes coarser as it grows."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How fast training was, over time: in a bounded number of points, and with nothing but a clock."""
+"""Training throughput over time, in a bounded number of points."""
 
 __all__ = ["Throughput"]
 

@@ -1,4 +1,4 @@
-"""Which names a checkpoint may use, and what it may do with them.
+"""Names that a checkpoint may use, and what each of them may do.
 
 A file names classes and functions. Names of data are allowed: containers, numbers, tensors, arrays, paths, OmegaConf's
 containers. Those that the user has allowed by `torch.serialization.add_safe_globals` join them. Every other name

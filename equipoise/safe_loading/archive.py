@@ -1,4 +1,4 @@
-"""Reads the files that `torch.save` writes, in either of its formats, without running anything that stands in them.
+"""Read files of `torch.save`, in both of its formats, without running anything in them.
 
 The format of today is a zip archive: `data.pkl` describes the objects, and each storage of tensors is a member. The
 format of before torch 1.6 is a sequence of pickles, then the storages. Torch's own reader would hand an archive with a

@@ -1,4 +1,4 @@
-"""Arrays and numbers of numpy in a checkpoint, built after a check of what the file says of them.
+"""Build numpy arrays and numbers of a checkpoint, after a check of their description.
 
 Arrays of objects are built of the data that the file holds, with stand-ins among them. Arrays with named fields and
 those of derived classes become stand-ins.

@@ -1,4 +1,4 @@
-"""What a call in a checkpoint may make: plain data, by functions that check their arguments.
+"""Constructors that a checkpoint may call: plain data, with checked arguments.
 
 Python's own classes would do much the same, but `bytearray(10**12)` takes a terabyte, and hashing tuples that are
 nested a hundred times takes for ever.

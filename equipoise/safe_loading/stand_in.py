@@ -1,4 +1,4 @@
-"""Stand-ins for objects that a checkpoint holds and that are not created when it is read.
+"""Stand-ins for objects of a checkpoint that are not created when it is read.
 
 A stand-in keeps the name of the class and nothing else. It can be kept, copied and written again; every other use is an
 error that says how to get the object itself.

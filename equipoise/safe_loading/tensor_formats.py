@@ -1,4 +1,4 @@
-"""How tensors lie in a checkpoint, and how to build them from it without torch's own functions.
+"""Build tensors of a checkpoint without torch's own functions.
 
 Torch's functions trust the numbers that they get: a tensor larger than its storage makes the storage grow, by memory
 without content. The functions here check them first. Their arguments are those that torch writes.

@@ -1,4 +1,4 @@
-"""Reads pickles without running anything that stands in them.
+"""Unpickler that runs nothing of what it reads.
 
 A pickle is a program for a small stack machine. This one carries out the instructions that build plain data. Where an
 instruction would call something else, it puts a stand-in for the result.

@@ -1,4 +1,4 @@
-"""The network cut into stages on several devices, computed micro-batch by micro-batch, in one process or several."""
+"""PipelineStrategy: the network cut into stages on several devices, computed by micro-batches."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""One process, one device: the default, and the smallest strategy."""
+"""SingleDeviceStrategy: one process, one device; the default, and the smallest strategy."""
 
 from collections.abc import Sequence
 from typing import ClassVar

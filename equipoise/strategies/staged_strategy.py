@@ -1,4 +1,4 @@
-"""What a strategy of stages leaves to the other processes, where there are such."""
+"""Base of the pipeline strategy: duties that the other processes share, where there are any."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""The strategy interface: few duties, neutral single-process defaults.
+"""The strategy interface, with neutral defaults for one process.
 
 The trainer never asks which strategy it has. A batch goes through a strategy in this order:
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a run takes it back.
+"""Content of a checkpoint: collected from a run, and restored into one.
 
 The layout is Lightning's, so that either reads the other's; what exact resumption needs beyond it stands under the
 key "equipoise".

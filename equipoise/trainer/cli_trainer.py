@@ -1,4 +1,4 @@
-"""Our trainer as `LightningCLI` accepts it: that asks for a subclass of Lightning's Trainer."""
+"""CLITrainer: our Trainer for `LightningCLI`, which asks for a subclass of Lightning's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a run in another process did to the user's objects, brought home.
+"""Results of a run in another process, applied to the user's objects in this one.
 
 The first process collects, the caller's takes over. Objects that both know stand for one another: where the module of
 the first process refers to a callback, the caller's module refers to the caller's callback afterwards. What cannot be

@@ -1,4 +1,4 @@
-"""Checks of what a configuration says: a slip of the pen becomes one clear message, not a failure somewhere inside."""
+"""Check a configuration as a whole: mistyped keys and groups, missing classes, wrong arguments."""
 
 import inspect
 import pkgutil

@@ -1,4 +1,4 @@
-"""Short names and Lightning's names on the command line: they mean what they mean in the constructor of the Trainer."""
+"""Short names and Lightning's names on the command line, with the meaning they have in the Trainer."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Structured configurations, made from the signatures of constructors: what a constructor takes is written down once.
+"""Structured configurations made from the signatures of constructors.
 
 A parameter becomes a field of the same name and default. Its type is kept where a configuration can check it, and is
 `Any` where it cannot, such as for a count or a list of devices; then the constructor checks.

@@ -1,4 +1,4 @@
-"""One pass over a loader without gradients, and what comes of it over all processes."""
+"""One pass over a loader without gradients, and its results over all processes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""What an evaluation needs to know of where it runs: under our Trainer, under Lightning's, or under none."""
+"""The trainer under which an evaluation runs: ours, Lightning's, or none."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

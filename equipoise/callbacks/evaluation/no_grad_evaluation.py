@@ -1,4 +1,4 @@
-"""Evaluates any loader with any metrics in the midst of training, which goes on as if nothing had happened."""
+"""NoGradEvaluation: evaluate any loader with any metrics during training, without a trace."""
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy

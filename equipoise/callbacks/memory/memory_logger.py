@@ -1,4 +1,4 @@
-"""Where the memory goes: readings by device and phase, what a peak is made of, and what grows from step to step."""
+"""MemoryLogger: memory by device and phase, the content of peaks, and growth from step to step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

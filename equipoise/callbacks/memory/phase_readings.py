@@ -1,4 +1,4 @@
-"""Readings of all devices of a process, by phase, and what is made of them."""
+"""Memory readings of all devices of a process, by phase of a step."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

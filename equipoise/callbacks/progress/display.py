@@ -1,4 +1,4 @@
-"""What the progress bar shows.
+"""Content of the progress bar: its columns and texts.
 
 Track           counts and times of one stage
 LatestValues    metrics as plain numbers, read without waiting

@@ -1,4 +1,4 @@
-"""Where the progress bar is drawn: in place on a terminal or by a notebook's widget, as plain lines elsewhere."""
+"""Output of the progress bar: a terminal, a notebook's widget, or plain lines."""
 
 import importlib.util
 import logging

@@ -1,4 +1,4 @@
-"""The progress bar: redrawn by the clock, never step by step, and never waiting for a device.
+"""ProgressBar: redrawn by the clock, never in each step, and without waiting for a device.
 
 Most batches cost one look at the clock. When a redraw is due, the tracks are brought up to date and drawn:
 

@@ -1,4 +1,4 @@
-"""Lightning's classes in its two packages: `lightning.pytorch`, and `pytorch_lightning` with the same sources.
+"""Lightning's classes in its two packages: `lightning.pytorch` and `pytorch_lightning`.
 
 Libraries import the one or the other, and a class of one is no class of the other. A class stands for its namesake
 here: `is_a(module, LightningModule)` is true for both. The older package is never imported; its classes are known by

@@ -1,4 +1,4 @@
-"""Sees every operation of torch: the one file of this layer with a private name of it.
+"""Watch every operation of torch, by its dispatch mode.
 
 Dispatch modes live in `torch.utils._python_dispatch`; torch documents them nowhere else, and nothing public sees what a
 backward allocates. `tests/memory/test_ledger.py` notices when they change.

@@ -1,4 +1,4 @@
-"""Torch's fused list operations: one call, and on CUDA a few kernels, for a whole list of tensors.
+"""Torch's fused list operations: one call for a whole list of tensors.
 
 Their names begin with an underscore although torch's own optimisers and documentation rely on them; they are used here
 and nowhere else. `tests/parallel/test_foreach.py` notices when one of them changes.

@@ -1,4 +1,4 @@
-"""The line that wrote a tensor."""
+"""The line of the program that created a tensor."""
 
 import inspect
 import weakref

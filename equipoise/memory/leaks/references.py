@@ -1,4 +1,4 @@
-"""Who keeps an object: a path of names to it, from objects that people know by name."""
+"""References that keep an object alive, as a path of names."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""Growth from step to step, and who holds it.
+"""Watch for leaks: memory that grows from step to step, and the references that hold it.
 
 A loss that is summed up (`total += loss`) or appended to a list brings its graph along: every step leaves nodes behind.
 So the nodes of graphs that Python's tensors still hold, and that were there two steps ago, are counted after some steps

@@ -1,4 +1,4 @@
-"""Which module is at work: in a forward by hooks around it, in a backward by hooks on the nodes of its graph."""
+"""The module that is at work, in the forward and in the backward."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

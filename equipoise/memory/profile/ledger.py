@@ -1,4 +1,4 @@
-"""What lives in memory, to the byte: for each module and phase, and at the peak.
+"""All storages that live during a step, to the byte: by module and phase, and at the peak.
 
 A storage is entered when an operation returns a tensor of it that was not known, and struck out when it dies. What it
 was for shows later: what is alive when a forward ends and was made in it is an activation, what a parameter's `grad`

@@ -1,4 +1,4 @@
-"""Shares by measurement: the first steps of a run tell how fast each device is, and how much it holds.
+"""Shares by measurement: speed and memory of each device, found in the first steps of a run.
 
 One step is left to warm up, then every device computes three sizes, twice each: its even part, a smaller and a larger
 one. A line through the quickest times gives the shares with which all devices finish together.

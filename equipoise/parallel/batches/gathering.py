@@ -1,4 +1,4 @@
-"""What steps on parts of a batch returned, put together as one step on the whole batch would have returned it.
+"""Put the outputs of parts of a batch together as the output of the whole batch.
 
 Structures of any depth are put together entry by entry:
 

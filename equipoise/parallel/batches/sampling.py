@@ -1,4 +1,4 @@
-"""Each process's part of the data: every sample once, none twice.
+"""Samplers that deal each sample to exactly one process.
 
 Torch's own DistributedSampler repeats samples until all processes have equally many, so it trains on some of them
 twice. Here processes may have different numbers of samples, and one that has no batch in a step gets `NO_BATCH`.

@@ -1,4 +1,4 @@
-"""How a batch is shared out among devices: sizes from relative shares, and shares from measured times.
+"""Sizes of the parts of a batch, from relative shares of the devices.
 
 Everything here is arithmetic on numbers; which device computes what is the strategies' business.
 """

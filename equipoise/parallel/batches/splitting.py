@@ -1,4 +1,4 @@
-"""Sizes and parts of nested batches.
+"""Split nested batches into parts, and find their sizes.
 
 A batch may be a tensor, or tensors in tuples, named tuples, lists, mappings (`UserDict` among them) and dataclasses,
 nested at will. Its tensors are cut along one dimension that all of them share; what is no tensor, and tensors without

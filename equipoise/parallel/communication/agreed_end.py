@@ -1,4 +1,4 @@
-"""The batch after which all processes end, agreed on by those that a signal has reached at different moments.
+"""Agreement of all processes on the batch after which they end, once one received a signal.
 
     rank 0                                    every rank, after each batch since its signal
     all ranks were signalled?                 "I was signalled"

@@ -1,4 +1,4 @@
-"""Gradients summed over processes, in buckets, while the backward still runs.
+"""Sum gradients over processes, in buckets, while the backward still runs.
 
 Parameters are gathered into buckets in the order in which their gradients become ready, which is about the reverse of
 that in which the module holds them. When all gradients of a bucket are there, and all buckets before it are on their

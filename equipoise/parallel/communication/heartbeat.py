@@ -1,4 +1,4 @@
-"""Tells other processes that the first one goes on, and ends them when it does not.
+"""Heartbeat of the main process; the other processes end when it stops.
 
 The first process of a pipeline decides what happens next, and others wait for its commands as long as it takes: a
 validation may last for hours. So a hang there shows in nothing that is due. A thread of the first process sends a beat

@@ -1,4 +1,4 @@
-"""What strategies share that run in several processes: where each stands, and its process group."""
+"""Join a process group as one of several processes, after checks of their number."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Objects exchanged between the processes of a group.
+"""Exchange objects between the processes of a group.
 
 Torch's own functions for that unpickle whatever arrives. Here bytes are exchanged, and read only if a process of this
 run has written them; see `authentication`.

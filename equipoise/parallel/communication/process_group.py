@@ -1,4 +1,4 @@
-"""Process groups: joining the other processes, and leaving in order."""
+"""Process groups: how processes meet, join and leave."""
 
 import contextlib
 import os

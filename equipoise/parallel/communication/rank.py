@@ -1,4 +1,4 @@
-"""Where this process stands among others: what a process group, torchrun or Slurm has given it."""
+"""The rank of this process, as a process group, torchrun, Slurm or MPI states it."""
 
 import os
 import re

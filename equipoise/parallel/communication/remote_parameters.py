@@ -1,4 +1,4 @@
-"""Parameters whose values lie in another process: what they are can be asked, what they hold cannot.
+"""Parameters whose values lie in another process: shapes can be read, values cannot.
 
 A module keeps every parameter, and so does an optimiser; their shapes, dtypes, names and missing gradients stay right.
 Values would be wrong whatever they were, so reading or writing one is an error that says where it lies.

@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, which nobody else can have written.
+"""Authenticated messages between the processes of a run.
 
 Unpickling runs code, so a process unpickles only what carries a code (a keyed BLAKE2b) that the key of the run made.
 Processes that `launch` starts get a key over a private pipe. Those that something else has started take it from the

@@ -1,4 +1,4 @@
-"""Modules that pickle refuses or strips: parametrised ones, compiled ones, and functions that torch has compiled.
+"""Pickle modules that pickle refuses: parametrised and compiled ones, and compiled functions.
 
 A parametrised module belongs to a class that torch makes at run time. A compiled function holds torch's compiler, and
 `module.compile()` leaves one in the module, which the module's own state leaves out. In another process the class is

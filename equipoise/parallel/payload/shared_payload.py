@@ -1,4 +1,4 @@
-"""Objects on their way to other processes of this machine, their tensors and arrays in shared memory.
+"""Objects sent to other processes of this machine, with their tensors in shared memory.
 
 Everything goes into one anonymous file: the pickled object, functions and classes of `__main__` included (cloudpickle),
 then the bytes of its CPU tensors and numpy arrays. A process that unpacks it maps the file: nothing is copied, and what

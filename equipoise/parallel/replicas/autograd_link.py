@@ -1,4 +1,4 @@
-"""What connects a module's parameters with its copies on other devices, for autograd.
+"""The autograd link between a module's parameters and their copies on other devices.
 
 The copies hold their values already, so nothing is copied on the way forward; on the way back the gradients of all
 copies are summed at the module's own. So `torch.autograd.grad`, a plain `loss.backward()` and second derivatives see

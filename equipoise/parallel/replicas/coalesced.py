@@ -1,4 +1,4 @@
-"""The two exchanges between replicas: parameters to all of them, gradients to the first.
+"""Coalesced exchanges between replicas: parameters to all of them, gradients to the first.
 
 Between distinct CUDA devices many small tensors travel in few large messages; elsewhere each is copied by itself.
 """

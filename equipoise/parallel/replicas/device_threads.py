@@ -1,4 +1,4 @@
-"""One thread for each distinct device; what is to run on one device runs there in order.
+"""One thread for each distinct device; work for a device runs there in order.
 
 Work for the first device runs in the calling thread. Where all devices are the same one there are no threads at all, so
 runs on `["cpu", "cpu"]` draw their random numbers in the same order every time.

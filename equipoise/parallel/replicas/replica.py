@@ -1,4 +1,4 @@
-"""A copy of a module on another device that lasts as long as a run.
+"""One replica: a copy of a module on another device that lasts as long as a run.
 
 It has the structure of the module, parameters and buffers of its own, and shares every other attribute; attributes that
 refer to the module, to parts of it or to its device refer to the copy's instead.

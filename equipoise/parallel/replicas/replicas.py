@@ -1,4 +1,4 @@
-"""Copies of a module on other devices that last as long as a run.
+"""All replicas of a module: refreshed before a step, reduced after it.
 
 A replica has the structure of the module, parameters and buffers of its own, and shares every other attribute. Before a
 step `refresh` brings it up to date:

@@ -1,4 +1,4 @@
-"""What the containers of a batch hold, noted so that a step can be done again on the same batch.
+"""Snapshot of the containers of a batch, so that a step can run again on the same batch.
 
 Steps take entries out of a batch (`labels = batch.pop("labels")`) or put some in. No tensor is copied, and the
 containers stay the same objects: whoever holds the batch finds in it what it held before.

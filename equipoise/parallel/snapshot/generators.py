@@ -1,4 +1,4 @@
-"""The samplers of loaders, and the random generators that loaders, samplers and data hold for themselves."""
+"""Random generators that loaders, samplers and data sets hold for themselves."""
 
 import random
 import sys

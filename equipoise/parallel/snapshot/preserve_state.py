@@ -1,4 +1,4 @@
-"""A piece of work with a module, after which everything is as if it had never been done.
+"""Run a piece of work with a module and restore all state afterwards.
 
 Put back, to the bit: the attributes of submodules and samplers, training modes among them; buffers and metrics; torch's
 generators on all devices, Python's and numpy's; and the generators that the module, a loader, its samplers, its data

@@ -1,4 +1,4 @@
-"""Capture and restore of every random generator a step can draw from.
+"""Capture and restore every random generator that a step can draw from.
 
 Torch's generators of the CPU, of every CUDA device and of MPS, Python's `random`, and numpy's global generator. What a
 process has not begun to use is left alone: CUDA is never initialised and numpy never imported in order to look at it.

@@ -1,4 +1,4 @@
-"""Everything a step may change beside parameters and gradients, noted so that the step can be done again.
+"""Snapshot of what a step may change beside parameters and gradients: buffers, metrics, random state.
 
 Noted in every step while recovery is armed, so it must cost little: numpy's generator, whose state takes 30 µs to read,
 is looked at as raw memory and read only if it has moved; buffers are copied in one operation. BatchNorm changes its

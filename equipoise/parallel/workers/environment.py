@@ -1,4 +1,4 @@
-"""What a process is set to beside its objects: environment, torch's modes, random generators, filters of warnings.
+"""Settings of a process that its workers need: environment, torch's modes, generators, warning filters.
 
 It is taken along to workers. A worker is forked by a server that knows the program as it was when the server was
 started, and torch as it comes.

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, started once, without running the user's script again.
+"""Start worker processes on this machine and supervise them, without running the user's script again.
 
 A server forks them that has torch, Lightning and the trainer imported (multiprocessing's forkserver; see `preloading`),
 so the first start takes some seconds and later ones a tenth of one. What they run travels as `transport` packs it.

@@ -1,4 +1,4 @@
-"""What a worker's loggers say, said by the parent's: its handlers may write to a file of the run, or nowhere."""
+"""Forward log records of a worker to the loggers of its parent."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""The user's script, as multiprocessing finds it in `__main__`: by a file, or by the name of a module (`python -m`).
+"""The user's script as workers find it in `__main__`: a file or a module.
 
 Workers that `launch` starts do not run it again: it is hidden while they start. In them it is shown afterwards, since a
 loader that starts its own workers by "spawn" or "forkserver" lets those import it, to find the classes of its data.

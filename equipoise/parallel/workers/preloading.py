@@ -1,4 +1,4 @@
-"""Modules that worker processes find imported: the server that forks them imports these once, when it starts.
+"""Modules that the server of worker processes imports once, before it forks them.
 
 Each worker would import them anew otherwise, at the cost of half a second of CPU time per process and run. A module
 that workers need registers itself, so that this layer knows none of the layers above it.

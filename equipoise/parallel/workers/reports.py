@@ -1,4 +1,4 @@
-"""How worker processes end: what each reports, and which of several failures is the first cause."""
+"""Reports of worker processes at their end, and the first cause among several failures."""
 
 import os
 import signal

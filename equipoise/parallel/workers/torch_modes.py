@@ -1,4 +1,4 @@
-"""Torch's modes: every switch that decides how a process computes, read in one process and set in another.
+"""Torch's global modes, read in one process and set in another.
 
 Float32 precision has two interfaces in torch: `fp32_precision` of each backend and operator, and the older flags. A
 reader of the older flags raises once the newer interface was used, so those are taken only where they can be read, and

@@ -1,4 +1,4 @@
-"""Where the parts of a network that is cut into stages lie, and how they come there and back."""
+"""Placement of the parts of a network on their devices, and the way back."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial

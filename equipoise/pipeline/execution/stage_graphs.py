@@ -1,4 +1,4 @@
-"""The autograd graphs of one stage of a pipeline: one for each micro-batch between its forward and its backward.
+"""Autograd graphs of one stage: one for each micro-batch between its forward and its backward.
 
 What a stage is given are leaves, so a graph ends where the stage begins, and the gradients of these leaves are what the
 stage before needs.

@@ -1,4 +1,4 @@
-"""A step of the user's code that stops where it calls the network, and goes on when the output is there.
+"""A user's step that stops where it calls the network, and continues when the output is there.
 
 Each step runs in a thread of its own, but never beside another: whoever starts or resumes it waits until it has come to
 the network's call, or to its end. So an unmodified `training_step` runs once, and a pipeline computes what it asks for.

@@ -1,4 +1,4 @@
-"""Computes the micro-batches of a step in a pipeline of stages within one process.
+"""Compute the micro-batches of a step in the stages of one process, with a thread for each device.
 
 Between stages values are detached, so every stage has a graph of its own for each micro-batch, and hands its inputs'
 gradients back to the stage before. Where all devices are different ones each has a thread, which works through the

@@ -1,4 +1,4 @@
-"""Copies of layers for stages on another device than the one where a layer's parameters lie.
+"""Copies of layers for stages on another device than the one where the parameters lie (tied parameters).
 
 Tied weights, and layers that are called in several stages, are kept once, with the first stage that uses them. Later
 stages on another device compute with one copy there, which receives the values before each step; its gradients are

@@ -1,4 +1,4 @@
-"""What a forward does beside computing its output, which a symbolic trace of it would do once and then never again."""
+"""Side effects of a forward, which a symbolic trace would lose."""
 
 import random
 import sys

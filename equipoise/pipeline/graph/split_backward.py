@@ -1,4 +1,4 @@
-"""A backward in two parts: the gradients of a stage's inputs at once, those of its weights later.
+"""Split the backward of a stage: gradients of inputs first, gradients of weights later.
 
 Other stages wait for the gradients of inputs, and nobody for those of weights (Qi et al., "Zero Bubble Pipeline
 Parallelism", 2023). In the graph of a stage some nodes lie on a way from an output to an input, and from such a node

@@ -1,4 +1,4 @@
-"""A traced forward cut into stages, each a module of its own that shares the network's layers.
+"""Cut a traced forward into stages, each a module that shares the network's layers.
 
 What a stage hands on is a list of values: what it or an earlier stage made and a later one, or the end, needs. Skip
 connections and tuples so pass through the stages between.

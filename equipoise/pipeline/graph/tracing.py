@@ -1,4 +1,4 @@
-"""The forward of a network as a list of calls, so that it can be cut between any two of them.
+"""Trace the forward of a network into a list of calls.
 
 `torch.fx` follows the forward symbolically. A submodule that it cannot follow (whose code asks for values, draws random
 numbers by itself, or keeps something of what it sees) stays whole: what was recorded of it is taken back, and its call

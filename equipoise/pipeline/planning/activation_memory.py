@@ -1,4 +1,4 @@
-"""What the calls of a network keep for their backwards, each storage once, and what they need for a moment."""
+"""Activation memory of each call: storages kept for the backward, and peaks in between."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping

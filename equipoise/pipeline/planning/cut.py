@@ -1,4 +1,4 @@
-"""Where a network is cut into stages: by measuring, by names, or as a pinned cut says; and the table that tells it."""
+"""The cut of a network into stages: measured, by names, or pinned; and the table that shows it."""
 
 import difflib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a training step computes after the network's call, the loss above all: the last stage takes that much longer.
+"""Time and memory of the part of a step after the network: the loss, computed beside the last stage.
 
 The step runs a few times more, before anything else does, on the first micro-batch: where it calls the network it is
 given what measuring the network's calls came to. Whatever it changes in the module is put back.

@@ -1,4 +1,4 @@
-"""Where to cut a sequence of blocks into stages, so that the slowest is as quick as can be and every one fits.
+"""Partition a sequence of blocks into stages: the slowest as fast as possible, each within its memory.
 
 A dynamic programme over the ends of stages, exact for a given order of devices: its cost is the time of the slowest
 stage and, among cuts that are as good to within what measuring can tell, the bytes that pass between stages. Devices

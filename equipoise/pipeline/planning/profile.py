@@ -1,4 +1,4 @@
-"""What each call of a network takes: time forward and backward, activations, what passes on.
+"""Profile of each call of a network: time forward and backward, activations, sizes of outputs.
 
 The whole network is gone through several times, and of each call the quickest counts: somebody else at work for a
 moment, or memory that is touched for the first time, disturbs one pass and not all of them.

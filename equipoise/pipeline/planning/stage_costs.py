@@ -1,4 +1,4 @@
-"""What stages of a network come to: the time and memory that consecutive blocks take together on a device."""
+"""Cost of a stage: time and memory of consecutive blocks on a device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

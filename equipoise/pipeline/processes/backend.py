@@ -1,4 +1,4 @@
-"""What of a strategy's duties the other processes of a pipeline have a part in: gradients, optimisers, states."""
+"""Optimisers, gradients and state of a pipeline whose stages lie in several processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

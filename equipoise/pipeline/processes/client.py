@@ -1,4 +1,4 @@
-"""The other processes of a pipeline, seen from the first, which computes the last stage.
+"""The other processes of a pipeline as the main process commands them.
 
 Each holds the parameters and buffers that its stage uses. Of those that only others use, this process keeps the shapes
 alone: reading one is an error (`parallel.elsewhere`), and their values come home where the whole module is asked for. A

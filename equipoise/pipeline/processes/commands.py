@@ -1,4 +1,4 @@
-"""What the processes of a pipeline tell one another: who is who, which way is which, what a step consists of."""
+"""Commands and message tags between the processes of a pipeline."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

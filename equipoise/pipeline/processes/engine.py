@@ -1,4 +1,4 @@
-"""A step of a pipeline whose stages are computed in processes, seen from the first, which has the last stage."""
+"""Run a step over stages in several processes, seen from the main process, which has the last stage."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The processes of a pipeline: started, told their stages, and ended together."""
+"""Start the processes of a pipeline, give them their stages, and end them together."""
 
 import signal
 import threading

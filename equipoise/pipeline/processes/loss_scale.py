@@ -1,4 +1,4 @@
-"""One scale of the loss where gradients lie in several processes: what overflows in one of them is skipped in all.
+"""One loss scale for gradients in several processes: an overflow in one skips the step in all.
 
 torch's GradScaler looks at one optimiser's gradients and steps it if all of them are finite. Here the first process has
 the scaler; the others unscale what they have with the same scale and say whether it was finite, and their answers stand

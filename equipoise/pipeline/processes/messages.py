@@ -1,4 +1,4 @@
-"""Values on their way between the processes of a pipeline: any nesting of tensors, of any sizes.
+"""Messages between the processes of a pipeline: nested tensors of any sizes, and errors.
 
     a length      0 where the header is the same as last time on this way, and then small tensors along with it
     a header      the value without its tensors, and their dtypes and shapes

@@ -1,4 +1,4 @@
-"""A stage on its way to the process that computes it: its calls, and the layers that they use."""
+"""A stage as it is sent to its process: its calls and the layers that they use."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""A process that computes one stage of a pipeline, or several, and does what the first process tells it.
+"""Worker process of a pipeline: computes its stages as the main process commands.
 
 The first process has the last stage, and with it the user's module, the data, the losses, callbacks and checkpoints. A
 worker knows nothing of these: it is sent its stage's calls and layers, computes the forwards and backwards of micro-

@@ -1,4 +1,4 @@
-"""In which order the devices of a pipeline compute the forwards and backwards of micro-batches.
+"""Schedules: the order in which devices compute forwards and backwards of micro-batches.
 
 One stage on a device. "gpipe": all forwards, then all backwards (Huang et al., "GPipe", 2019). "1f1b": as many forwards
 as are needed to fill the pipeline, then a backward after each forward, so that a stage holds the activations of at most

@@ -1,4 +1,4 @@
-"""When the devices of a pipeline did what, or would do it if actions took a known time."""
+"""Timeline of a pipeline's step, measured or simulated, with its bubbles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

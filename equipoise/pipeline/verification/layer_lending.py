@@ -1,4 +1,4 @@
-"""Layers that have their values on another device for as long as they are called, and lie where they did afterwards.
+"""Lend layers to another device for a call, and return them afterwards.
 
 Unlike a move there and back this keeps the memory that the values lie in, which cuDNN wants in one piece.
 """

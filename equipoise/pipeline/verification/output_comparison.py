@@ -1,4 +1,4 @@
-"""Outputs of a network as they are compared: their form, their values, and the calls in their graphs."""
+"""Compare two outputs of a network: structure, values and graphs."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

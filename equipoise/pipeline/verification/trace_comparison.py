@@ -1,4 +1,4 @@
-"""Compares what was followed of a forward with the forward itself, on the first call for which it is to serve.
+"""Compare a traced network with its forward, on the first call of each trace.
 
 A value that only stands for a tensor answers some questions wrongly, and no error tells: `isinstance(x, Tensor)`,
 `hasattr(x, "logits")`, `x.dtype is torch.float32`, an expected `TypeError` that never comes. The wrong branch is what

@@ -1,4 +1,4 @@
-"""Lines over time as SVG that is as wide as its place, with letters of one size whatever that is.
+"""Line charts of the report, as SVG.
 
 Across, everything is a share of the width: lines lie in an inner picture that is stretched, words and dots stand at
 percentages. Down, everything is a number of pixels.

@@ -1,4 +1,4 @@
-"""A step of a pipeline as it ran: a row for each device, a box for each forward and backward, gaps where it waited.
+"""Gantt chart of a pipeline's step: forwards, backwards and bubbles on each device.
 
 Of several stages on a device later ones are paler.
 """

@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG, made so that text can only enter them escaped."""
+"""Elements of HTML and SVG; all text in them is escaped."""
 
 import html
 import re

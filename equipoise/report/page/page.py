@@ -1,4 +1,4 @@
-"""The report of a run: one page that opens anywhere, needs no network, and says what there was to see."""
+"""The page of a report: one HTML file without scripts or styles from elsewhere."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""What is known of a run: plain data that anybody may collect, from which a report is written."""
+"""Record of a run: plain data from which a report is written."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

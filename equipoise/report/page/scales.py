@@ -1,4 +1,4 @@
-"""Numbers for people, the marks on an axis, and time lines of a bounded length."""
+"""Axis marks, numbers for people, and thinned time lines."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The sections of a report: what each shows, and what it says where there is nothing to show."""
+"""Sections of a report, each with its text where there is nothing to show."""
 
 import re
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What a peak was made of, as a tree map: modules within modules, areas in proportion to bytes.
+"""Tree map of a memory peak: modules within modules, areas in proportion to bytes.
 
 Rows of cells are laid out as in Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000).
 """

@@ -1,4 +1,4 @@
-"""How DDP exchanges gradients: by torch's DistributedDataParallel, or by a reducer of our own.
+"""Gradient exchange of DDP: torch's DistributedDataParallel, or our reducer.
 
 Both end a window with the same gradients in all processes: Σ wᵢgᵢ / Σ wᵢ over the parts of all of them.
 """

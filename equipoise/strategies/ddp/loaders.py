@@ -1,4 +1,4 @@
-"""What DDP does to loaders, metrics and values."""
+"""Loaders, metrics and values under DDP: sharded, synchronised, reduced."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""What DDP does to a module: the same in all processes, and layers that compute over all of them."""
+"""Synchronise a module over processes: the same parameters, and BatchNorm over all of them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

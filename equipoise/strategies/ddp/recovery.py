@@ -1,4 +1,4 @@
-"""Steps that one process cannot do again alone, since all processes communicate in their forward.
+"""Recovery under DDP where the forward communicates, so that no process can repeat a step alone.
 
 While the others wait for gradients, a process may repeat its step or cut it: its exchange of gradients comes later, but
 comes once. An exchange within the forward, as of SyncBatchNorm or of a step that gathers, would come twice, or not at

@@ -1,4 +1,4 @@
-"""How the samples of a step are shared out over processes: by given shares, or by measured ones.
+"""Shares of a step's samples for each process, given or measured.
 
 Loaders read ahead, so a cut is asked for before its step is computed, in some processes earlier than in others. Yet all
 must cut a step alike. So the sizes to be measured follow from the number of the step alone, and measured shares hold

@@ -1,4 +1,4 @@
-"""Distributed data parallel: a process for each device, each with its part of the data and a replica of the module."""
+"""DDPStrategy: a process for each device, each with its part of the data and a replica of the module."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

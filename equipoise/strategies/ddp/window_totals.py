@@ -1,4 +1,4 @@
-"""Σw, the weight of a window over all processes: three ways to exchange it beside the gradients.
+"""Total weight of an accumulation window over all processes: three ways to exchange it.
 
 AlongGradients   in the first bucket of gradients, since on the CPU a small exchange costs as much as a large one
 Apart            in an exchange of its own, where the buckets cannot take it along

@@ -1,4 +1,4 @@
-"""Data parallelism in one process, with batches cut to fit unequal or shared devices."""
+"""BalancedDataParallelStrategy: data parallelism in one process, with batches cut for unequal devices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal

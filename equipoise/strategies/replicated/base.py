@@ -1,4 +1,4 @@
-"""What the strategies with replicas in one process share: a batch is cut, and its parts computed on several devices.
+"""Base of the strategies with replicas in one process: a batch is split over several devices.
 
     parallelize="step"       place cuts the batch; the whole training_step, its loss included, runs on every device;
                              losses meet on the first one, for one backward

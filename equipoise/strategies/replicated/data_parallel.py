@@ -1,4 +1,4 @@
-"""Data parallelism in one process, with batches cut evenly."""
+"""DataParallelStrategy: data parallelism in one process, with batches cut evenly."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Notices a loss that the replicated `forward` computes by itself, one for each part of a batch.
+"""Notice a loss that the replicated `forward` computes itself, one for each part of a batch.
 
 With `parallelize="forward"` the scalars of the parts are stacked, as `nn.DataParallel` stacks them. Their plain mean is
 the mean over the batch only where all parts weigh the same. Parts of unequal size and masked losses do not.

@@ -1,4 +1,4 @@
-"""Writes a file at once or not at all, and clears what a process left that was killed while it wrote.
+"""Write a file completely or not at all, and remove files that killed processes left.
 
 The content goes to `.NAME.MACHINE-RANDOM.part` beside the target, which takes the target's name at the end. The writer
 holds a lock on it. The lock ends with the process, so an unlocked file of this machine has no writer any more.

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant by a path, "best", "last" or nothing."""
+"""Choose the checkpoint that a path, "best", "last" or nothing refers to."""
 
 import os
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Checkpoint files: written at once or not at all, verified when read, and nothing in them is run by itself.
+"""Checkpoint files: written completely or not at all, and verified when read.
 
 Objects are written as they are, as Lightning does. Safety is the reader's: it builds data, and puts a stand-in for any
 other object unless the user says otherwise.

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint has the layout of one, before any part of it is used.
+"""Check the layout of a checkpoint before any part of it is used.
 
 A file can be whole and yet hold a text where a counter belongs, written by another program or by hand. The error names
 the entry, as `loops['fit_loop']['epoch_progress']`, and what belongs there.

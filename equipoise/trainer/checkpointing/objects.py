@@ -1,4 +1,4 @@
-"""Says in good time which objects in a checkpoint are not created when it is read.
+"""Warnings about objects in a checkpoint that are not created when it is read.
 
 Hyperparameters are not looked at: the trainer does not use them, and `load_from_checkpoint` is Lightning's.
 """

@@ -1,4 +1,4 @@
-"""Reads a checkpoint for a run: by which reader, brought up to date, and of the right layout."""
+"""Read a checkpoint for a run, migrated to the present version and checked."""
 
 import os
 from pickle import UnpicklingError

@@ -1,4 +1,4 @@
-"""One pass over a loader: it knows the last batch when it hands it out, and can go on where an earlier pass ended."""
+"""One pass over a loader that knows its last batch and can continue an earlier pass."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The state of loaders that a resumed run needs: generators, positions, and workers that live longer than a pass."""
+"""State of loaders for a resumed run: generators, positions, persistent workers."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Loaders: where they come from, and how many batches they give.
+"""Loaders of a run: their origin, their limits, and their number of batches.
 
 A stage ("train", "val", "test", "predict") has one `Loaders`: what the user gave, checked, sharded by the strategy and
 limited.

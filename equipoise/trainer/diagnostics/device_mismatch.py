@@ -1,4 +1,4 @@
-"""What torch's errors do not say: which tensor it was."""
+"""Name the tensor behind torch's errors about tensors on different devices."""
 
 from contextlib import suppress
 from typing import Any

@@ -1,4 +1,4 @@
-"""Notes on errors of a step: the layer, its input, the labels and the entries of the batch.
+"""Notes on the error of a step: the layer, its input, the labels, the entries of the batch.
 
 The error stays what it is; a note stands below its message (`BaseException.add_note`). Only what the trainer knows
 better than torch is said.

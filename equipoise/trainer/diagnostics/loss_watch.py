@@ -1,4 +1,4 @@
-"""Reports, once in a fit, a loss that is not finite and a training step that never returns a loss.
+"""Report, once in a fit, a loss that is not finite or a step that never returns a loss.
 
 A loss on the CPU is looked at in every step. A loss on another device is looked at every `log_every_n_steps` batches,
 by a copy that nothing waits for, so no step waits for the device.

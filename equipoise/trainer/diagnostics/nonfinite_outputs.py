@@ -1,4 +1,4 @@
-"""Finds the first module whose output is not finite: `Trainer(detect_nonfinite=True)`.
+"""Find the first module whose output is not finite: `Trainer(detect_nonfinite=True)`.
 
 Forward hooks note, on the device, whether the inputs, parameters and outputs of each module call are finite. The notes
 are read only for a step whose loss is not finite.

@@ -1,4 +1,4 @@
-"""Who overrides what: asked once per run, so that a hook nobody overrides costs nothing in a step.
+"""Call hooks. Overridden hooks are found once per run, so that others cost nothing in a step.
 
 A bound hook is one callable for all who override it, callbacks first; it tells the module which hook is running
 (`self.log` depends on it) and returns the module's answer. Where nobody overrides a hook, it is None.

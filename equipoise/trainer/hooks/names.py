@@ -1,4 +1,4 @@
-"""Mistyped hooks: a method named `on_...` that nothing calls, because no hook has that name."""
+"""Warn of mistyped hooks: methods named `on_...` that nothing calls."""
 
 import inspect
 from collections.abc import Iterable, Iterator

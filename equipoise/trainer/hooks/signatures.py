@@ -1,4 +1,4 @@
-"""Checks that hooks of modules and callbacks take what they are called with, before the first of them is called."""
+"""Check the signatures of hooks before the first of them is called."""
 
 import inspect
 from collections.abc import Iterable

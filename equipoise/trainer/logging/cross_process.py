@@ -1,4 +1,4 @@
-"""The values of an epoch over all processes, also where some of them have logged nothing.
+"""Reduce logged values over all processes, also where some of them logged nothing.
 
 One exchange tells every process what all of them have logged. So a process that had no batch knows the names, and
 nobody waits for a value that another never logged.

@@ -1,4 +1,4 @@
-"""The `metrics.csv` of a resumed run: it goes on after the rows that its checkpoint knows.
+"""Continue the `metrics.csv` of a resumed run after the rows that its checkpoint knows.
 
 Lightning's CSVLogger deletes the file of an earlier run in its folder. A checkpoint therefore notes how many rows each
 file had. A run that is resumed into the same folder drops the rows behind these, since it will write them again, and

@@ -1,4 +1,4 @@
-"""One logged name, and what its epoch's value is made of."""
+"""One logged name, and the values from which its epoch value is reduced."""
 
 from collections.abc import Callable
 from typing import Any

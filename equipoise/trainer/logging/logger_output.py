@@ -1,4 +1,4 @@
-"""What loggers are handed, and callbacks that draw it."""
+"""Pass logged values to loggers, and to callbacks that draw them."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

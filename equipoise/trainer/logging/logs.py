@@ -1,4 +1,4 @@
-"""`self.log`: collect, reduce, hand on.
+"""`self.log`: collect values, reduce them, pass them on.
 
 A logged value goes three ways: to loggers, to the progress bar, and to callbacks. It is kept as it was given,
 detached and on its device; nothing is read, and nothing is computed for the three, before somebody asks.

@@ -1,4 +1,4 @@
-"""The table that `validate` and `test` print."""
+"""The table of results that `validate` and `test` print."""
 
 from typing import Any
 

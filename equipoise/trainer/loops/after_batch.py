@@ -1,4 +1,4 @@
-"""What follows a training batch: logs, validation, schedulers that watch a value, reasons to stop."""
+"""Work after a training batch: logs, validation, schedulers that watch a value, reasons to stop."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Validation and test: every batch once, without gradients."""
+"""The validation and test loop: every batch once, without gradients."""
 
 import math
 from collections import ChainMap, defaultdict

@@ -1,4 +1,4 @@
-"""What validation, test and prediction share: the step without gradients, the modules' modes, the loader's index."""
+"""The step that validation, test and prediction share, without gradients."""
 
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Epochs and batches. `epoch` is the loop that everything else stands around."""
+"""The training loop: epochs and batches."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""The epoch of a module that pulls its batches by itself: `training_step(self, dataloader_iter)`.
+"""The training epoch of a module that pulls its batches itself: `training_step(self, dataloader_iter)`.
 
     the hook or value                   what it refers to
     on_train_batch_start                the batch that an earlier step pulled last; None in the first step

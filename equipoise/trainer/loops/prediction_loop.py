@@ -1,4 +1,4 @@
-"""Prediction: every batch once, the outputs in the order of the data."""
+"""The prediction loop: every batch once, outputs in the order of the data."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint, wherever in an epoch it was written, as if the run had never ended.
+"""Resume a fit from a checkpoint, anywhere in an epoch, as if the run had never ended.
 
 Lightning's counters tell in which hook a checkpoint was written. What they do not tell, ours do under the key
 "equipoise": the state of every RNG, then and when the epoch began; the gradients of an unfinished accumulation

@@ -1,4 +1,4 @@
-"""One optimisation step: accumulate, clip, step.
+"""Automatic optimisation: accumulate gradients, clip them, step the optimiser.
 
     automatic                                                   manual
     forward_backward ─ training_step                            training_step, which calls

@@ -1,4 +1,4 @@
-"""A backward with its hooks, the scaler and the user's override."""
+"""The backward of a loss, with its hooks, the scaler and the user's override."""
 
 import math
 from typing import TYPE_CHECKING, Any

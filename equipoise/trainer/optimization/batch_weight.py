@@ -1,4 +1,4 @@
-"""The weight of a part where the user says nothing: its number of samples."""
+"""Weight of a batch in the loss where the user gives none: its number of samples."""
 
 import math
 from typing import Any

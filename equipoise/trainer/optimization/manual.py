@@ -1,4 +1,4 @@
-"""Manual optimisation: the user's training step goes backward and steps the optimisers."""
+"""Manual optimisation: the user's step calls backward and steps the optimisers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""A step of the user's module, computed whole or in parts on replicas of the module.
+"""A step of the user's module, on the module or on its replicas.
 
 A strategy that cuts a batch runs the step on each part with `on`, in whatever thread, and puts the results together
 with `combine`: the losses by weight, the outputs in the order of the data, what was logged by its own reduction. So a

@@ -1,4 +1,4 @@
-"""The forms that `configure_optimizers` may return, and what they mean for learning-rate schedulers."""
+"""Optimisers and learning-rate schedulers, in all forms that `configure_optimizers` may return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Errors of allocators: what is kept of one, and the error that says what would help."""
+"""A captured out-of-memory error, and the error with advice that is raised for it."""
 
 import traceback
 from dataclasses import dataclass, field

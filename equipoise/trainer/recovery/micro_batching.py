@@ -1,4 +1,4 @@
-"""Batches that do not fit into memory: computed in parts, of sizes that are learned."""
+"""Micro-batching after an out-of-memory error: split a batch, and learn sizes that fit."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""Doing a step again in smaller parts when memory runs out: a transaction.
+"""Recovery from an out-of-memory error: restore the step and run it again in micro-batches.
 
     window begins       note random generators, buffers, metrics, logs
     batch               compute it, in as many parts as batches of its kind last needed

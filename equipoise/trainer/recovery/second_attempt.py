@@ -1,4 +1,4 @@
-"""Runs what may be run twice, once more after memory was freed."""
+"""Run a repeatable call once more after memory was freed."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Checks before a run of a module that pulls its batches by itself: `training_step(self, dataloader_iter)`."""
+"""Checks before a run of a module that pulls its batches itself: `training_step(self, dataloader_iter)`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Whether a module, its data and the trainer's options fit together; asked before anything runs."""
+"""Checks before a run: whether module, data and arguments fit together."""
 
 import inspect
 import os

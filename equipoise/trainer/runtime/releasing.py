@@ -1,4 +1,4 @@
-"""Releases everything that a run holds, also if releasing one part of it fails."""
+"""Release everything that a run holds, even if releasing one part fails."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""What the loops of one run share; made when the run begins, gone when it ends."""
+"""RunContext: the objects that the parts of one run share."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Jobs of Slurm that are interrupted and put back into the queue: their checkpoint, and the way back to it.
+"""Slurm jobs that are requeued: their checkpoint, and its discovery after the restart.
 
 A program may fit several times in one folder. Each of these fits has a file of its own, by its number: the program
 calls them in the same order when Slurm starts it once more.

@@ -1,4 +1,4 @@
-"""Names of arguments: an unknown one is refused with the nearest known one."""
+"""Refuse unknown arguments, with the nearest known name."""
 
 import functools
 import inspect

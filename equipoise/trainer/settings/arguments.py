@@ -1,4 +1,4 @@
-"""The arguments of the Trainer, checked once, when it is made: the rule, the value received, the way out."""
+"""Check the arguments of the Trainer, once, when it is made."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""From names to objects: strategy, loggers, default callbacks."""
+"""Strategy, loggers and default callbacks from names and defaults."""
 
 import os
 from collections.abc import Iterable, Sequence

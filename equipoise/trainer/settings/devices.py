@@ -1,4 +1,4 @@
-"""From what the user says of devices, and from where this process stands, to devices."""
+"""Choose the devices of a run, from the arguments and the rank of this process."""
 
 import sys
 from collections.abc import Sequence

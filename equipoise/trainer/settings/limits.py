@@ -1,4 +1,4 @@
-"""How long training goes on, and how much of the data is read."""
+"""Limits of a run: epochs, steps, time, and batches of each loader."""
 
 import math
 from typing import Any

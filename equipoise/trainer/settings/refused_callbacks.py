@@ -1,4 +1,4 @@
-"""Refusal of Lightning's tuner: its two callbacks work inside Lightning's own loops.
+"""Refuse Lightning's tuner callbacks, which need Lightning's own loops.
 
 `Tuner(trainer)` adds its callback to `trainer.callbacks` after the constructor has checked them, so the same check is
 made again when a run begins.

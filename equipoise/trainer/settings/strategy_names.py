@@ -1,4 +1,4 @@
-"""Names and objects of Lightning's strategies: what they are here, or what to take instead."""
+"""Names of Lightning's strategies: their counterpart here, or advice."""
 
 import re
 from typing import Any

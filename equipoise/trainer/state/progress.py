@@ -1,4 +1,4 @@
-"""Where a run stands: counters, small and savable.
+"""Progress of a run: counters of epochs, batches and steps, saved in checkpoints.
 
 A counter exists four times, because a checkpoint may be written at any moment: how often something was made ready,
 started, processed, and completed with all its hooks. `current` counts since the epoch (or evaluation) began, `total`

@@ -1,4 +1,4 @@
-"""What a trainer is doing: one stage at a time, asked and set under Lightning's names."""
+"""The run stage of a trainer: training, validating, sanity checking, testing, predicting."""
 
 from lightning.pytorch.trainer.states import RunningStage, TrainerState, TrainerStatus
 

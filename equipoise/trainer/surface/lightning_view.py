@@ -1,4 +1,4 @@
-"""What Lightning's own objects expect to find in a trainer.
+"""Attributes of Lightning's Trainer that its own objects read.
 
 `LightningModule.log`, ModelCheckpoint, progress bars and others read attributes of Lightning's Trainer, some with
 private names. These classes offer them, made of what our trainer has; nothing of ours uses them.

@@ -1,4 +1,4 @@
-"""What users, callbacks and modules read from a trainer, under Lightning's names."""
+"""Public attributes of the Trainer, under Lightning's names."""
 
 import os
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`trainer.strategy` as Lightning's objects and users of Lightning's `Strategy` expect it.
+"""`trainer.strategy` as Lightning's objects expect it.
 
 Every public name of Lightning's strategies has a meaning here or raises an error that names the way out. Names that
 only our strategies have are forwarded to the strategy itself. No name of Lightning's is forwarded to a method of ours
