@@ -2,7 +2,7 @@
 
 import pytest
 
-from .conftest import write
+from tests.app.conftest import write
 
 MISTAKES = [
     # keys

@@ -1,6 +1,6 @@
 """A training step that pulls its batches by itself: weights, hooks, values and counters are Lightning's.
 
-Where they are not, on purpose, `tests/trainer/test_iterator_step.py` says what they are.
+Where they are not, on purpose, `tests/trainer/loops/test_iterator_epoch.py` says what they are.
 """
 
 from collections.abc import Iterator

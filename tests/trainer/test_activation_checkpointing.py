@@ -15,7 +15,7 @@ from equipoise import BalancedDataParallelStrategy, ConfigurationError, DDPStrat
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 from tests.conftest import ignoring
-from tests.trainer.small import refuses, trainer
+from tests.support.trainer_runs import refuses, trainer
 
 pytestmark = ignoring()
 

@@ -19,7 +19,7 @@ from equipoise import CheckpointError, Trainer
 from equipoise.trainer.checkpointing.file import read_checkpoint
 from tests.conftest import ignoring
 from tests.parity.comparison import differences
-from tests.trainer.small import Data, Small, Validated, loader, refuses, saved, trainer
+from tests.support.trainer_runs import Data, Small, Validated, loader, refuses, saved, trainer
 
 pytestmark = ignoring(
     "The checkpoint holds states of callbacks",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from equipoise.trainer import lifecycle as run_module
-from tests.trainer.small import Small, loader, trainer
+from tests.support.trainer_runs import Small, loader, trainer
 
 CURRENT: list[torch.device] = []  # the devices that were made the current one, outermost first
 

@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 
 from equipoise import Trainer
 from tests.conftest import ignoring
-from tests.trainer.small import Data, Small, Validated, loader, trainer
+from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
 
 pytestmark = ignoring("You have overridden `.*` in `LightningModule`")
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])

@@ -1,7 +1,7 @@
 """Watch every operation of torch, by its dispatch mode.
 
 Dispatch modes live in `torch.utils._python_dispatch`; torch documents them nowhere else, and nothing public sees what a
-backward allocates. `tests/memory/test_ledger.py` notices when they change.
+backward allocates. `tests/memory/profile/test_ledger.py` notices when they change.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

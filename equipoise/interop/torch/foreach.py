@@ -1,7 +1,7 @@
 """Torch's fused list operations: one call for a whole list of tensors.
 
 Their names begin with an underscore although torch's own optimisers and documentation rely on them; they are used here
-and nowhere else. `tests/parallel/test_foreach.py` notices when one of them changes.
+and nowhere else. `tests/interop/torch/test_foreach.py` notices when one of them changes.
 """
 
 import torch

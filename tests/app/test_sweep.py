@@ -1,0 +1,167 @@
+"""Sweeps whose sweeper reads what a trial returns: the value, and what is refused before the first trial."""
+
+import importlib
+import sys
+
+import pytest
+import yaml
+from hydra.core.plugins import Plugins
+
+from tests.app.conftest import write
+
+FILES = {
+    "hydra_plugins/seeker.py": """
+        import yaml
+        from hydra.core.plugins import Plugins
+        from hydra.plugins.sweeper import Sweeper
+
+        class Seeker(Sweeper):
+            '''Tries two learning rates, one after the other, and writes down what came back.'''
+
+            def __init__(self, direction):
+                self.direction = direction
+
+            def setup(self, *, hydra_context, task_function, config):
+                self.launcher = Plugins.instance().instantiate_launcher(
+                    config=config, hydra_context=hydra_context, task_function=task_function
+                )
+
+            def sweep(self, arguments):
+                fixed = [each for each in arguments if not each.startswith("module.lr=")]
+                values = []
+                for index, lr in enumerate((0.1, 0.2)):
+                    (done,) = self.launcher.launch([[*fixed, f"module.lr={lr}"]], initial_job_idx=index)
+                    values.append(done.return_value)
+                with open("values.yaml", "w") as file:
+                    yaml.safe_dump(values, file)
+        """,
+    "conf/hydra/sweeper/seeker.yaml": """
+        _target_: hydra_plugins.seeker.Seeker
+        direction: minimize
+        """,
+}
+SEEK = ("fit", "--multirun", "hydra/sweeper=seeker", "module.lr=interval(0.1,0.2)", "seed=0")
+MONITOR = ("callbacks=[model_checkpoint]", "callbacks.model_checkpoint.monitor=val_loss")
+
+
+@pytest.fixture
+def seeker(project, monkeypatch):
+    """A sweeper plugin beside the project, known to Hydra as an installed one is."""
+    write(project, FILES)
+    monkeypatch.syspath_prepend(project)
+    plugin = importlib.import_module("hydra_plugins.seeker").Seeker
+    plugins = Plugins.instance()
+    plugins.register(plugin)
+    yield project
+    del plugins.class_name_to_class["hydra_plugins.seeker.Seeker"]
+    for kind in plugins.plugin_type_to_subclass_list.values():
+        if plugin in kind:
+            kind.remove(plugin)
+    for name in ("hydra_plugins", "hydra_plugins.seeker"):
+        sys.modules.pop(name, None)
+
+
+def returned(project):
+    return yaml.safe_load((project / "values.yaml").read_text())
+
+
+def last_values(project, name):
+    """The last value of each trial, as its metrics.csv has it."""
+    values = []
+    for path in sorted(project.glob("multirun/*/*/*/metrics.csv")):
+        header, *lines = [line.split(",") for line in path.read_text().splitlines()]
+        column = header.index(name)
+        values.append([float(line[column]) for line in lines if line[column]][-1])
+    return values
+
+
+def test_a_sweeper_gets_the_value_that_is_named(seeker, equipoise):
+    code, _, err = equipoise(*SEEK, "objective=train_loss")
+    assert code == 0, err
+    assert returned(seeker) == pytest.approx(last_values(seeker, "train_loss"), rel=1e-6)
+    assert len(set(returned(seeker))) == 2
+
+
+def test_by_default_it_is_what_the_checkpoint_monitors(seeker, equipoise):
+    code, _, err = equipoise(*SEEK, *MONITOR)
+    assert code == 0, err
+    assert returned(seeker) == pytest.approx(last_values(seeker, "val_loss"), rel=1e-6)
+
+
+def test_several_objectives_come_as_a_list(seeker, equipoise):
+    both = ("objective=[val_loss,train_loss]", "hydra.sweeper.direction=[minimize,minimize]")
+    code, _, err = equipoise(*SEEK, *both)
+    assert code == 0, err
+    expected = zip(last_values(seeker, "val_loss"), last_values(seeker, "train_loss"), strict=True)
+    for actual, pair in zip(returned(seeker), expected, strict=True):
+        assert actual == pytest.approx(list(pair), rel=1e-6)
+
+
+def test_the_test_after_a_fit_counts_too(seeker, equipoise):
+    code, _, err = equipoise(
+        *SEEK, "test=true", "objective=[test_loss,val_loss]", "hydra.sweeper.direction=[minimize,minimize]"
+    )
+    assert code == 0, err
+    assert all(test == pytest.approx(validation) for test, validation in returned(seeker))
+
+
+REFUSED = [
+    ((), "Seeker chooses a trial by the values that earlier trials returned", "objective=val_loss"),
+    (("callbacks=[model_checkpoint]",), "no checkpoint callback monitors a value", "objective=val_loss"),
+    (
+        (*MONITOR, "callbacks.model_checkpoint.mode=max"),
+        "would minimize 'val_loss'",
+        "hydra.sweeper.direction=maximize",
+    ),
+    (("objective=[val_loss,train_loss]",), "has 1 (minimize) and objective has 2", "same length"),
+    (("objective=3",), "objective must be the name of a logged value", "it is 3"),
+    (("objective=[]",), "objective must be the name of a logged value", "it is []"),
+    (("trainer.max_epoch=3",), "no key 'trainer.max_epoch'", "did you mean 'trainer.max_epochs'?"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "what", "way_out"), REFUSED, ids=[str(overrides) for overrides, _, _ in REFUSED])
+def test_refused_before_the_first_trial(seeker, equipoise, overrides, what, way_out):
+    code, _, err = equipoise(*SEEK, *overrides)
+    assert code == 2
+    assert what in err
+    assert way_out in err
+    assert err.startswith("equipoise: ")
+    assert len(err.strip().splitlines()) == 1
+    assert not (seeker / "multirun").exists()
+
+
+def test_a_sweep_that_the_configuration_asks_for_is_checked_too(seeker, equipoise):
+    code, _, err = equipoise("fit", "hydra.mode=MULTIRUN", "hydra/sweeper=seeker")
+    assert code == 2
+    assert "chooses a trial by the values that earlier trials returned" in err
+    assert not list(seeker.glob("multirun/**/config.yaml"))
+
+
+def test_a_name_that_no_trial_logs(seeker, equipoise):
+    code, _, err = equipoise(*SEEK, "objective=val_los")
+    assert code == 2
+    assert "the run logged no such value; did you mean 'val_loss'?" in err
+    assert "Traceback" not in err
+
+
+def test_a_trial_that_ends_in_nan(seeker, equipoise):
+    module = seeker / "tiny" / "module.py"
+    module.write_text(module.read_text().replace('self.log("val_loss", (', 'self.log("val_loss", float("nan") * ('))
+    code, _, err = equipoise(*SEEK, "objective=val_loss")
+    assert code == 2
+    assert "This trial failed: its objective 'val_loss' ended as nan" in err
+    assert "max_failure_rate" in err
+
+
+def test_hydras_own_sweeper_needs_no_objective(project, equipoise):
+    assert equipoise("fit", "--multirun", "module.lr=0.1,0.2")[0] == 0
+    assert len(list(project.glob("multirun/*/*/*/metrics.csv"))) == 2
+
+
+def test_another_primary_configuration_is_the_one_that_is_checked(seeker, equipoise):
+    base = (seeker / "conf" / "config.yaml").read_text()
+    (seeker / "conf" / "other.yaml").write_text(base + "objective: val_loss\n")
+    for flag in (("--config-name", "other"), ("--config-name=other",)):
+        code, _, err = equipoise(*SEEK, *flag)
+        assert code == 0, err

@@ -1,0 +1,233 @@
+"""Evaluations in real processes: exact whatever the number of batches and processes, and without a trace."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, PearsonCorrCoef
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
+
+from equipoise import NoGradEvaluation, StepError, Trainer
+from tests.callbacks.evaluation.test_no_grad_evaluation import QUIET, Plain, assert_same, samples, trained
+from tests.conftest import ignoring
+
+pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples", ".*use_libuv", ".*fork")
+
+
+class MeanOfMeans(Metric):
+    """A state that is averaged over processes, of which one that saw nothing must count for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.zeros((), dtype=torch.float64), dist_reduce_fx="mean")
+
+    def update(self, preds: Tensor) -> None:
+        count = self.update_count  # of updates, this one included
+        self.mean += (preds.double().mean() - self.mean) / count
+
+    def compute(self) -> Tensor:
+        return self.mean
+
+
+class Normalised(Plain):
+    """Its statistics differ between processes, and each draws dropout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3))
+
+
+class Linear(Plain):
+    """Draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+
+def several() -> MetricCollection:
+    return MetricCollection(
+        {
+            "accuracy": MulticlassAccuracy(3, average="macro"),
+            "micro": MulticlassAccuracy(3, average="micro"),
+        }
+    )
+
+
+def evaluate(module: Any, batch: Any) -> Any:
+    output = module(batch[0])[:, 0].sigmoid()
+    return {"preds": output, "target": (batch[1] > 0).long()}
+
+
+class Floats(PearsonCorrCoef):
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds, target.float())
+
+
+def fit(evaluations: list[Any], processes: int, epochs: int = 1, count: int = 12, kind: type[Any] = Normalised) -> Any:
+    torch.manual_seed(5)
+    module = kind()
+    options = {**QUIET, "precision": "64-true", "strategy": "ddp", "devices": ["cpu"] * processes}
+    trainer = Trainer(**options, max_epochs=epochs, callbacks=evaluations)
+    trainer.fit(module, DataLoader(samples(count), batch_size=2))
+    return module, trainer
+
+
+@pytest.mark.parametrize(("count", "processes"), [(23, 2), (23, 3), (4, 3), (9, 3)])
+def test_values_are_those_of_one_process(count: int, processes: int) -> None:
+    """Batches of five: five over two and three, one and two over three."""
+    data = DataLoader(samples(count), batch_size=5)
+    metrics = MetricCollection({"auroc": BinaryAUROC(), "pearson": Floats(), "means": MeanOfMeans()})
+    parts = NoGradEvaluation(data, metrics, forward=evaluate, collect=True)
+    classes = NoGradEvaluation(data, several(), name="classes", at_end=True)
+    values = NoGradEvaluation(data, CatMetric(), name="list", forward=lambda m, b: {"value": m(b[0])[:, 0]})
+    module, trainer = fit([parts, classes, values], processes)
+    assert len(parts.results) == len(classes.results) == 1
+    assert parts.results[0].batches == -(-count // 5)
+    assert len(parts.outputs) == parts.results[0].batches
+
+    one = NoGradEvaluation(data, metrics, forward=evaluate, collect=True)
+    around = [one, NoGradEvaluation(data, several()), NoGradEvaluation(data, CatMetric(), forward=values.forward)]
+    data.dataset.tensors = tuple(t.double() if t.is_floating_point() else t for t in data.dataset.tensors)
+    for here, there in zip(around, [parts, classes, values], strict=True):
+        expected, actual = here.run(module).values, there.results[0].values
+        assert expected.keys() == actual.keys()
+        for name, value in expected.items():  # metrics count in float32; order and numbers are the same
+            torch.testing.assert_close(torch.as_tensor(actual[name]), torch.as_tensor(value), rtol=1e-6, atol=1e-7)
+    assert_same(one.outputs, parts.outputs)
+    assert_same(one.concatenated(), parts.concatenated())
+    name = "eval/auroc"
+    assert float(trainer.callback_metrics[name]) == pytest.approx(parts.results[0].values["auroc"], rel=1e-6)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_training_goes_on_as_if_nothing_had_happened(processes: int, tmp_path: Path) -> None:
+    """Weights, the optimiser's state, losses and generators, the last of the first process; logs as well."""
+    options = {"strategy": "ddp", "devices": ["cpu"] * processes, "accumulate_grad_batches": 2}
+    alone, _ = trained(Trainer, None, tmp_path, size=2, **options)
+    with_it, evaluation = trained(Trainer, False, tmp_path, size=2, **options)
+    assert_same(alone, with_it)
+    assert len(evaluation.results) >= 3
+    assert evaluation.results[-1].batches == 5
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    options = {"strategy": "ddp", "devices": ["cpu"] * 2, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
+    alone, _ = trained(Trainer, None, tmp_path, size=2, **options)
+    with_it, _ = trained(Trainer, True, tmp_path, size=2, **options)
+    assert_same(alone, with_it)
+
+
+def test_a_process_without_a_batch_in_a_step_takes_part() -> None:
+    """Five samples over two processes, two at a time: the second one's last step is empty."""
+    evaluation = NoGradEvaluation(DataLoader(samples(11), batch_size=5), several(), every_n_steps=1)
+    fit([evaluation], 2, epochs=2, count=5, kind=Linear)
+    assert [result.step for result in evaluation.results] == [1, 2, 3, 4]
+    assert all(result.batches == 3 for result in evaluation.results)
+
+
+def test_a_limit_is_that_of_all_together() -> None:
+    evaluation = NoGradEvaluation(DataLoader(samples(23), batch_size=2), several(), limit_batches=4, collect=True)
+    fit([evaluation], 3)
+    assert evaluation.results[0].batches == 4
+    assert torch.equal(evaluation.concatenated()[1], samples(23).tensors[1][:8])
+
+
+def test_a_loader_that_gives_each_process_its_part_already() -> None:
+    evaluation = NoGradEvaluation(DataLoader(samples(4), batch_size=2), MeanMetric(), forward=labels, shard=False)
+    fit([evaluation], 2)
+    assert evaluation.results[0].batches == 4
+
+
+class Distributed(L.LightningDataModule):
+    """Torch's own sampler, which needs the group of processes."""
+
+    def __init__(self, count: int, batch_size: int = 2, **options: Any) -> None:
+        super().__init__()
+        self.count, self.batch_size, self.options = count, batch_size, options
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(12), batch_size=2)
+
+    def extra(self) -> Any:
+        data = TensorDataset(samples(self.count).tensors[0].double(), torch.arange(self.count))
+        return DataLoader(data, batch_size=self.batch_size, sampler=DistributedSampler(data, **self.options))
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "left_out"),
+    [(7, {"seed": 3}, 0), (2, {"shuffle": False}, 0), (7, {"drop_last": True}, 1)],
+)
+def test_torchs_sampler_gives_no_sample_twice(count: int, options: Any, left_out: int) -> None:
+    evaluation = NoGradEvaluation("extra", MeanMetric(), forward=labels, collect=True)
+    given = {**QUIET, "precision": "64-true", "strategy": "ddp", "devices": ["cpu"] * 3, "max_epochs": 1}
+    Trainer(**given, callbacks=[evaluation]).fit(Linear(), datamodule=Distributed(count, **options))
+    seen = evaluation.concatenated()["value"].tolist()
+    assert len(set(seen)) == len(seen) == count - left_out
+    assert evaluation.results[0].values["MeanMetric"] == pytest.approx(sum(seen) / len(seen))
+
+
+def labels(module: Any, batch: Any) -> Any:
+    return {"value": batch[1].double()}
+
+
+def test_a_list_of_batches() -> None:
+    """What is no DataLoader is dealt out as well."""
+    batches = [(torch.ones(1, 4).double(), torch.tensor([float(number)])) for number in range(5)]
+    evaluation = NoGradEvaluation(batches, MeanMetric(), forward=labels)
+    fit([evaluation], 2)
+    assert (evaluation.results[0].values, evaluation.results[0].batches) == ({"MeanMetric": 2.0}, 5)
+
+
+def test_no_batch_anywhere_is_an_error_everywhere() -> None:
+    with pytest.raises(StepError, match="the loader gave no batch"):
+        fit([NoGradEvaluation(DataLoader(samples(4), batch_size=5, drop_last=True), several())], 2)
+
+
+def test_without_a_trainer_in_a_group() -> None:
+    """Every process calls it, and the module brings home what it found."""
+
+    class Calling(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: Any = None
+
+        def on_train_end(self) -> None:
+            data = [(features.double(), labels) for features, labels in DataLoader(samples(13), batch_size=5)]
+            evaluation = NoGradEvaluation(data, several(), collect=True)
+            self.found = (evaluation.run(self), evaluation.concatenated())
+
+    module, _ = fit([], 2, kind=Calling)
+    result, (predictions, labels) = module.found
+    assert result.batches == 3
+    assert torch.equal(labels, samples(13).tensors[1])
+    torch.testing.assert_close(predictions, module.net(samples(13).tensors[0].double()).detach())
+    assert result.values["micro"] == float((predictions.argmax(1) == labels).float().mean())
+
+
+def loader(count: int) -> Any:
+    return DataLoader(samples(count), batch_size=5)
+
+
+def batches(count: int) -> Any:
+    return list(DataLoader(samples(count), batch_size=5))
+
+
+@pytest.mark.parametrize(("make", "count"), [(loader, 23), (loader, 4), (batches, 12)])
+def test_under_lightnings_own_trainer(make: Any, count: int) -> None:
+    """Its processes are forked, and only the metrics that callbacks saw come home."""
+    found = {}
+    for processes in (1, 2):
+        torch.manual_seed(5)
+        evaluation = NoGradEvaluation(make(count), several())
+        options = {**QUIET, "strategy": "ddp_fork", "devices": 2} if processes == 2 else QUIET
+        trainer = L.Trainer(**options, max_epochs=1, callbacks=[evaluation])
+        trainer.fit(Linear(), DataLoader(samples(8), batch_size=4 // processes))
+        found[processes] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found[1] == pytest.approx(found[2])
+    assert set(found[2]) == {"eval/accuracy", "eval/micro"}

@@ -1,0 +1,256 @@
+"""What is drawn: counts and times, and lines that fit whatever the width."""
+
+import io
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from equipoise.callbacks.progress.display import Layout, Track, format_rate, format_time, format_value, plain_line
+from equipoise.callbacks.progress.live_display import Display
+from tests.support.terminal import Terminal
+
+
+def half_done() -> Track:
+    """412 of 1095 batches in ten seconds."""
+    track = Track("Epoch 3/10", 1095, 0.0)
+    track.update(412, 10.0)
+    return track
+
+
+class TestTrack:
+    def test_the_rate_is_that_of_the_last_ten_seconds(self):
+        track = Track("", 100, 0.0)
+        track.update(1, 30.0)  # a slow first batch
+        assert track.rate == pytest.approx(1 / 30)
+        track.update(11, 40.0)
+        track.update(16, 45.0)
+        assert track.rate == pytest.approx(1.0)
+        assert track.remaining == pytest.approx(84.0)
+
+    def test_a_finished_track_has_the_rate_of_its_whole_time(self):
+        track = Track("", 4, 0.0)
+        track.update(1, 30.0)
+        track.update(4, 40.0)
+        track.finish(40.0)
+        assert track.rate == pytest.approx(0.1)
+        assert track.remaining is None
+        assert track.elapsed(99.0) == 40.0
+
+    def test_pauses_count_for_nothing(self):
+        track = Track("", 100, 0.0)
+        track.update(10, 5.0)
+        track.pause(5.0)
+        track.update(99, 50.0)
+        assert track.done == 10
+        assert track.elapsed(80.0) == 5.0
+        track.go_on(85.0)
+        track.update(20, 90.0)
+        assert track.elapsed(90.0) == 10.0
+        assert track.rate == pytest.approx(2.0)
+        track.finish(90.0)
+        assert track.rate == pytest.approx(2.0)
+
+    def test_batches_of_an_earlier_process_are_no_speed(self):
+        track = Track("", 100, 0.0)
+        track.skip(40, 0.0)
+        track.update(50, 5.0)
+        assert track.rate == pytest.approx(2.0)
+        assert track.remaining == pytest.approx(25.0)
+        track.finish(5.0)
+        assert track.rate == pytest.approx(2.0)
+
+    def test_what_is_unknown_is_none(self):
+        track = Track("", math.inf, 0.0)
+        assert (track.total, track.rate, track.remaining) == (None, None, None)
+        track.update(3, 0.0)  # no time has passed
+        assert track.rate is None
+        track.update(3, 1.0)
+        assert track.rate == pytest.approx(3.0)
+        assert track.remaining is None
+
+    @given(
+        st.lists(st.tuples(st.integers(1, 50), st.floats(0.001, 5.0)), min_size=1, max_size=40), st.floats(0.0, 100.0)
+    )
+    def test_remaining_time_rate_and_batches_agree(self, steps: list[tuple[int, float]], pause: float):
+        total = 1 + sum(batches for batches, _ in steps)
+        track, now, done = Track("", total, 0.0), 0.0, 0
+        for batches, seconds in steps:
+            now, done = now + seconds, done + batches
+            track.update(done, now)
+            track.pause(now)
+            now += pause
+            track.go_on(now)
+        assert track.remaining * track.rate == pytest.approx(1.0)
+        assert track.elapsed(now) == pytest.approx(sum(seconds for _, seconds in steps), abs=1e-6)
+
+
+class TestLayout:
+    @pytest.mark.parametrize(
+        ("width", "expected"),
+        [
+            (120, ["Epoch 3/10  ━━━━━━━━━━━{19}   412/1095  41.2 it/s  0:10<0:17  loss 0.3124  acc 0.9100"]),
+            (85, ["Epoch 3/10  ━━━╸{6}   412/1095  41.2 it/s  0:10<0:17  loss 0.3124  acc 0.9100"]),
+            (75, ["Epoch 3/10  ━━━━━━━━━━━{19}   412/1095  41.2 it/s  0:10<0:17", "  loss 0.3124  acc 0.9100"]),
+            (55, ["Epoch 3/10  ━━━╸{6}   412/1095  41.2 it/s  0:10<0:17", "  loss 0.3124  acc 0.9100"]),
+            (40, ["Epoch 3/10  ━━{4}   412/1095  0:17 left", "  loss 0.3124  acc 0.9100"]),
+            (22, ["Epoch 3/10   412/1095", "  loss 0.3124  acc 0.…"]),
+            (12, ["Epoch 3/10 …", "  loss 0.31…"]),
+        ],
+    )
+    def test_as_much_is_shown_as_fits(self, width: int, expected: list[str]):
+        text = Layout().compose([half_done()], {"loss": 0.3124, "acc": 0.91}, width=width, now=10.0)
+        rest = {f"{{{count}}}": "─" * count for count in (19, 6, 4)}
+        for short, long in rest.items():
+            expected = [line.replace(short, long) for line in expected]
+        assert text.plain.split("\n") == expected
+
+    @given(
+        width=st.integers(1, 140),
+        label=st.text(max_size=30),
+        metrics=st.dictionaries(
+            st.text(max_size=20), st.one_of(st.floats(), st.text(max_size=20), st.integers()), max_size=5
+        ),
+        total=st.one_of(st.just(math.inf), st.integers(0, 10**6)),
+        done=st.integers(0, 10**6),
+        ascii_only=st.booleans(),
+    )
+    def test_no_line_is_wider_than_the_terminal(self, width, label, metrics, total, done, ascii_only):
+        track = Track(label, total, 0.0)
+        track.update(done, 3.0)
+        text = Layout(ascii_only=ascii_only).compose([track, half_done()], metrics, width=width, now=3.0)
+        lines = text.plain.split("\n")
+        assert len(lines) in (2, 3)
+        assert all(cell_len(line) <= width for line in lines)
+        assert all(line.isprintable() for line in lines)
+
+    def test_metrics_do_not_jump_back_and_forth_between_lines(self):
+        layout, track = Layout(), half_done()
+        short, long = {"loss": 1}, {"loss": "x" * 30}
+
+        def lines(metrics: dict, width: int) -> int:
+            return len(layout.compose([track], metrics, width=width, now=10.0).plain.split("\n"))
+
+        assert [lines(short, 80), lines(long, 80), lines(short, 80), lines(short, 81)] == [1, 2, 2, 1]
+
+    def test_an_unknown_total_has_no_bar(self):
+        track = Track("Epoch 1", math.inf, 0.0)
+        track.update(50, 10.0)
+        assert Layout().compose([track], {}, width=80, now=10.0).plain == "Epoch 1  50/?  5.00 it/s  0:10"
+
+    def test_what_is_not_finite_stands_out(self):
+        text = Layout().compose([half_done()], {"loss": math.nan, "acc": 0.5}, width=120, now=10.0)
+        styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
+        assert styles["nan"] == "bold red"
+        assert "red" not in styles.get("0.5000", "")
+
+    def test_a_terminal_without_unicode_gets_ascii(self):
+        text = Layout(ascii_only=True).compose([half_done()], {"loss": "x" * 99}, width=60, now=10.0)
+        assert text.plain.isascii()
+        assert "###-------" in text.plain
+        assert text.plain.endswith("...")
+
+
+def test_a_plain_line_says_the_same_in_words():
+    line = plain_line(half_done(), {"loss": 0.3124, "a\nb": 3}, now=10.0)
+    assert line == "Epoch 3/10: 412/1095 batches, 41.2 it/s, 0:10, 0:17 left, loss 0.3124, a b 3"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.31239, "0.3124"), (12.0, "12.00"), (1234.5, "1234"), (99999.0, "1.000e+05"), (1.5e-7, "1.500e-07"),
+        (-0.5, "-0.5000"), (0.0, "0.0"), (math.nan, "nan"), (-math.inf, "-inf"), (7, "7"), ("v\t1", "v 1"),
+    ],
+)  # fmt: skip
+def test_values_have_four_digits(value: object, text: str):
+    assert format_value(value) == text
+
+
+def test_times_and_rates():
+    assert [format_time(seconds) for seconds in (0.4, 59.6, 3599, 3600, 360000)] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "100:00:00",
+    ]
+    assert [format_rate(rate) for rate in (12345.0, 99.96, 38.24, 9.996, 1.0, 0.5, 0.01)] == [
+        "12345 it/s", " 100 it/s", "38.2 it/s", "10.0 it/s", "1.00 it/s", "2.00 s/it", " 100 s/it",
+    ]  # fmt: skip
+
+
+class _Bytes(io.BytesIO):
+    """Bytes that a terminal or a file takes."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+class TestDisplay:
+    def test_lines_are_redrawn_in_place_and_kept_lines_stay_above(self):
+        terminal = Terminal(40)
+        display = Display(Console(file=terminal, force_terminal=True, width=40, legacy_windows=False))
+        display.show(Text("one\nmore"))
+        assert (terminal.text, terminal.cursor_visible) == ("one\nmore", False)
+        display.show(Text("two"))
+        display.keep(Text("kept"))
+        display.write("said [bold]:smile:")
+        assert terminal.text == "kept\nsaid [bold]:smile:\ntwo"
+        display.close(keep=False)
+        assert (terminal.text, terminal.cursor_visible) == ("kept\nsaid [bold]:smile:", True)
+        display.close(keep=True)  # twice does nothing
+        assert terminal.text == "kept\nsaid [bold]:smile:"
+
+    def test_what_was_drawn_last_may_stay(self):
+        terminal = Terminal(40)
+        display = Display(Console(file=terminal, force_terminal=True, width=40, legacy_windows=False))
+        display.show(Text("one"))
+        display.close(keep=True)
+        terminal.write("next")
+        assert terminal.text == "one\nnext"
+
+    def test_a_dumb_terminal_is_no_place_to_animate(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("TERM", "dumb")
+        assert not Display(Console(file=Terminal(40), force_terminal=True)).animated
+
+    @pytest.mark.parametrize("terminal", [True, False])
+    def test_an_encoding_that_lacks_a_character_is_no_error(self, terminal: bool):
+        raw = _Bytes(terminal=terminal)
+        file = io.TextIOWrapper(raw, encoding="ascii")
+        display = Display(
+            Console(file=file, force_terminal=terminal, width=40, legacy_windows=False, color_system=None)
+        )
+        assert display.ascii_only
+        if terminal:
+            display.show(Text("größe 1"))
+            display.close(keep=True)
+        else:
+            display.write("größe 1\n")
+        assert b"gr??e 1" in raw.getvalue()
+
+    @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+    def test_a_file_that_takes_colours_is_no_place_to_animate(self, monkeypatch: pytest.MonkeyPatch, variable: str):
+        monkeypatch.setenv(variable, "1")
+        console = Console(file=io.StringIO())
+        assert console.is_terminal  # rich says so
+        assert not Display(console).animated
+
+    @pytest.mark.parametrize("missing", [None, "IPython", "ipywidgets"])
+    def test_a_notebook_is_animated_where_it_has_widgets(self, monkeypatch: pytest.MonkeyPatch, missing: str | None):
+        found = object()
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else found)
+        file = io.StringIO()
+        display = Display(Console(file=file, force_jupyter=True))
+        assert display.animated == (missing is None)
+        if missing is not None:
+            display.write("one line\n")
+            assert file.getvalue() == "one line\n"

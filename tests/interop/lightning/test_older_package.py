@@ -1,0 +1,167 @@
+"""Modules, data modules, callbacks, loggers and plugins of `pytorch_lightning` run as those of `lightning.pytorch` do.
+
+The two packages have the same sources, but the classes of one are no classes of the other.
+"""
+
+import types
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as newer
+import lightning_utilities.core.rank_zero as rank_zero_module
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise import Trainer
+from equipoise.interop.lightning.classes import base_of, is_a, is_overridden
+from tests.conftest import ignoring
+from tests.support.trainer_runs import loader, refuses, refuses_fit
+
+_LOG = rank_zero_module.log
+older = pytest.importorskip("pytorch_lightning", exc_type=ImportError)
+vars(rank_zero_module)["log"] = _LOG  # the import puts a logger of its own there, which other tests would miss
+pytestmark = ignoring(
+    "Checkpoint directory .* exists and is not empty",
+    "An epoch has 3 batches",
+    "The checkpoint holds states of callbacks",
+)
+BOTH = pytest.mark.parametrize("package", [newer, older], ids=["lightning.pytorch", "pytorch_lightning"])
+HOOKS = [name for name in dir(newer.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+
+
+def module_of(package: types.ModuleType) -> Any:
+    """Return a module whose base is that of the package."""
+
+    class Module(package.LightningModule):  # type: ignore[name-defined]
+        def __init__(self, width: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = nn.Linear(width, 1)
+
+        def loss(self, batch: Any) -> Tensor:
+            return self.layer(batch[0]).square().mean()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch))
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", self.loss(batch))
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layer(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    torch.manual_seed(7)
+    return Module()
+
+
+def data_of(package: types.ModuleType) -> Any:
+    methods = {f"{stage}_dataloader": lambda self: loader() for stage in ("train", "val", "test", "predict")}
+    return type("Data", (package.LightningDataModule,), methods)()
+
+
+def everything(package: types.ModuleType, folder: Path, **options: Any) -> dict[str, Any]:
+    """Run all entry points with parts of a package, and return what can be compared."""
+    seen: list[str] = []
+    recorder = type(
+        "Recorder",
+        (package.Callback,),
+        {name: (lambda self, *args, _name=name, **kwargs: seen.append(_name)) for name in HOOKS},
+    )
+    kept = package.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_last=True)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        callbacks=[
+            kept,
+            recorder(),
+            package.callbacks.EarlyStopping("val_loss", patience=5),
+            package.callbacks.LearningRateMonitor("epoch"),
+            package.callbacks.RichModelSummary(),
+            package.callbacks.TQDMProgressBar(refresh_rate=0),
+        ],
+        logger=package.loggers.CSVLogger(folder, name="csv", version=0),
+        log_every_n_steps=1,
+        default_root_dir=folder,
+        **options,
+    )
+    module, data = module_of(package), data_of(package)
+    trainer.fit(module, datamodule=data)
+    again = Trainer(
+        accelerator="cpu", max_epochs=5, logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )
+    again.fit(module_of(package), datamodule=data_of(package), ckpt_path=kept.last_model_path)
+    loaded = type(module).load_from_checkpoint(kept.best_model_path)
+    return {
+        "weights": [value.tolist() for value in module.state_dict().values()],
+        "resumed": [value.tolist() for value in again.lightning_module.state_dict().values()],
+        "loaded": [value.tolist() for value in loaded.state_dict().values()],
+        "hooks": seen,
+        "test": trainer.test(module, datamodule=data, verbose=False),
+        "predictions": trainer.predict(module, datamodule=data),
+        "best": Path(kept.best_model_path).name,
+        "rows": (folder / "csv" / "version_0" / "metrics.csv").read_text(),
+        "bound": "log" in vars(module),
+        "wrapped": type(trainer.callbacks[-1]).__name__,
+    }
+
+
+def test_a_program_of_the_older_package(tmp_path: Path) -> None:
+    expected = everything(newer, tmp_path / "newer")
+    actual = everything(older, tmp_path / "older")
+    assert actual.pop("rows").splitlines() == expected.pop("rows").splitlines()
+    for one, other in zip(expected.pop("predictions"), actual.pop("predictions"), strict=True):
+        assert torch.equal(one, other)
+    assert actual == expected
+
+
+def test_parts_of_both_packages(tmp_path: Path) -> None:
+    keeper = older.callbacks.ModelCheckpoint(tmp_path, filename="kept")
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[keeper],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=older.plugins.io.TorchCheckpointIO(),
+        profiler=older.profilers.SimpleProfiler(),
+    )
+    loaders = older.utilities.CombinedLoader([loader(), loader()], "min_size")
+    module = module_of(newer)
+    module.loss = lambda batch: module.layer(batch[0][0] if isinstance(batch[0], list) else batch[0]).square().mean()
+    trainer.fit(module, loaders, loader())
+    assert (tmp_path / "kept.ckpt").exists()
+    assert trainer.checkpoint_callback is keeper
+
+
+def test_only_one_of_each_kind_whatever_its_package() -> None:
+    bars = [older.callbacks.TQDMProgressBar(), newer.callbacks.TQDMProgressBar()]
+    refuses(lambda: Trainer(accelerator="cpu", callbacks=bars, logger=False), "one progress bar", "2")
+    stop = older.callbacks.ModelCheckpoint()
+    refuses(lambda: Trainer(enable_checkpointing=False, callbacks=[stop], logger=False), "enable_checkpointing=False")
+    finder = older.callbacks.LearningRateFinder()
+    refuses(lambda: Trainer(callbacks=[finder], logger=False), "LearningRateFinder", "Instead")
+    refuses_fit(older.LightningDataModule(), "takes a LightningModule")
+
+
+@BOTH
+def test_what_is_overridden(package: types.ModuleType) -> None:
+    module = module_of(package)
+    assert is_overridden("training_step", module)
+    assert not is_overridden("on_train_start", module)
+    assert not is_overridden("train_dataloader", module)
+    assert is_overridden("train_dataloader", data_of(package))
+    assert not is_overridden("on_train_start", package.Callback())
+    assert is_a(module, newer.LightningModule)
+    assert not is_a(module, newer.LightningDataModule, newer.Callback)
+    assert base_of(module, newer.LightningModule) is package.LightningModule

@@ -1,0 +1,393 @@
+"""What is private of Lightning, torchmetrics and torch still does what we use it for.
+
+Each test stands for a name in `interop.py`; whoever upgrades one of the three packages learns here what has changed.
+"""
+
+import copy
+import inspect
+import io
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
+
+from equipoise import Trainer
+from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, load_saving_states, saving_states
+from equipoise.interop.lightning.loaders import combine, combined_mode
+from equipoise.interop.lightning.loggers import continue_csv, csv_writer
+from equipoise.interop.lightning.modules import (
+    attach_profiler,
+    empty_init,
+    forget_run,
+    hyperparameters_name,
+    pretend_device,
+)
+from equipoise.interop.lightning.optimizers import NO_CLOSURE, wrap_optimizer
+from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions, bind_log, logging_levels
+from equipoise.interop.metrics import last_batch_value, load_metric_states, metric_states
+from equipoise.interop.torch.optimizers import has_step_hooks, unscales_by_itself
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, loader, trainer
+
+pytestmark = ignoring("An epoch has 3 batches")
+
+
+# self.log
+
+
+def test_the_arguments_of_log_are_lightnings() -> None:
+    ours = inspect.signature(vars(bound())["log"]).parameters
+    theirs = inspect.signature(LightningModule().log).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+    assert set(LogOptions._fields) < set(theirs)
+    assert all(theirs[name].default == default for name, default in LogOptions._field_defaults.items())
+
+
+def bound(module: LightningModule | None = None) -> LightningModule:
+    module = Small() if module is None else module
+    bind_log(module, [])
+    return module
+
+
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer])
+def test_the_module_knows_which_hook_runs(cls: Any) -> None:
+    seen = {}
+
+    class Module(Small):
+        def on_train_start(self) -> None:
+            seen["on_train_start"] = vars(self)[CURRENT_HOOK]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen["training_step"] = vars(self)[CURRENT_HOOK]
+            return super().training_step(batch, batch_idx)
+
+    module = Module()
+    assert vars(module)[CURRENT_HOOK] is None
+    trainer(cls).fit(module, loader())
+    assert seen == {name: name for name in seen}
+    assert vars(module)[CURRENT_HOOK] is None
+
+
+@pytest.mark.parametrize(
+    ("hook", "levels"),
+    [
+        ("training_step", (True, False)),
+        ("validation_step", (False, True)),
+        ("on_train_epoch_end", (False, True)),
+        ("on_before_zero_grad", (True, False)),
+        ("on_validation_epoch_end", (False, True)),
+    ],
+)
+def test_which_hooks_log(hook: str, levels: tuple[bool, bool]) -> None:
+    assert logging_levels(hook, None, None) == levels
+    with pytest.raises(MisconfigurationException, match="can't"):
+        logging_levels("on_fit_end", None, None)
+    with pytest.raises(MisconfigurationException, match="can't"):
+        logging_levels("on_train_epoch_end", True, None)
+
+
+def test_a_module_that_is_in_no_run() -> None:
+    module = bound()
+    assert module._trainer is None
+    with pytest.warns(UserWarning, match=r"trying to `self\.log\(\)` but the `self\.trainer` reference is not"):
+        module.log("loss", 1.0)
+
+
+# Metrics
+
+METRICS: dict[str, Callable[[], Metric]] = {"mean": MeanMetric, "sum": SumMetric, "list": CatMetric}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_the_value_of_the_last_batch(name: str) -> None:
+    metric = METRICS[name]()
+    for value in (1.0, 5.0):
+        returned = metric(torch.tensor([value]))
+        assert torch.equal(last_batch_value(metric), returned)
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_states_of_metrics_go_back(name: str, batches: int) -> None:
+    module, other = nn.Module(), nn.Module()
+    module.inner, other.inner = nn.ModuleDict({"metric": METRICS[name]()}), nn.ModuleDict({"metric": METRICS[name]()})
+    metric, target = module.inner["metric"], other.inner["metric"]
+    for value in range(batches):
+        metric.update(torch.tensor([float(value)]))
+    states = metric_states(module)
+    metric.update(torch.tensor([100.0]))  # what was taken does not change any more
+    target.update(torch.tensor([7.0]))
+    load_metric_states(other, states)
+    assert target.update_count == batches
+    expected = METRICS[name]()
+    for value in [*range(batches), 9]:
+        expected.update(torch.tensor([float(value)]))
+    target.update(torch.tensor([9.0]))
+    assert torch.equal(target.compute(), expected.compute())
+    buffer = io.BytesIO()
+    torch.save(states, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True).keys() == {"inner.metric"}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_states_of_metrics_are_loaded_onto_the_device_of_the_metric(name: str) -> None:
+    module = nn.Module()
+    module.metric = METRICS[name]()
+    module.metric.update(torch.tensor([1.0]))
+    states = metric_states(module)
+    module.metric.to("meta")  # the only other device that every machine has
+    load_metric_states(module, states)
+    loaded = [
+        item
+        for value in module.metric.metric_state.values()
+        for item in (value if isinstance(value, list) else [value])
+    ]
+    assert loaded
+    assert {tensor.device.type for tensor in loaded} == {"meta"}
+
+
+def test_states_of_metrics_that_are_gone_are_passed_over() -> None:
+    module = nn.Module()
+    load_metric_states(module, {"gone": {"state": {}, "count": 1}})
+    module.gone = nn.Linear(1, 1)
+    load_metric_states(module, {"gone": {"state": {}, "count": 1}})
+
+
+# Callbacks and checkpoints
+
+
+class OwnCheckpoint(ModelCheckpoint):
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callback", "idle"),
+    [
+        (ModelCheckpoint(), True),
+        (ModelCheckpoint(every_n_epochs=2), True),
+        (ModelCheckpoint(every_n_train_steps=3), False),
+        (ModelCheckpoint(train_time_interval=timedelta(minutes=1)), False),
+        (OwnCheckpoint(), False),
+        (L.Callback(), False),
+    ],
+    ids=["default", "epochs", "steps", "time", "subclass", "another"],
+)
+def test_a_checkpoint_callback_that_has_nothing_to_do_in_a_batch(callback: Any, idle: bool) -> None:
+    assert cannot_fire(callback, "on_train_batch_end") == idle
+    assert not cannot_fire(callback, "on_train_epoch_end")
+    if idle:
+        run = mock.MagicMock(global_step=3, current_epoch=0, callback_metrics={})
+        before = copy.deepcopy(callback.state_dict())
+        callback.on_train_batch_end(run, mock.MagicMock(automatic_optimization=True), {}, None, 2)
+        assert callback.state_dict() == before
+        run.save_checkpoint.assert_not_called()
+
+
+def test_the_last_checkpoints_of_an_earlier_process(tmp_path: Path) -> None:
+    def make() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, save_last=True)
+
+    trainer(callbacks=[make()], enable_checkpointing=True).fit(Small(), loader())
+    later = trainer(callbacks=[keeper := make()], enable_checkpointing=True)
+    assert last_checkpoints(keeper, later) == {str(tmp_path / "last.ckpt")}
+    assert last_checkpoints(ModelCheckpoint(tmp_path / "none", save_last=True), later) == set()
+
+
+def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> None:
+    """Its own state leaves out the step, the file and a save that waits; without them it saves a step again."""
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    seen: list[Any] = []
+
+    class Look(L.Callback):
+        def on_save_checkpoint(self, run: Any, module: Any, checkpoint: Any) -> None:
+            path = saver.best_model_path
+            seen.append(saving_states([saver], saver, path, run.global_step)[saver.state_key])
+
+    run = trainer(callbacks=[Look(), saver], enable_checkpointing=True)
+    run.fit(Small(), loader())
+    after = saving_states([saver, Look()], None, None, 99)
+    assert seen == [after[saver.state_key]]
+    assert seen[0]["last_global_step_saved"] == 2
+    assert seen[0]["last_checkpoint_saved"] == saver.best_model_path
+    assert set(seen[0]) == {"dirpath", "last_global_step_saved", "last_checkpoint_saved", "defer_save_until_validation"}
+
+    def taken_back(folder: Path) -> dict[str, Any]:
+        other = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+        load_saving_states([Look(), other], after)
+        return saving_states([other], None, None, 0)[other.state_key]
+
+    assert taken_back(tmp_path) == seen[0]
+    assert taken_back(tmp_path / "elsewhere")["last_global_step_saved"] == 0
+
+
+def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
+    """Its writer would delete the file; columns that it does not know would be an error."""
+    first = CSVLogger(tmp_path, name="", version="")
+    assert csv_writer(first) is None
+    first.log_metrics({"a": 1.0}, 0)
+    first.save()
+    assert csv_writer(first) is first.experiment
+    assert csv_writer(object()) is None
+    second = CSVLogger(tmp_path, name="", version="")
+    continue_csv(second, ["a", "step"])
+    second.log_metrics({"b": 2.0}, 1)
+    second.save()
+    assert (tmp_path / "metrics.csv").read_text().split() == ["a,b,step", "1.0,,0", ",2.0,1"]
+    second.log_hyperparams({"lr": 0.1})
+    second.save()
+    assert (tmp_path / "hparams.yaml").is_file()
+
+    class Own(CSVLogger):
+        @property
+        def experiment(self) -> Any: ...
+
+    assert csv_writer(Own(tmp_path)) is None
+
+
+def test_the_name_of_the_hyperparameters() -> None:
+    class WithConfig(Small):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    assert hyperparameters_name(WithConfig({"lr": 0.1})) == "config"
+    assert hyperparameters_name(Small()) is None
+    assert hyperparameters_name(L.LightningDataModule()) is None
+
+
+def test_hyperparameters_reach_the_loggers(tmp_path: Path) -> None:
+    class Module(Small):
+        def __init__(self, lr: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    logger = CSVLogger(tmp_path)
+    trainer(logger=logger).fit(Module(0.25), loader())
+    assert logger.experiment.hparams == {"lr": 0.25}
+
+
+# Modules and optimisers
+
+
+def test_the_device_is_known_before_the_module_is_there() -> None:
+    module = Small()
+    module.inner = Small()
+    pretend_device(module, torch.device("meta"))
+    assert module.device == module.inner.device == torch.device("meta")
+    assert module.layer.weight.device == torch.device("cpu")
+    module.to("cpu")
+    assert module.device == module.inner.device == torch.device("cpu")
+
+
+def test_what_a_run_leaves_in_a_module_is_cleared() -> None:
+    module = Small()
+    module._current_fx_name, module._metric_attributes = "training_step", {1: "metric"}
+    names = {name for name, value in vars(module).items() if value in ("training_step", {1: "metric"})}
+    forget_run(module)
+    fresh = vars(Small())
+    assert {name: vars(module)[name] for name in names} == {name: fresh[name] for name in names}
+    assert len(names) == 2
+
+
+class Recording:
+    """A strategy that writes down what a LightningOptimizer asks of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def optimizer_step(self, optimizer: Any, closure: Any, **kwargs: Any) -> str:
+        self.asked.append((optimizer, closure, kwargs))
+        return "answer"
+
+
+def test_optimisers_that_the_user_sees() -> None:
+    optimizer, strategy = SGD(Small().parameters(), lr=0.1), Recording()
+    wrapped = wrap_optimizer(optimizer, strategy)
+    assert isinstance(wrapped, (LightningOptimizer, SGD))
+    assert wrapped.optimizer is optimizer
+    assert wrap_optimizer(wrapped, strategy) is wrapped
+    closure = lambda: None  # noqa: E731
+    assert wrapped.step() == "answer"
+    assert wrapped.step(closure, extra=1) == "answer"
+    assert strategy.asked == [(optimizer, NO_CLOSURE, {}), (optimizer, closure, {"extra": 1})]
+
+
+def test_hooks_before_a_step() -> None:
+    optimizer = SGD(Small().parameters(), lr=0.1)
+    assert not has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *args: None)
+    assert has_step_hooks(optimizer)
+    handle.remove()
+    assert not has_step_hooks(optimizer)
+    optimizer.register_step_post_hook(lambda *args: None)
+    assert not has_step_hooks(optimizer)
+
+
+def test_optimisers_that_unscale_by_themselves() -> None:
+    """The scaler leaves unscaling to them, which is what we must know."""
+
+    class Own(Optimizer):
+        def __init__(self, parameters: Any, by_itself: bool) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+            self._step_supports_amp_scaling = by_itself
+
+        def step(self, closure: Any = None) -> Any:
+            self.seen = self.param_groups[0]["params"][0].grad.clone()
+
+    for by_itself in (True, False):
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer, scaler = Own([parameter], by_itself), torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        assert unscales_by_itself(optimizer) == by_itself
+        assert optimizer.seen == (4.0 if by_itself else 1.0)
+    assert unscales_by_itself(Adam(Small().parameters(), fused=True))
+    assert not unscales_by_itself(Adam(Small().parameters()))
+
+
+def test_modules_are_made_without_initialisation() -> None:
+    def counting() -> int:
+        state = torch.get_rng_state()
+        nn.Linear(3, 3)
+        return int(not torch.equal(state, torch.get_rng_state()))
+
+    with empty_init():
+        assert counting() == 0
+    assert counting() == 1
+
+
+# Loaders and profilers
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+def test_the_mode_of_a_combined_loader(mode: Any) -> None:
+    assert combined_mode(CombinedLoader([[1], [2]], mode)) == mode
+    if mode in ("max_size_cycle", "sequential"):
+        made = combine([[1], [2]], mode)
+        assert combined_mode(made) == mode
+        assert combine(made, "sequential") is made
+
+
+def test_a_profiler_knows_its_module_without_keeping_it() -> None:
+    profiler, module = SimpleProfiler(), Small()
+    attach_profiler(profiler, module)
+    assert profiler._lightning_module.layer is module.layer
+    del module
+    with pytest.raises(ReferenceError):
+        _ = profiler._lightning_module.layer

@@ -1,0 +1,169 @@
+"""`self.log` of a module and its callbacks is ours in a run, and only there."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from equipoise import Trainer
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, Validated, loader, trainer, with_step
+
+pytestmark = ignoring("An epoch has 3 batches")
+
+
+def is_bound(owner: Any) -> bool:
+    return "log" in vars(owner)
+
+
+class Watching(Small):
+    """Calls `during(module)` in its second training step."""
+
+    def __init__(self, during: Callable[[Any], Any] = lambda module: None) -> None:
+        super().__init__()
+        self.during = during
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.seen = self.during(self)
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "during": None}
+
+
+def test_log_is_bound_in_a_run_and_gone_after_it() -> None:
+    module = Watching(is_bound)
+    trainer().fit(module, loader())
+    assert module.seen
+    assert not is_bound(module)
+    assert module.log.__func__ is LightningModule.log
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_epoch_start", "training_step", "on_train_end"])
+def test_log_is_gone_after_an_error(hook: str, error: type[BaseException]) -> None:
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        assert is_bound(self)
+        raise error
+
+    module = type("Module", (Small,), {hook: fail})()
+    callback = L.Callback()
+    with pytest.raises(error):
+        trainer(callbacks=[callback]).fit(module, loader())
+    assert not is_bound(module)
+    assert not is_bound(callback)
+
+
+def test_log_is_bound_in_every_kind_of_run() -> None:
+    seen = []
+
+    class Module(Validated):
+        def on_validation_start(self) -> None:
+            seen.append(is_bound(self))
+
+        on_test_start = on_predict_start = on_validation_start
+
+    for entry in ("validate", "test"):
+        getattr(trainer(), entry)(Module(), loader(), verbose=False)
+    trainer().predict(Module(), loader())
+    assert seen == [True] * 3
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "cloudpickle": lambda module: pickle.loads(cloudpickle.dumps(module)),
+    "torch.save": lambda module: torch_round_trip(module),
+}
+
+
+def torch_round_trip(module: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_module_is_copied_in_the_course_of_a_run(name: str) -> None:
+    module = Watching(COPIES[name])
+    trainer(max_steps=2).fit(module, loader())
+    other = module.seen
+    assert type(other) is Watching
+    assert other._trainer is None
+    assert other.log.__self__ is other
+    with pytest.warns(UserWarning, match="reference is not"):
+        other.log("loss", 1.0)
+    other.during = lambda module: None
+    run = trainer()
+    run.fit(other, loader())  # a run of its own
+    assert other.ran[-3:] == ["training"] * 3
+    assert "loss" in run.callback_metrics
+    assert not is_bound(other)
+    assert not is_bound(module)
+
+
+@pytest.mark.parametrize("kind", ["class", "instance"])
+def test_a_log_of_the_users_own_is_kept(kind: str) -> None:
+    names = []
+
+    def log(self: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        names.append(name)
+        LightningModule.log(self, name, *args, **kwargs)
+
+    if kind == "class":
+        module = type("Module", (Small,), {"log": log})()
+    else:
+        module = Small()
+        module.log = log.__get__(module)
+    before = module.log
+    run = trainer()
+    run.fit(module, loader())
+    assert names == ["loss"] * 3
+    assert "loss" in run.callback_metrics
+    assert module.log == before
+    assert is_bound(module) == (kind == "instance")
+
+
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer])
+def test_a_module_inside_the_module_cannot_log(cls: Any) -> None:
+    module = with_step(lambda m, batch: m.inner.log("loss", 1.0))
+    module.inner = Small()
+    with pytest.raises(MisconfigurationException, match="not managed by the `Trainer` control flow"):
+        trainer(cls).fit(module, loader())
+    assert not is_bound(module.inner)
+
+
+def test_callbacks_log_through_the_module() -> None:
+    class Logging(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("one", 1.0, on_epoch=True)
+            self.log_dict({"two": 2.0, "three": 3.0})
+
+    callback, run = Logging(), trainer()
+    run = trainer(callbacks=[callback])
+    run.fit(Small(), loader())
+    assert {"one", "two", "three", "loss"} <= set(run.callback_metrics)
+    assert not {"log", "log_dict"} & set(vars(callback))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler's own making
+def test_a_compiled_module_logs() -> None:
+    module = Small()
+    assert module._compiler_ctx is None
+    compiled = torch.compile(module, backend="eager")
+    run = trainer(max_steps=2)
+    run.fit(compiled, loader())
+    assert "loss" in run.callback_metrics
+    assert run.lightning_module._compiler_ctx is not None
+    assert not is_bound(run.lightning_module)

@@ -1,0 +1,318 @@
+"""A process group: who can reach its store, whose it is, and what it leaves behind."""
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from equipoise.parallel.communication import process_group
+from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, host_group, joined
+from equipoise.parallel.communication.rank import Rank, find_rank
+from equipoise.parallel.workers.launch import launch
+from tests.support.ports import unused_port
+
+CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=120)
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+ALONE = Rank(0, 0, 0, 1, 1)
+
+
+def started(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> Any:
+    """What the first process answers to `function(place, port, *arguments)`; they meet at a store of ours."""
+    store = StoreServer()
+    worker = partial(_start, function, store.port, arguments, processes)
+    return launch(worker, processes, is_consequence=follows_from_another)
+
+
+def _start(function: Any, port: int, arguments: Any, processes: int, rank: int) -> Any:
+    return function(Rank(rank, rank, 0, processes, processes), port, *arguments)
+
+
+def in_group(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> list[Any]:
+    """What all processes of a group answer to `function(rank, *arguments)`, in order."""
+    answers: list[Any] = started(_join, function, arguments, processes=processes)
+    return answers
+
+
+def _join(place: Rank, port: int, function: Any, arguments: Any) -> list[Any]:
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        return gathered(function(place.global_rank, *arguments))
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all processes."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def summed() -> float:
+    """1 + 2 + ..., over all processes."""
+    value = torch.tensor(dist.get_rank() + 1.0)
+    dist.all_reduce(value)
+    return float(value)
+
+
+# Who can reach it
+
+
+def addresses() -> set[str]:
+    """Those at which this process can be reached, or has been."""
+    return {each.laddr.ip for each in psutil.Process().net_connections("tcp")}
+
+
+def ports() -> dict[int, str]:
+    """Those on which this process listens, with the addresses."""
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr.port: each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def test_the_store_listens_to_this_machine_alone() -> None:
+    before = ports()
+    store = StoreServer()
+    opened = {port: address for port, address in ports().items() if port not in before}
+    assert opened == {store.port: "127.0.0.1"}
+    port = store.port
+    del store
+    assert port not in ports()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_store_closes_its_port_while_an_error_still_refers_to_it() -> None:
+    def fail() -> None:
+        with StoreServer() as store:
+            assert store.port in ports()
+            raise ValueError("on purpose")
+
+    before = ports()
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        fail()
+    assert ports() == before
+    assert "store" in caught.traceback[-1].frame.f_locals
+
+
+def test_stores_have_ports_of_their_own() -> None:
+    stores = [StoreServer() for _ in range(3)]
+    assert len({store.port for store in stores}) == 3
+
+
+def reached(rank: int) -> tuple[float, set[str]]:
+    return summed(), addresses()
+
+
+def test_processes_talk_over_the_loopback_interface() -> None:
+    for total, found in in_group(reached):
+        assert total == 3
+        assert found <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+# Whose it is
+
+
+def twice(place: Rank, port: int) -> tuple[list[float], bool, list[Any], bool]:
+    """A group of others around ours, then one of ours on the same store."""
+    store = dist.PrefixStore("others", dist.TCPStore("127.0.0.1", port, timeout=PATIENCE, use_libuv=False))
+    dist.init_process_group("gloo", store=store, rank=place.global_rank, world_size=place.world_size)
+    found = find_rank({})
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        sums = [summed()]
+    stays = dist.is_initialized()
+    sums.append(summed())
+    with pytest.raises(ZeroDivisionError), joined(place, CPU, timeout=PATIENCE, port=port):
+        raise ZeroDivisionError
+    sums.append(summed())
+    dist.destroy_process_group()
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        sums.append(summed())
+        places = gathered(found)
+    return sums, stays, places, dist.is_initialized()
+
+
+def test_a_group_of_others_is_left_to_them() -> None:
+    sums, stays, places, remains = started(twice)
+    assert sums == [3, 3, 3, 3]
+    assert stays
+    assert places == [Rank(0, 0, 0, 2, None), Rank(1, 1, 0, 2, None)]
+    assert not remains
+
+
+def beside(place: Rank, port: int, begun: bool) -> tuple[float, bool, bool]:
+    """Takes gloo for a backend of devices, which knows no tensors of the host."""
+    dist.get_backend = lambda group=None: "nccl"  # in this process, which ends with this function
+    if begun:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=place.global_rank, world_size=2, timeout=PATIENCE)
+    before = host_group()
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        value = torch.tensor(place.global_rank + 1.0)
+        dist.all_reduce(value, group=host_group())
+        is_another = host_group() not in (None, dist.group.WORLD)
+    return float(value), is_another, before is None and host_group() is None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_group_of_the_hosts_beside_one_of_the_devices(begun: bool) -> None:
+    assert started(beside, begun) == (3.0, True, True)
+
+
+def one_after_another(place: Rank, port: int) -> list[tuple[float, bool]]:
+    found = []
+    for count in (3, 2, 1, 3):
+        if place.global_rank < count:
+            own = Rank(place.global_rank, place.local_rank, 0, count, count)
+            with joined(own, CPU, timeout=PATIENCE, port=port):
+                total = summed()
+            found.append((total, dist.is_initialized()))
+        else:
+            elsewhere = StoreServer()
+            with joined(ALONE, CPU, timeout=PATIENCE, port=elsewhere.port):  # groups are counted by each process
+                pass
+    return found
+
+
+def test_groups_one_after_another_on_one_store() -> None:
+    """Also of other sizes: what an earlier one has left there misleads nobody."""
+    assert started(one_after_another, processes=3) == [(6, False), (3, False), (1, False), (6, False)]
+
+
+def meets_by_environment(place: Rank, port: int) -> list[float]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(place.global_rank), WORLD_SIZE="2")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun, which holds the store
+    sums = []
+    for _ in range(2):
+        with joined(place, CPU, timeout=PATIENCE):
+            sums.append(summed())
+    return sums
+
+
+def test_the_environment_says_where_to_meet() -> None:
+    assert started(meets_by_environment) == [3, 3]
+
+
+def meets_again_before_the_server_has_left(place: Rank, port: int, connected: Path) -> list[float]:
+    """As under Slurm, where the first process serves the store; the second is in the next group before it has left."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(place.global_rank), WORLD_SIZE="2")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    leave = dist.destroy_process_group
+    meet = process_group._meet
+
+    def leave_late(group: Any = None) -> None:
+        connected.read_bytes()  # a pipe: it ends when the other process has written
+        leave(group)
+
+    def meet_and_say_so(*arguments: Any) -> Any:
+        store = meet(*arguments)
+        connected.write_bytes(b"")
+        return store
+
+    sums = []
+    for group in range(2):
+        if group == 0 and place.global_rank == 0:
+            dist.destroy_process_group = leave_late
+        if group == 1 and place.global_rank == 1:
+            process_group._meet = meet_and_say_so
+        with joined(place, CPU, timeout=PATIENCE):
+            sums.append(summed())
+        dist.destroy_process_group = leave
+    return sums
+
+
+def test_a_group_after_another_on_the_store_of_the_first_process(tmp_path: Path) -> None:
+    connected = tmp_path / "connected"
+    os.mkfifo(connected)
+    worker = partial(_start, meets_again_before_the_server_has_left, unused_port(), (connected,), 2)
+    assert launch(worker, 2, is_consequence=follows_from_another) == [3, 3]
+
+
+def leaves_a_word(port: int, attempt: int, rank: int) -> bool:
+    """Whether a group finds what one of an earlier attempt has left in the store."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(attempt))
+    with joined(ALONE, CPU, timeout=PATIENCE):
+        store = dist.distributed_c10d._get_default_store()
+        found = store.check(["word"])
+        store.set("word", "left")
+    return bool(found)
+
+
+def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
+    """Torchrun's store lives on; addresses of processes that are gone would be taken for those of their successors."""
+    store = StoreServer()
+    assert [launch(partial(leaves_a_word, store.port, attempt), 1) for attempt in range(3)] == [False] * 3
+
+
+# What it leaves behind
+
+
+def interfaces(place: Rank, port: int) -> list[str | None]:
+    """What the environment says before a group, in it and after it."""
+    found = [os.environ.get(INTERFACE)]
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        found.append(os.environ.get(INTERFACE))
+    return [*found, os.environ.get(INTERFACE)]
+
+
+@pytest.mark.parametrize("chosen", [None, LOOPBACK])
+def test_the_interface_is_restored(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INTERFACE, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(INTERFACE, chosen)
+    assert started(interfaces) == [chosen] * 3
+    assert os.environ.get(INTERFACE) == chosen
+
+
+def test_the_interface_is_restored_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INTERFACE, raising=False)
+    monkeypatch.setattr(process_group, "_MEETING", timedelta(seconds=0.1))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        short, port = timedelta(seconds=0.1), nobody.getsockname()[1]
+        with pytest.raises(dist.DistError) as caught, joined(ALONE, CPU, timeout=short, port=port):
+            pass
+    assert INTERFACE not in os.environ
+    assert follows_from_another(caught.value)
+    assert not dist.is_initialized()
+
+
+def waits_in_vain(place: Rank, port: int) -> tuple[bool, bool]:
+    """The other one does not come to the second exchange."""
+    follows = False
+    try:
+        with joined(place, CPU, timeout=PATIENCE, port=port):
+            summed()
+            if place.global_rank == 1:
+                raise ValueError
+            summed()
+    except (RuntimeError, ValueError) as error:
+        follows = follows_from_another(error)
+    return follows, dist.is_initialized()
+
+
+def test_a_group_that_failed_is_not_left_in_order() -> None:
+    """Leaving would wait for the others."""
+    assert started(waits_in_vain) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (dist.DistNetworkError("no answer"), True),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), True),
+        (RuntimeError("NCCL communicator was aborted"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ConnectionResetError("Connection reset by peer"), False),  # of the user's own connections
+        (ValueError("broken pipe"), False),
+    ],
+)
+def test_what_follows_from_another(error: Exception, follows: bool) -> None:
+    assert follows_from_another(error) == follows

@@ -1,0 +1,476 @@
+"""Worker processes: what comes back from them, what they find, which error is told, and that nothing stays."""
+
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from equipoise import ConfigurationError, WorkerError
+from equipoise.parallel.communication.process_group import follows_from_another
+from equipoise.parallel.workers.launch import launch
+from tests.conftest import threads_that_stay
+from tests.parallel.communication.test_process_group import in_group
+
+
+def number(rank: int) -> int:
+    return rank
+
+
+@pytest.fixture(scope="module")
+def servers() -> None:
+    """The first launch starts two, which stay."""
+    launch(number, 1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(servers: None) -> Iterator[None]:
+    """No descriptor, thread, process or handler that was not there before; what earlier tests have left may go."""
+    gc.collect()
+    threads, processes, descriptors, changeable = threading.enumerate(), running(), psutil.Process().num_fds(), state()
+    yield
+    gc.collect()
+    assert not threads_that_stay(threads, daemons=True)
+    assert running() <= processes
+    assert psutil.Process().num_fds() <= descriptors
+    assert state() == changeable
+
+
+def running() -> set[int]:
+    """The ids of this process's children and of their workers."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def state() -> tuple[Any, ...]:
+    """What a launch changes for a moment."""
+    main = sys.modules["__main__"]
+    return signal.getsignal(signal.SIGTERM), getattr(main, "__file__", None), main.__spec__
+
+
+# What comes back
+
+
+def described(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "process": os.getpid(), "tensor": torch.full((2,), float(rank))}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_first_ones_answer_comes_back(count: int) -> None:
+    answer = launch(described, count)
+    assert answer["rank"] == 0
+    assert answer["process"] != os.getpid()
+    assert answer["tensor"].tolist() == [0, 0]
+    assert launch(number, count) == 0
+
+
+def test_functions_that_have_no_name() -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    captured = Local(5)
+    answer = launch(lambda rank: Local(captured.value + rank), 2)
+    assert type(answer) is Local
+    assert answer.value == 5
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value, self.lock = value, None
+
+
+def changed(one: Holder, two: Holder, rank: int) -> dict[str, Any]:
+    one.value, own = "changed", Holder(two)
+    return {"one": one, "again": [one], "own": own, "value": one.value}
+
+
+def test_known_objects_come_back_as_the_callers_own() -> None:
+    """They stand for themselves; whoever wants what changed in them sends it along."""
+    one, two = Holder("one"), Holder(torch.ones(2))
+    answer = launch(partial(changed, one, two), 2, known=[one, two])
+    assert answer["one"] is one
+    assert answer["again"][0] is one
+    assert answer["own"].value is two
+    assert (one.value, answer["value"]) == ("one", "changed")
+    strange = launch(partial(changed, one, two), 2)
+    assert strange["one"] is not one
+    assert strange["one"].value == "changed"
+    assert strange["again"][0] is strange["one"]
+
+
+def grown(module: nn.Linear, rank: int) -> nn.Linear:
+    with torch.no_grad():
+        module.weight += 1
+    return module
+
+
+def test_what_a_worker_changes_is_its_own() -> None:
+    module = nn.Linear(2, 2)
+    before = module.weight.detach().clone()
+    answer = launch(partial(grown, module), 2)
+    assert torch.equal(module.weight, before)
+    assert torch.equal(answer.weight, before + 1)
+
+
+# What they find
+
+
+def surroundings(rank: int) -> dict[str, Any]:
+    return {
+        "set": os.environ.get("SET_IN_THE_PARENT"),
+        "unset": os.environ.get("HOME"),
+        "folder": os.getcwd(),
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "path": list(sys.path),
+        "draws": draws(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def draws() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def test_surroundings_are_taken_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of this moment, not those of the server, which was started before."""
+    monkeypatch.delenv("HOME", raising=False)  # the server has it
+    monkeypatch.setenv("SET_IN_THE_PARENT", "a b")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dtype, precision, deterministic = (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.get_deterministic_debug_mode(),
+    )
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("high")
+        torch.set_deterministic_debug_mode("warn")
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
+        torch.set_num_threads(4)
+        found = launch(surroundings, 2)
+        expected = surroundings(0)  # drawn after the launch, which has drawn nothing here
+    finally:
+        torch.set_num_threads(1)
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_deterministic_debug_mode(deterministic)
+    assert found == {**expected, "threads": 2}
+    assert (found["set"], found["unset"], found["dtype"]) == ("a b", None, torch.float64)
+
+
+def test_all_draw_the_same() -> None:
+    one, other = in_group(lambda rank: draws())
+    assert one == other
+
+
+# Errors
+
+
+class Mistake(Exception):
+    """One that keeps something, and wants something else to be made."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"mistake number {code}")
+        self.code, self.values = code, torch.arange(3)
+
+    def __reduce__(self) -> Any:
+        return Mistake, (self.code,), {"values": self.values, **vars(self)}
+
+
+class Demanding(Exception):
+    """One that cannot be made again from what it keeps."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two} do not fit")
+
+
+class Locked(Exception):
+    """One that cannot be sent."""
+
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+def fails(failing: int, make: Any, rank: int) -> int:
+    if rank == failing:
+        error = make()
+        error.add_note("A note of its own.")
+        try:
+            return [][rank]
+        except IndexError:
+            raise error from None
+    return rank
+
+
+@pytest.mark.parametrize(("failing", "count"), [(0, 1), (0, 2), (1, 2), (2, 3)])
+def test_an_error_comes_back_as_what_it_is(failing: int, count: int) -> None:
+    with pytest.raises(Mistake, match="mistake number 7") as caught:
+        launch(partial(fails, failing, partial(Mistake, 7)), count)
+    error = caught.value
+    assert error.code == 7
+    assert torch.equal(error.values, torch.arange(3))
+    assert error.__notes__ == ["A note of its own.", f"Raised in rank {failing} of {count}."]
+    told = str(error.__cause__)
+    assert "Traceback" in told
+    assert "in fails" in told
+    assert "raise error from None" in told
+    assert launch(number, 2) == 0
+
+
+def test_an_error_of_a_class_that_has_no_name() -> None:
+    class Local(ValueError):
+        pass
+
+    with pytest.raises(Local, match="on purpose"):
+        launch(partial(fails, 1, partial(Local, "on purpose")), 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [(Locked, "Locked: holds a lock"), (partial(Demanding, 1, 2), "Demanding: 1 and 2 do not fit")],
+    ids=["cannot be sent", "cannot be made again"],
+)
+def test_an_error_that_cannot_come_back_is_told(make: Any, told: str) -> None:
+    with pytest.raises(WorkerError, match=rf"^rank 1 of 2 failed:(?s:.*)in fails(?s:.*){told}"):
+        launch(partial(fails, 1, make), 2)
+
+
+def unsendable(rank: int) -> Any:
+    return {"lock": threading.Lock()}
+
+
+def test_an_answer_that_cannot_come_back_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="lock cannot be sent") as caught:
+        launch(unsendable, 2)
+    assert "Raised in rank 0 of 2." in caught.value.__notes__
+
+
+def test_a_function_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="which cannot be sent"):
+        launch(partial(changed, Holder(threading.Lock()), Holder(1)), 2)
+
+
+def leaves(how: str, rank: int) -> None:
+    if rank == 1 and how == "sys.exit":
+        sys.exit("enough")
+    if rank == 1:
+        os._exit(int(how))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("sys.exit", r"sys\.exit\('enough'\)"), ("7", "left with exit code 7"), ("0", "left with exit code 0")],
+)
+def test_whoever_leaves_is_named(how: str, told: str) -> None:
+    with pytest.raises(WorkerError, match=f"^rank 1 of 2 failed(?s:.*){told}"):
+        launch(partial(leaves, how), 2)
+
+
+def is_killed(rank: int) -> None:
+    torch.distributed.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+
+
+def test_a_signal_is_blamed_before_what_follows_from_it() -> None:
+    with pytest.raises(WorkerError, match=r"^rank 1 of 2 was killed by SIGKILL\. .*out of memory\.$"):
+        in_group(is_killed)
+
+
+def complains(rank: int) -> None:
+    raise RuntimeError("Connection closed by peer" if rank == 0 else "a mistake")
+
+
+def test_an_error_is_blamed_before_what_follows_from_it() -> None:
+    with pytest.raises(RuntimeError, match="a mistake") as caught:
+        launch(complains, 3, is_consequence=follows_from_another)
+    assert caught.value.__notes__[0] in ("Raised in rank 1 of 3.", "Raised in rank 2 of 3.")
+
+
+def follows_and_then_fails(fifo: str, rank: int) -> None:
+    """Rank 0 ends with what follows from rank 1, which raises its error when rank 0 is gone."""
+    if rank == 0:
+        os.open(fifo, os.O_WRONLY)
+        raise RuntimeError("Connection closed by peer")
+    with open(fifo, "rb") as ended:
+        ended.read()
+    raise RuntimeError("a mistake")
+
+
+def test_a_cause_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may report the cause last."""
+    monkeypatch.setattr("equipoise.parallel.workers.launch._GATHERING", 0.0)
+    monkeypatch.setattr("equipoise.parallel.workers.launch._UNTIL_CAUSE", 120.0)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(RuntimeError, match="a mistake"):
+        launch(partial(follows_and_then_fails, str(tmp_path / "fifo")), 2, is_consequence=follows_from_another)
+
+
+def gives_up(rank: int) -> None:
+    raise RuntimeError("Timed out waiting 1000ms for recv" if rank == 1 else "Connection closed by peer")
+
+
+def test_processes_that_wait_for_one_another_are_named_whoever_gives_up_first() -> None:
+    with pytest.raises(WorkerError, match=r"^All 2 processes waited for others(?s:.*)rank 0:(?s:.*)rank 1:"):
+        launch(gives_up, 2, is_consequence=follows_from_another)
+
+
+def raised_by_a_signal(*_: Any) -> None:
+    raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+
+def a_child_ends(error: BaseException) -> bool:
+    """Ends a child process, whose signal is answered at once."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return False
+
+
+def fails_while_a_child_ends(rank: int) -> None:
+    turn_off = signal.signal
+
+    def once_too_late(number: int, handler: Any) -> Any:
+        """The first attempt to turn the signal off comes too late."""
+        signal.signal = turn_off
+
+    signal.signal(signal.SIGCHLD, raised_by_a_signal)
+    signal.signal = once_too_late  # type: ignore[assignment]
+    raise Mistake(3)
+
+
+def test_a_report_that_is_broken_off_is_made_again() -> None:
+    with pytest.raises(Mistake, match="mistake number 3"):
+        launch(fails_while_a_child_ends, 1, is_consequence=a_child_ends)
+
+
+def leaves_with(rank: int) -> None:
+    os._exit(255)
+
+
+def test_an_exit_code_that_the_server_may_have_made() -> None:
+    with pytest.raises(WorkerError, match=r"exit code 255\. The server that starts processes may have been ended"):
+        launch(leaves_with, 1)
+
+
+def waits(raising: int, rank: int) -> None:
+    if rank == raising:
+        raise Mistake(1)
+    threading.Event().wait()
+
+
+def test_nobody_waits_for_those_that_wait() -> None:
+    with pytest.raises(Mistake):
+        launch(partial(waits, 1), 3)
+
+
+# Where it is called
+
+
+def test_in_a_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(launch, described, 2).result()["rank"] == 0
+        with pytest.raises(Mistake):
+            pool.submit(launch, partial(fails, 0, partial(Mistake, 1)), 2).result()
+
+
+def test_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", main.__spec__)  # which each of them hides for a moment
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(partial(launch, described), [2, 2]))
+    assert answers[0]["process"] != answers[1]["process"]
+
+
+SCRIPT = """
+import gc, json, os, sys
+os.write(1, b"the script runs\\n")
+import torch
+from multiprocessing import forkserver, set_forkserver_preload
+from equipoise import DDPStrategy, PipelineStrategy, Trainer
+from equipoise.parallel.workers.launch import launch
+from equipoise.parallel.workers.preloading import preload
+
+preload("tabnanny", "a_module_that_is_not_there")
+set_forkserver_preload(["__main__", "pyclbr", "torch"])
+assert not {"tabnanny", "pyclbr"} & set(sys.modules)
+
+class Thing:
+    def __init__(self, value):
+        self.value = value
+
+class Mistake(Exception):
+    pass
+
+def work(rank):
+    os.write(1, f"rank {rank} runs\\n".encode())
+    if rank == 1 and FAILS:
+        raise Mistake("on purpose")
+    return Thing(OFFSET + rank)
+
+OFFSET, FAILS, parent = 40, False, os.getpid()
+before = (sys.modules["__main__"].__spec__, __file__)
+answer = launch(work, 2)
+assert type(answer) is Thing and answer.value == 40
+OFFSET = 50
+assert launch(work, 2).value == 50
+FAILS = True
+try:
+    launch(work, 2)
+except Mistake as error:
+    assert error.__notes__ == ["Raised in rank 1 of 2."]
+else:
+    raise AssertionError
+assert (sys.modules["__main__"].__spec__, __file__) == before
+modules, frozen = launch(lambda rank: (list(sys.modules), gc.get_freeze_count()), 1)
+assert frozen > 10_000
+assert forkserver._forkserver._preload_modules == ["__main__", "pyclbr", "torch"]
+print(json.dumps(modules))
+print("the script ends")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_runs_once_and_its_workers_find_what_was_registered(tmp_path: Path) -> None:
+    """Without a guard around what it does; what it defines goes to the workers and comes back.
+
+    The trainer and its strategies register themselves for the server. Modules that the user gave multiprocessing are
+    there as well; what cannot be imported is passed over.
+    """
+    (tmp_path / "script.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment, command = {**os.environ, "PYTHONPATH": path}, [sys.executable, "-m", "script"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    first, *others, found, last = done.stdout.splitlines()
+    assert (first, last) == ("the script runs", "the script ends")
+    assert sorted(others) == ["rank 0 runs"] * 3 + ["rank 1 runs"] * 3
+    modules = json.loads(found)
+    assert {"tabnanny", "pyclbr", "lightning.pytorch", "torchmetrics.classification"} <= set(modules)
+    assert {"equipoise.trainer.trainer", "equipoise.strategies.ddp.strategy", "equipoise.strategies.pipeline"} <= set(
+        modules
+    )
+    assert "equipoise.app" not in modules

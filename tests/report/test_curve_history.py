@@ -1,0 +1,182 @@
+"""Curves by steps as a fit records them: what loggers are handed, at its step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+import equipoise
+from equipoise import RunSummary
+from equipoise.trainer.logging.logs import Logs
+from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Small, loader, trainer
+
+pytestmark = LIGHTNINGS_OWN_WARNINGS
+
+
+def fit(module: Small, *loaders: Any, callbacks: Any = (), ckpt_path: Any = None, **options: Any) -> RunSummary:
+    summary = RunSummary(curves=False, table=False)
+    options = {"max_epochs": 1, "enable_progress_bar": False, "num_sanity_val_steps": 0, **options}
+    run = trainer(equipoise.Trainer, callbacks=[summary, *callbacks], **options)
+    run.fit(module, *loaders, ckpt_path=ckpt_path)
+    assert run.metric_listeners == []
+    return summary
+
+
+def by_step(summary: RunSummary) -> dict[str, dict[float, float]]:
+    return {name: dict(curve) for name, curve in summary.recorded.step_curves().items()}
+
+
+class Both(Small):
+    """Logs its loss for steps and for the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("loss", float(self.global_step), on_step=True, on_epoch=True)
+        return self.layer(batch[0]).square().mean()
+
+
+class Scheduled(Small):
+    """Halves its learning rate after each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class TestRecorded:
+    @pytest.mark.parametrize("with_logger", [True, False])
+    def test_values_stand_at_the_step_at_which_loggers_are_handed_them(self, with_logger: bool):
+        logger = CSVLogger("logs") if with_logger else False
+        options = {"logger": logger, "log_every_n_steps": 3, "val_check_interval": 0.5, "max_epochs": 2}
+        summary = fit(Small(), loader(8), loader(1), **options)
+        assert by_step(summary) == {
+            "loss": {2: 2, 5: 5, 8: 8, 11: 11, 14: 14},
+            "val_loss": {3: 10, 7: 10, 11: 11, 15: 11},
+            "late": {7: 100, 15: 101},
+        }
+        assert summary.recorded.epoch_ends() == {1: 7, 2: 15}
+
+    def test_a_value_of_both_has_a_curve_for_each(self):
+        curves = by_step(fit(Both(), loader(4), max_epochs=2, log_every_n_steps=2))
+        assert curves["loss_step"] == {1: 1, 3: 3, 5: 5, 7: 7}
+        assert curves["loss"] == {3: 1.5, 7: 5.5}
+        assert set(curves) == {"loss", "loss_step", "late"}
+
+    def test_what_loggers_are_not_handed_stands_at_the_end_of_its_epoch(self):
+        class Quiet(Small):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                self.log("quiet", float(self.global_step), logger=False)
+                return super().training_step(batch, batch_idx)
+
+        curves = by_step(fit(Quiet(), loader(4), max_epochs=2, log_every_n_steps=1))
+        assert curves["quiet"] == {3: 3, 7: 7}
+        assert list(curves["loss"]) == list(range(8))
+
+    def test_a_step_of_the_users_own_moves_no_curve(self):
+        class OwnStep(Small):
+            def on_train_epoch_end(self) -> None:
+                self.log("step", float(self.current_epoch))
+                super().on_train_epoch_end()
+
+        curves = by_step(fit(OwnStep(), loader(4), max_epochs=2, log_every_n_steps=4, logger=CSVLogger("logs")))
+        assert curves["late"] == {3: 100, 7: 101}
+
+    def test_an_evaluation_after_the_fit_adds_nothing(self):
+        summary = RunSummary(curves=False, table=False)
+        run = trainer(equipoise.Trainer, callbacks=[summary], max_epochs=1, enable_progress_bar=False)
+        run.fit(Small(), loader(2), loader(1))
+        before = by_step(summary)
+        run.validate(Small(), loader(3), verbose=False)
+        assert by_step(summary) == before
+
+
+class TestLearningRate:
+    def test_the_rate_of_a_scheduler_is_recorded_with_the_values_of_steps(self):
+        curves = by_step(fit(Scheduled(), loader(6), log_every_n_steps=2))
+        assert curves["lr-SGD"] == {1: 0.25, 3: 0.0625, 5: 0.015625}
+
+    def test_a_monitor_changes_nothing_about_it(self):
+        options: dict[str, Any] = {"callbacks": [LearningRateMonitor()], "logger": CSVLogger("logs")}
+        curves = by_step(fit(Scheduled(), loader(6), log_every_n_steps=2, **options))
+        assert curves["lr-SGD"] == {1: 0.25, 3: 0.0625, 5: 0.015625}
+
+    def test_without_a_scheduler_there_is_none(self):
+        assert set(by_step(fit(Small(), loader(2), log_every_n_steps=1))) == {"loss", "late"}
+
+
+class TestBrokenOff:
+    def run(
+        self, module: Small, *loaders: Any, error: type[BaseException] = ValueError
+    ) -> dict[str, dict[float, float]]:
+        summary = RunSummary(curves=False, table=False)
+        options = {"max_epochs": 2, "log_every_n_steps": 3, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+        run = trainer(equipoise.Trainer, callbacks=[summary], **options)
+        with pytest.raises(error, match="stop"):
+            run.fit(module, *loaders)
+        assert run.metric_listeners == []
+        return by_step(summary)
+
+    def test_a_step_that_fails_before_it_logs_leaves_the_values_of_the_step_before(self):
+        def fail(module: Any, stage: str, batch_idx: int) -> None:
+            if module.global_step == 7:
+                raise ValueError("stop")
+
+        assert self.run(Small(fail), loader(10)) == {"loss": {2: 2, 5: 5, 6: 6}}
+
+    def test_a_failure_in_the_first_steps_leaves_a_curve(self):
+        def fail(module: Any, stage: str, batch_idx: int) -> None:
+            if module.global_step == 1:
+                raise ValueError("stop")
+
+        assert self.run(Small(fail), loader(10)) == {"loss": {0: 0}}
+
+    def test_a_validation_that_fails_leaves_no_values_of_its_own(self):
+        def fail(module: Any, stage: str, batch_idx: int) -> None:
+            if stage == "val" and batch_idx == 1:
+                raise ValueError("stop")
+
+        assert self.run(Small(fail), loader(4), loader(2)) == {"loss": {2: 2}}
+
+
+class TestResumed:
+    @pytest.mark.parametrize("name", ["step=5", "step=8"])
+    def test_a_resumed_fit_has_the_curves_of_a_whole_one(self, tmp_path: Path, name: str):
+        """Once from the midst of an epoch, once from an end."""
+
+        def saving() -> list[ModelCheckpoint]:
+            within = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+            at_end = ModelCheckpoint(
+                tmp_path, filename="{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True
+            )
+            return [within, at_end]
+
+        options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, "log_every_n_steps": 2}
+        whole = fit(Both(), loader(8), loader(1), callbacks=saving(), **options)
+        checkpoint = tmp_path / f"{name}.ckpt"
+        resumed = fit(Both(), loader(8), loader(1), callbacks=saving(), ckpt_path=checkpoint, **options)
+        assert by_step(resumed)["loss_step"] == by_step(whole)["loss_step"]
+        assert by_step(resumed)["val_loss"] == by_step(whole)["val_loss"]
+        assert resumed.recorded.epoch_ends() == whole.recorded.epoch_ends() == {1: 7, 2: 15}
+        if name == "step=8":
+            assert by_step(resumed) == by_step(whole)
+
+    def test_a_checkpoint_without_curves_by_step_is_taken(self):
+        summary = RunSummary()
+        summary.load_state_dict({"history": {"val_loss": {1.0: 0.5}}, "validation_names": ["val_loss"]})
+        assert summary.history == {"val_loss": {1.0: 0.5}}
+        assert by_step(summary) == {}
+
+
+def test_nothing_is_read_without_a_listener(monkeypatch: pytest.MonkeyPatch):
+    def refuse(logs: Logs) -> dict[str, Any]:
+        raise AssertionError("The values of a step were asked for.")
+
+    monkeypatch.setattr(Logs, "step_metrics", refuse)
+    options: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": False}
+    run = trainer(equipoise.Trainer, callbacks=[], **options)
+    run.fit(Small(), loader(2))
+    assert run.global_step == 2

@@ -1,0 +1,328 @@
+"""DDP with what people bring: layers, loaders, metrics, schedulers and logs of their own."""
+
+import logging
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+from torchmetrics import Metric
+
+from equipoise import ConfigurationError, DDPStrategy, StepError
+from equipoise.parallel.communication.process_group import joined
+from equipoise.parallel.communication.rank import Rank
+from tests.conftest import ignoring
+from tests.strategies.ddp.test_ddp import Numbered, Samples, assert_same_weights, numbered, trainer
+from tests.support.waiting import wait_briefly
+
+pytestmark = ignoring(
+    r"\w+ has a `validation_step`, but", "No (positive|negative) samples", "The checkpoint holds states of callbacks"
+)
+
+
+def fit(module: Any, strategy: Any = "ddp", devices: int = 2, count: int = 16, **options: Any) -> Any:
+    """A step has four samples, whatever the number of devices."""
+    run = trainer(strategy, devices, **options)
+    run.fit(module, DataLoader(Samples(count), batch_size=4 // devices))
+    return run
+
+
+def alone(module: Any, **options: Any) -> Any:
+    return fit(module, "single_device", 1, **options)
+
+
+def made(kind: type[Numbered], *arguments: Any) -> Any:
+    torch.manual_seed(3)
+    return kind(*arguments)
+
+
+# Gradients
+
+
+class Twice(Numbered):
+    """Goes backward twice."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+
+class Thaws(Numbered):
+    """Begins to train a layer in the middle of an epoch."""
+
+    def on_train_start(self) -> None:
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            self.net[0].requires_grad_(True)
+
+
+class Masked(Numbered):
+    """Keeps half of a layer as it is, by a hook on its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient * torch.tensor([0.0, 1.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+@pytest.mark.parametrize("kind", [Twice, Thaws, Masked])
+def test_gradients_are_those_of_one_device(kind: type[Numbered], engine: Any) -> None:
+    one, many = made(kind), made(kind)
+    before = many.net[0].weight.detach().clone()
+    alone(one)
+    fit(many, DDPStrategy(engine=engine))
+    assert_same_weights(one, many)
+    assert many.same
+    if kind is Masked:
+        assert torch.equal(many.net[0].weight[:, 0], before[:, 0].double())
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({"engine": "native"}, {}, "exchanges dense gradients only"),
+        ({"static_graph": True}, {"accumulate_grad_batches": 2}, "does not go with accumulate_grad_batches"),
+    ],
+)
+def test_what_an_engine_cannot_do(options: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    module = numbered()
+    if "engine" in options:
+        module.net = nn.Sequential(Embedded(), nn.Linear(3, 3))
+    with pytest.raises(StepError, match=message):
+        fit(module, DDPStrategy(**options), **more)
+
+
+class Embedded(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3, sparse=True)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.table((features[:, 0] > 0).long())
+
+
+def test_layers_without_a_shape_are_refused() -> None:
+    module = numbered()
+    module.net = nn.LazyLinear(3)
+    with pytest.raises(ConfigurationError, match=r"net\.weight has no shape yet"):
+        fit(module)
+
+
+def test_a_hook_of_torchs_wrapper_for_the_native_engine() -> None:
+    with pytest.raises(ConfigurationError, match=r"comm_hook is for torch's wrapper"):
+        DDPStrategy(engine="native", comm_hook=print)
+
+
+# Values
+
+
+class Normalised(Numbered):
+    """With batch statistics, which are each process's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def test_validation_is_that_of_the_module_that_comes_home() -> None:
+    module = made(Normalised)
+    run = trainer("ddp", 2)
+    data = DataLoader(Samples(10), batch_size=3)
+    run.fit(module, DataLoader(Samples(16), batch_size=2), data)
+    within = float(run.callback_metrics["val_loss"])
+    after = trainer("single_device", 1).validate(module, data, verbose=False)[0]["val_loss"]
+    assert within == pytest.approx(after, rel=1e-12)
+
+
+class Watches(Numbered):
+    """Lowers its rate by the loss of single steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("step", loss * (1 + self.global_rank))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        config = {"scheduler": scheduler, "monitor": "step", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def on_train_end(self) -> None:
+        rates = self.trainer.strategy.gather_objects(self.trainer.optimizers[0].param_groups[0]["lr"])
+        assert len(set(rates)) == 1, rates
+        assert rates[0] < 0.1
+
+
+def test_rates_are_the_same_in_all_processes() -> None:
+    module = made(Watches)
+    fit(module)
+    assert module.same
+
+
+class Gathered(Metric):
+    """The largest of all values; its list is exchanged entry by entry."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__(dist_sync_on_step=True)
+        self.add_state("values", default=[], dist_reduce_fx=None)
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values)
+
+    def compute(self) -> Tensor:
+        return torch.cat(list(self.values)).sort().values.cumsum(0).sum()
+
+
+class Listed(Numbered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = Gathered()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("gathered", self.gathered(batch[0][:, 0]) * 0, on_step=True)
+        self.log("of_all", self.gathered)
+
+
+@pytest.mark.parametrize("count", [1, 5, 9])
+def test_lists_of_unequal_lengths(count: int) -> None:
+    """Batches of two: the processes have unequal numbers of them."""
+    found = []
+    for strategy, devices in (("single_device", 1), ("ddp", 2), ("ddp", 3)):
+        data = DataLoader(Samples(count), batch_size=2)
+        found.append(trainer(strategy, devices).validate(made(Listed), data, verbose=False)[0]["of_all"])
+    assert found[1:] == pytest.approx(found[:1] * 2, rel=1e-12)
+
+
+# What travels
+
+
+def test_loaders_with_workers_start_them_as_in_the_parent() -> None:
+    """Which takes a collate function that cannot be pickled."""
+    one, many = numbered(), numbered()
+    alone(one, max_epochs=1)
+    data = DataLoader(Samples(16), batch_size=2, num_workers=1, collate_fn=lambda samples: default_collate(samples))
+    trainer("ddp", 2, max_epochs=1).fit(many, data)
+    assert_same_weights(one, many)
+
+
+class Locked(nn.Module):
+    """Cannot be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features
+
+
+class MadeInTheRun(Numbered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(3)
+            self.net = nn.Sequential(Locked(), nn.Linear(4, 3))
+
+
+def test_layers_made_in_the_run_come_home() -> None:
+    one, many = MadeInTheRun(), MadeInTheRun()
+    alone(one)
+    fit(many)
+    assert_same_weights(one, many)
+    assert len(list(many.parameters())) == 2
+
+
+class Talks(Numbered):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logging.getLogger("mine").info("step %d of rank %d", batch_idx, self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_first_process_logs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mine"):
+        fit(made(Talks), max_epochs=1)
+    told = [record.getMessage() for record in caplog.records if record.name == "mine"]
+    assert told == [f"step {index} of rank 0" for index in range(4)]
+
+
+# Where processes do not agree
+
+
+def test_resuming_in_mid_epoch_with_other_processes(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    run = fit(numbered(), max_epochs=1, callbacks=[saves], enable_checkpointing=True)
+    run.save_checkpoint(end := tmp_path / "end.ckpt")
+    middle = str(tmp_path / "step=2.ckpt")
+    data = DataLoader(Samples(16), batch_size=2)
+    with pytest.raises(ConfigurationError, match=r"in the middle of an epoch by 2 processes, and there are 3 now"):
+        trainer("ddp", 3).fit(numbered(), data, ckpt_path=middle)
+    with pytest.raises(ConfigurationError, match=r"by 2 processes, and there are 1 now"):
+        trainer("single_device", 1).fit(numbered(), data, ckpt_path=middle)
+    trainer("ddp", 3).fit(numbered(), data, ckpt_path=end)
+
+
+class StopsAlone(Numbered):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        wait_briefly()
+        if self.global_rank == 1:
+            self.trainer.strategy.barrier()
+
+
+def test_processes_that_wait_in_different_places() -> None:
+    with pytest.raises(Exception, match=r"waited for others|hung, while others waited"):
+        fit(made(StopsAlone), DDPStrategy(timeout=300))
+
+
+def test_where_to_meet_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    group = joined(Rank(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
+    with pytest.raises(ConfigurationError, match="but not MASTER_ADDR and MASTER_PORT"), group:
+        pass
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        group = joined(Rank(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
+        with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} is taken by another program"), group:
+            pass
+
+
+class Normed(Numbered):
+    """Has a layer of a class that torch made at run time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.net[0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at it
+def test_a_parametrised_module_that_was_compiled_before_it_was_passed() -> None:
+    torch.manual_seed(3)
+    one, many = Normed(), Normed()
+    many.load_state_dict(one.state_dict())
+    trainer("single_device", 1).fit(one, DataLoader(Samples(10), batch_size=4))
+    trainer("ddp", 2).fit(torch.compile(many, backend="eager"), DataLoader(Samples(10), batch_size=2))
+    assert_same_weights(one, many)

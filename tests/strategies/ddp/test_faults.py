@@ -1,0 +1,177 @@
+"""Whatever goes wrong in one process, and wherever, ends the run with one error, and leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import DDPStrategy, Trainer, WorkerError
+from tests.conftest import ignoring
+from tests.support.waiting import blame_early, wait_briefly
+
+pytestmark = ignoring()
+
+
+class Mistake(Exception):
+    pass
+
+
+def raises() -> None:
+    raise Mistake("on purpose")
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves() -> None:
+    sys.exit(3)
+
+
+def hangs() -> None:
+    threading.Event().wait()
+
+
+HOW: dict[str, tuple[Any, type[Exception], str]] = {
+    "raise": (raises, Mistake, "on purpose"),
+    "SIGKILL": (is_killed, WorkerError, "rank 1 of 2 was killed by SIGKILL"),
+    "sys.exit": (leaves, WorkerError, r"rank 1 of 2 failed(?s:.*)sys\.exit\(3\)"),
+    "hang": (hangs, WorkerError, r"rank 1 of 2 hung(?s:.*)in hangs"),
+}
+
+
+class Faulty(L.LightningModule):
+    """Fails at one place in one process."""
+
+    def __init__(self, place: str, how: Any) -> None:
+        super().__init__()
+        self.net, self.place, self.how = nn.Linear(3, 1), place, how
+
+    def reach(self, place: str) -> None:
+        if place != self.place:
+            return
+        if self.global_rank == 1:
+            self.how()
+        elif self.how is hangs:
+            wait_briefly()
+
+    def setup(self, stage: str) -> None:
+        self.reach("setup")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.reach("forward")
+        out = self.net(batch[0])
+        if batch_idx == 1:
+            out.register_hook(lambda gradient: self.reach("backward"))
+        return out.square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.reach("optimiser step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self.net(batch[0]).mean())
+        self.reach("validation")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.reach("checkpoint")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(tmp_path: Path, **options: Any) -> Trainer:
+    return Trainer(
+        strategy=DDPStrategy(**options),
+        devices=["cpu", "cpu"],
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=str(tmp_path),
+    )
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = set(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else set()
+    yield
+    if before:  # the first launch opens those of the two servers
+        assert len(os.listdir("/proc/self/fd")) - len(before) <= 8
+
+
+@pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimiser step", "validation", "checkpoint"])
+@pytest.mark.parametrize("how", HOW)
+def test_a_fault(how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, error, message = HOW[how]
+    if function is hangs:
+        blame_early(monkeypatch)
+    run = trainer(tmp_path, timeout=300.0)
+    with pytest.raises(error, match=message):
+        run.fit(Faulty(place, function), loader(), loader())
+    assert run.state.status == "interrupted"
+    for child in psutil.Process().children():
+        assert not child.children(), "a worker is left"
+
+
+SCRIPT = """
+import os, sys, threading
+import lightning as L, torch
+from torch.utils.data import DataLoader, TensorDataset
+from equipoise import Trainer
+from tests.support.waiting import wait_briefly
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            os.write(1, f"pid {os.getpid()}\\n".encode())
+            threading.Event().wait()
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = []
+    while len(pids) < 2:
+        line = process.stdout.readline()
+        assert line, "the script ended by itself"
+        if line.startswith("pid"):
+            pids.append(int(line.split()[1]))
+    others = [psutil.Process(pid) for pid in pids]
+    others += psutil.Process(process.pid).children()  # the server and the tracker
+    process.send_signal(number)
+    assert process.wait() == -number
+    process.stdout.close()
+    _, alive = psutil.wait_procs(others, timeout=120)
+    assert not alive

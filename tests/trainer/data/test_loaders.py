@@ -1,0 +1,429 @@
+"""Loaders: where they come from, how many batches they give, who draws which random numbers."""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from equipoise import Strategy, Trainer
+from equipoise.interop.lightning import loaders as lightning_loaders
+from equipoise.interop.torch.loaders import with_sampler
+from equipoise.trainer.data import loader_state, loaders
+from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, length_of
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
+
+pytestmark = ignoring("`overfit_batches` needs the same batches")
+
+
+class Unsized:
+    """Numbers, and nobody knows how many; it says when it was asked for one."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.asked = count, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.count):
+            self.asked = number + 1
+            yield number
+
+
+# One pass
+
+
+@given(count=st.integers(1, 8), limit=st.one_of(st.integers(1, 10), st.just(math.inf)), sized=st.booleans())
+def test_a_stream_knows_its_last_batch_when_it_hands_it_out(count: int, limit: float, sized: bool) -> None:
+    given_limit = min(limit, count) if sized else limit
+    stream = BatchStream(list(range(count)) if sized else Unsized(count), given_limit)
+    seen, last = [], []
+    for index, batch in enumerate(stream):
+        seen.append(batch)
+        last.append(index + 1 == stream.length)
+    total = int(min(count, limit))
+    assert seen == list(range(total))
+    assert last == [False] * (total - 1) + [True]
+
+
+def test_a_loader_without_length_is_read_one_batch_ahead() -> None:
+    source = Unsized(4)
+    stream = BatchStream(source, math.inf)
+    assert source.asked == 0
+    stream.start()
+    assert source.asked == 1
+    asked = [(batch, source.asked) for batch in stream]
+    assert asked == [(0, 2), (1, 3), (2, 4), (3, 4)]
+
+
+def test_a_limit_is_not_read_beyond() -> None:
+    for source in (Unsized(5), Unsized(3)):
+        assert list(BatchStream(source, 3)) == [0, 1, 2]
+        assert source.asked == 3
+
+
+def test_a_stream_that_was_started_is_not_started_again() -> None:
+    source = Unsized(2)
+    stream = BatchStream(source, math.inf)
+    stream.start()
+    assert list(stream) == [0, 1]
+    assert list(stream) == [0, 1]  # another pass
+
+
+def test_a_closed_stream_lets_go_of_its_batches() -> None:
+    stream = BatchStream(Unsized(2), math.inf)
+    stream.start()
+    assert stream.ahead == 0
+    stream.close()
+    assert stream.ahead is NOTHING
+
+
+class Counted(Dataset[int]):
+    """Tells which samples were read."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.read = count, []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "in order": lambda count: DataLoader(Counted(count), batch_size=2),
+    "shuffled": lambda count: DataLoader(Counted(count), batch_size=2, shuffle=True),
+    "with a generator": lambda count: DataLoader(
+        Counted(count), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "with a batch sampler": lambda count: DataLoader(
+        Counted(count), batch_sampler=BatchSampler(RandomSampler(range(count)), 2, drop_last=False)
+    ),
+    "samples": lambda count: DataLoader(Counted(count), batch_size=None, shuffle=True),
+    "a stream": lambda count: DataLoader(Stream(count), batch_size=2),
+    "a list": lambda count: list(range(count)),
+    "unsized": lambda count: Unsized(count),
+}
+
+
+def numbers(batches: Any) -> list[Any]:
+    return [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist() for batch in batches]
+
+
+def stream_of(source: Any) -> BatchStream:
+    length = length_of(source)
+    return BatchStream(source, math.inf if length is None else length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(count=st.integers(2, 9), seed=st.integers(0, 2**31), share=st.floats(0, 1))
+def test_a_pass_goes_on_exactly_where_it_was(kind: str, count: int, seed: int, share: float) -> None:
+    """The rest of the batches, and all the random numbers that are drawn after them."""
+    torch.manual_seed(seed)
+    state = torch.get_rng_state()
+    whole = numbers(stream_of(KINDS[kind](count)))
+    after = torch.get_rng_state()
+    seen = int(share * len(whole))
+    torch.set_rng_state(state)
+    stream = stream_of(source := KINDS[kind](count))
+    stream.resume(seen)
+    assert numbers(stream) == whole[seen:]
+    assert torch.equal(torch.get_rng_state(), after)
+    if getattr(source, "batch_sampler", None) is not None and isinstance(source.dataset, Counted):
+        assert len(source.dataset.read) == sum(
+            len(np.atleast_1d(batch)) for batch in whole[seen:]
+        )  # nothing for nothing
+
+
+def test_a_pass_over_loaders_that_are_read_together() -> None:
+    together = CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, "max_size_cycle")
+    assert list(BatchStream(together, 3, combined=True)) == [{"a": 1, "b": 4}, {"a": 2, "b": 5}, {"a": 3, "b": 4}]
+
+
+@pytest.mark.parametrize(
+    ("loader", "length"),
+    [([1, 2], 2), (DataLoader([1, 2, 3], batch_size=2), 2), (DataLoader(Stream(3)), None), (iter(()), None)],
+)
+def test_lengths(loader: Any, length: int | None) -> None:
+    assert length_of(loader) == length
+
+
+# The loaders of a stage
+
+
+def loaders_of(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool = False) -> loaders.Loaders:
+    source = loaders.Source(stage, given, Small())
+    return loaders.Loaders(source, given, limit=limit, overfit=overfit, strategy=Strategy())
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches"), [(1.0, 10), (0.5, 5), (0.25, 2), (3, 3), (1, 1), (99, 10), (0.999, 9), (0.1, 1)]
+)
+def test_limits(limit: float, batches: int) -> None:
+    """A fraction is rounded down, as in Lightning."""
+    assert loaders_of(loader(10), limit).length() == batches
+    run = trainer(L.Trainer, limit_train_batches=limit)
+    run.fit(Small(), loader(10))
+    assert run.num_training_batches == batches
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(1.0, math.inf), (3, 3)])
+def test_limits_of_loaders_without_length(limit: float, batches: float) -> None:
+    assert loaders_of(DataLoader(Stream(9)), limit).length() == batches
+
+
+@pytest.mark.parametrize(("mode", "length"), [("max_size_cycle", 5), ("max_size", 5), ("min_size", 3)])
+def test_lengths_of_loaders_that_are_read_together(mode: Any, length: int) -> None:
+    given = {"a": loader(5), "b": loader(3)}
+    chosen = loaders_of(CombinedLoader(given, mode))
+    assert chosen.length() == length
+    assert chosen.iterables == given
+    assert not chosen.single
+    assert len(chosen.streams()) == 1
+
+
+def test_a_loader_is_left_as_it_is() -> None:
+    one = loader()
+    chosen = loaders_of(one)
+    assert chosen.single
+    assert chosen.iterables is one
+    assert chosen.flat == [one]
+
+
+def test_where_loaders_come_from() -> None:
+    module = Small()
+    assert not loaders.Source("train", None, module).is_defined()
+    given = loaders.Source("val", loader(), module)
+    assert given.is_defined()
+    assert given.describe() == "the val loader that was passed"
+    module.train_dataloader = lambda: [1]
+    source = loaders.Source("train", None, module)
+    assert source.is_defined()
+    assert source.request(lambda name: getattr(module, name)()) == [1]
+    assert source.describe() == "`Small.train_dataloader()`"
+
+
+@pytest.mark.parametrize("stage", ["val", "test", "predict"])
+def test_an_evaluation_that_shuffles_is_noticed(stage: str) -> None:
+    with pytest.warns(UserWarning, match=f"The {stage} loader shuffles"):
+        loaders_of(loader(shuffle=True), stage=stage)
+
+
+# Overfitting
+
+
+@pytest.mark.parametrize("overfit", [2, 0.5])
+def test_overfitting_reads_the_same_batches_in_every_epoch(overfit: float) -> None:
+    seen: dict[str, list[Any]] = {"training": [], "validation": []}
+
+    class Module(Validated):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen["training"].append(batch[0][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            seen["validation"].append(batch[0][:, 0].tolist())
+
+    run = trainer(overfit_batches=overfit, max_epochs=3, num_sanity_val_steps=0)
+    run.fit(Module(), loader(4, shuffle=True), loader(4))
+    assert seen == {"training": [[0, 1], [2, 3]] * 3, "validation": [[0, 1], [2, 3]] * 3}
+
+
+def test_overfitting_says_that_it_does_not_shuffle() -> None:
+    with pytest.warns(UserWarning, match="shuffling of the train loader is turned off"):
+        chosen = loaders_of(loader(shuffle=True), 2, overfit=True)
+    assert isinstance(chosen.flat[0].sampler, SequentialSampler)
+    assert isinstance(loaders_of(DataLoader(Stream(4)), 2, overfit=True).flat[0].dataset, IterableDataset)
+
+
+# Copies of loaders
+
+
+class Own(DataLoader[Any]):
+    """A loader that cannot be made again without knowing what it took."""
+
+    def __init__(self, path: str, *, sizes: tuple[int, int]) -> None:
+        self.path = path
+        super().__init__(TensorDataset(torch.arange(float(sizes[0]))), batch_size=sizes[1], shuffle=True)
+        self.epochs_read = 0
+
+    def __iter__(self) -> Any:
+        self.epochs_read += 1
+        return super().__iter__()
+
+
+class Backwards(Sampler[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def test_a_copy_with_another_sampler() -> None:
+    original = Own("somewhere", sizes=(5, 2))
+    copy = with_sampler(original, Backwards(5))
+    assert type(copy) is Own
+    assert copy.path == "somewhere"
+    assert copy.dataset is original.dataset
+    assert numbers(copy) == [[4, 3], [2, 1], [0]]
+    assert len(copy) == 3
+    assert (copy.epochs_read, original.epochs_read) == (1, 0)
+    assert isinstance(original.sampler, RandomSampler)
+    assert sorted(number for batch in numbers(original) for number in batch) == [0, 1, 2, 3, 4]
+
+
+def test_a_copy_with_another_batch_sampler() -> None:
+    original = Own("somewhere", sizes=(5, 2))
+    copy = with_sampler(original, [[0, 4], [1]], batches=True)
+    assert numbers(copy) == [[0, 4], [1]]
+    assert isinstance(original.batch_sampler, BatchSampler)
+
+
+def test_a_copy_of_a_loader_of_samples() -> None:
+    original = DataLoader(Counted(3), batch_size=None, shuffle=True)
+    assert numbers(with_sampler(original, Backwards(3))) == [2, 1, 0]
+
+
+def test_a_copy_has_workers_of_its_own() -> None:
+    original = DataLoader(Counted(4), batch_size=2, num_workers=1, persistent_workers=True)
+    assert numbers(original) == [[0, 1], [2, 3]]
+    copy = with_sampler(original, Backwards(4))
+    assert numbers(copy) == [[3, 2], [1, 0]]
+    assert numbers(original) == [[0, 1], [2, 3]]
+    del original, copy
+
+
+# Random numbers
+
+
+class Noise(Dataset[Any]):
+    """What each generator of a worker draws."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(torch.rand(())), random.random(), float(np.random.random())], dtype=torch.float64)
+
+
+def test_workers_are_seeded_as_lightning_seeds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    drawn = []
+
+    class Module(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            drawn[-1].append(batch.tolist())
+            return self.layer.weight.sum()
+
+    for cls in (L.Trainer, Trainer):
+        drawn.append([])
+        torch.manual_seed(0)
+        source = DataLoader(Noise(), num_workers=2)
+        trainer(cls).fit(Module(), source)
+        assert source.worker_init_fn is not None
+    assert drawn[0] == drawn[1]
+    assert len({tuple(sample) for batch in drawn[0] for sample in batch}) == 4
+
+
+def test_workers_are_left_alone_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+    source = loader()
+    lightning_loaders.seed_workers(source, 0)
+    assert source.worker_init_fn is None
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    own = loader(worker_init_fn=print)
+    lightning_loaders.seed_workers(own, 0)
+    assert own.worker_init_fn is print
+    lightning_loaders.seed_workers([1, 2], 0)  # no loader of torch
+
+
+def test_drawing_seeds_draws_what_an_iterator_draws() -> None:
+    for options in ({}, {"generator": torch.Generator()}):
+        source, twin = loader(**options), loader(**options)
+        chosen = loaders_of(source)
+        states = loader_state.generator_states([source])
+        torch.manual_seed(3)
+        iter(twin)
+        expected = torch.get_rng_state(), loader_state.generator_states([twin])
+        torch.manual_seed(3)
+        loader_state.load_generator_states([source], states)
+        chosen.draw_seeds()
+        assert torch.equal(torch.get_rng_state(), expected[0])
+        assert all(torch.equal(a, b) for a, b in zip(loader_state.generator_states([source]), expected[1], strict=True))
+
+
+def test_generators_of_loaders_and_samplers() -> None:
+    shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    first = DataLoader(Counted(4), sampler=RandomSampler(range(4), generator=own), generator=shared)
+    second = DataLoader(Counted(4), batch_sampler=BatchSampler(RandomSampler(range(4), generator=shared), 2, False))
+    states = loader_state.generator_states([first, second, [1, 2]])
+    assert len(states) == 2
+    before = numbers(first), numbers(second)
+    loader_state.load_generator_states([first, second], states)
+    assert (numbers(first), numbers(second)) == before
+
+
+class Distributed(Backwards):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["sampler", "sampler of a batch sampler"])
+def test_samplers_are_told_the_epoch_once(inside: bool) -> None:
+    sampler = Distributed(4)
+    dataset = TensorDataset(torch.ones(4, 2))
+    if inside:
+        source = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 2, False))
+    else:
+        source = DataLoader(dataset, sampler=sampler, batch_size=2)
+    trainer(max_epochs=3).fit(Small(), source)
+    assert sampler.epochs == [0, 1, 2]
+
+
+def test_what_keeps_its_own_position() -> None:
+    class Stateful(DataLoader[Any]):
+        def state_dict(self) -> Any: ...
+
+        def load_state_dict(self, state: Any) -> Any: ...
+
+    assert loader_state.has_state(Stateful([1]))
+    assert not loader_state.has_state(loader())
+
+
+@pytest.mark.parametrize("none", [[], ()])
+def test_a_method_may_return_no_loader_for_validation(none: Any) -> None:
+    class NoneToday(Validated):
+        def val_dataloader(self) -> Any:
+            return none
+
+    module, run = NoneToday(), trainer(max_epochs=2)
+    with pytest.warns(UserWarning, match=r"`NoneToday.val_dataloader\(\)` holds no loader"):
+        run.fit(module, loader())
+    assert module.ran == ["training"] * 6

@@ -1,0 +1,165 @@
+"""A loss that cannot be trained on, tensors on different devices, values that cannot be logged: one message each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from equipoise import StepError
+from tests.support.trainer_runs import Small, loader, refuses, trainer, with_step
+
+# Losses
+
+LOSSES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
+    "a vector": (lambda m, batch: m.layer(batch[0]), ["must be a scalar", "shape [2, 1]", ".mean()"]),
+    "an empty tensor": (lambda m, batch: m.layer(batch[0])[:0], ["must be a scalar", "shape [0, 1]"]),
+    "detached": (lambda m, batch: m.loss(batch).detach(), ["no graph", "detached", "torch.no_grad()"]),
+    "an integer tensor": (lambda m, batch: torch.tensor(1), ["no graph"]),
+    "a number": (lambda m, batch: m.loss(batch).item(), ["must return a tensor", "not float"]),
+    "an array": (lambda m, batch: np.ones(1), ["must return a tensor", "not ndarray"]),
+    "a name": (lambda m, batch: "loss", ["must return a tensor", "not str"]),
+    "a list": (lambda m, batch: [m.loss(batch)], ["must return a tensor", "the key 'loss'", "not list"]),
+    "a tuple": (lambda m, batch: (m.loss(batch), 1), ["must return a tensor", "not tuple"]),
+    "no loss": (lambda m, batch: {"los": m.loss(batch)}, ["without 'loss'", "['los']", "None to skip"]),
+    "loss None": (lambda m, batch: {"loss": None}, ["without 'loss'", "['loss']"]),
+    "loss a number": (lambda m, batch: {"loss": 0.5}, ["as a tensor", "0.5 of type float"]),
+    "loss detached": (lambda m, batch: {"loss": m.loss(batch).detach()}, ["no graph"]),
+    "loss a vector": (lambda m, batch: {"loss": m.layer(batch[0])}, ["must be a scalar"]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "16-mixed"}], ids=str)
+def test_a_loss_that_cannot_be_trained_on(name: str, options: dict[str, Any]) -> None:
+    step, parts = LOSSES[name]
+    module = with_step(step)
+    before = module.layer.weight.detach().clone()
+    refuses(lambda: trainer(**options).fit(module, loader()), *parts, error=StepError)
+    assert torch.equal(module.layer.weight, before)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_of_frozen_parameters(frozen: bool) -> None:
+    module = Small().requires_grad_(not frozen)
+    if frozen:
+        refuses(lambda: trainer().fit(module, loader()), "Are all parameters frozen?", error=StepError)
+    else:
+        trainer().fit(module, loader())
+
+
+@pytest.mark.parametrize(
+    ("weight", "shown"),
+    [("all", "'all'"), (-1, "-1"), (True, "True"), (float("nan"), "nan"), (torch.ones(2), "a tensor of shape [2]")],
+    ids=str,
+)
+def test_a_weight_that_is_none(weight: Any, shown: str) -> None:
+    module = with_step(lambda m, batch: {"loss": m.loss(batch), "loss_weight": weight})
+    call = lambda: trainer(accumulate_grad_batches=2).fit(module, loader())  # noqa: E731
+    refuses(call, "'loss_weight'", "a number from 0", f"not {shown}", error=StepError)
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, None, "two"])
+def test_a_batch_size_that_is_none(size: Any) -> None:
+    module = Small()
+    module.batch_size = lambda batch: size
+    call = lambda: trainer(accumulate_grad_batches=2).fit(module, loader())  # noqa: E731
+    refuses(call, "`batch_size(batch)`", "number of samples", f"not {size!r}", error=StepError)
+
+
+MANUAL: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
+    "backward of a number": (lambda m, batch: m.manual_backward(0.3), ["`manual_backward`", "0.3 of type float"]),
+    "backward of a vector": (lambda m, batch: m.manual_backward(m.layer(batch[0])), ["scalar", "[2, 1]"]),
+    "backward without graph": (lambda m, batch: m.manual_backward(m.loss(batch).detach()), ["no graph"]),
+    "a number returned": (lambda m, batch: 0.5, ["returns a tensor, a dictionary or nothing", "not float"]),
+}
+
+
+@pytest.mark.parametrize("name", MANUAL)
+def test_losses_of_manual_optimisation(name: str) -> None:
+    step, parts = MANUAL[name]
+    module = with_step(step)
+    module.automatic_optimization = False
+    refuses(lambda: trainer().fit(module, loader()), *parts, error=StepError)
+
+
+def test_the_closure_must_be_called() -> None:
+    module = type("Module", (Small,), {"optimizer_step": lambda self, *args: None})()
+    with pytest.raises(MisconfigurationException, match=r"`optimizer_step` did not run its closure.*optimizer_closure"):
+        trainer().fit(module, loader())
+
+
+def test_any_other_error_of_a_step_is_left_as_it_is() -> None:
+    module = with_step(lambda m, batch: m.layer(batch[0][:, :1]).mean())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        trainer().fit(module, loader())
+    assert type(caught.value) is RuntimeError
+
+
+# Devices that differ: the meta device stands for any other
+
+
+class OnMeta(Small):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "parameter":
+            self.other = nn.Linear(2, 1, device="meta")
+        elif kind == "buffer":
+            self.other = nn.Linear(2, 1, device="meta")  # so that it is left where it is
+            self.register_buffer("scale", torch.ones(1, device="meta"))
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        features = batch[0]
+        if self.kind == "batch":
+            return {"inputs": [features.to("meta")], "mask": features}
+        return {"inputs": [features], "mask": features}
+
+    def loss(self, batch: Any) -> Tensor:
+        (features,), here = batch["inputs"], self.layer(batch["mask"])
+        if self.kind == "batch":
+            return self.layer(features).mean()
+        if self.kind == "parameter":
+            return (here + self.other(features)).mean()
+        if self.kind == "buffer":
+            return (here * self.scale).mean()
+        return (here + torch.ones(2, 1, device="meta")).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("batch", ["batch['inputs'][0] is on meta", "the rest is on cpu", "`self.device`"]),
+        ("parameter", ["parameter 'other.weight' is on meta", "the rest is on cpu"]),
+        ("buffer", ["buffer 'scale' is on meta", "the rest is on cpu", "`register_buffer`"]),
+        ("constant", ["all parameters and buffers are on cpu", "OnMeta makes", "on `self.device`", "meta"]),
+    ],
+)
+@pytest.mark.parametrize("entry", ["fit", "test"])
+def test_tensors_on_different_devices(kind: str, parts: list[str], entry: str) -> None:
+    module = OnMeta(kind)
+    with pytest.raises(StepError, match="different devices") as caught:
+        getattr(trainer(), entry)(module, loader())
+    message = str(caught.value)
+    assert not [part for part in parts if part not in message], message
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+# What is logged
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], np.ones(1)], ids=repr)
+def test_a_logged_value_is_a_number(value: Any) -> None:
+    module = with_step(lambda m, batch: m.log("value", value))
+    refuses(
+        lambda: trainer().fit(module, loader()), "self.log('value'", "a number", type(value).__name__, error=ValueError
+    )
+
+
+def test_a_logged_tensor_has_one_element() -> None:
+    module = with_step(lambda m, batch: m.log("value", torch.ones(2)))
+    with pytest.raises(ValueError, match=r"must have a single element.*mean"):
+        trainer().fit(module, loader())

@@ -1,0 +1,380 @@
+"""Who overrides a hook is called, however they do it, in Lightning's order; nobody else costs anything."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.core.hooks import ModelHooks
+from lightning.pytorch.profilers import PassThroughProfiler
+
+from equipoise import Callback, Trainer
+from equipoise.trainer.hooks.hooks import Hooks, overrides
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, Validated, loader, trainer
+
+pytestmark = ignoring("You have overridden `on_.*_batch_transfer` in")
+BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
+Note = Callable[..., Any]
+
+
+class TrainingData(L.LightningDataModule):
+    """A loader for the training alone."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self) -> Any:
+        return loader(self.batches)
+
+
+def functions(cls: type) -> list[str]:
+    return [name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
+
+
+def hooks_of(module: L.LightningModule, *callbacks: L.Callback, datamodule: Any = None) -> Hooks:
+    run = trainer(callbacks=list(callbacks))
+    return Hooks(trainer=run, module=module, datamodule=datamodule, profiler=PassThroughProfiler())
+
+
+# The ways to override a hook: each gives `owner` a hook that calls `note` with its arguments.
+
+
+def by_class(owner: Any, name: str, note: Note) -> None:
+    owner.__class__ = type("Own", (type(owner),), {name: lambda self, *args, **kwargs: note(*args, **kwargs)})
+
+
+def by_base_class(owner: Any, name: str, note: Note) -> None:
+    by_class(owner, name, note)
+    owner.__class__ = type("Heir", (type(owner),), {})
+
+
+def by_attribute(owner: Any, name: str, note: Note) -> None:
+    setattr(owner, name, lambda *args, **kwargs: note(*args, **kwargs))
+
+
+def by_staticmethod(owner: Any, name: str, note: Note) -> None:
+    owner.__class__ = type("Own", (type(owner),), {name: staticmethod(note)})
+
+
+def by_wrapper_on_the_class(owner: Any, name: str, note: Note) -> None:
+    @functools.wraps(getattr(type(owner), name))
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return note(*args, **kwargs)
+
+    owner.__class__ = type("Own", (type(owner),), {name: wrapped})
+
+
+def by_wrapper_on_the_instance(owner: Any, name: str, note: Note) -> None:
+    setattr(owner, name, functools.wraps(getattr(owner, name))(lambda *args, **kwargs: note(*args, **kwargs)))
+
+
+def by_partial(owner: Any, name: str, note: Note) -> None:
+    setattr(owner, name, functools.partial(note))
+
+
+def by_mock(owner: Any, name: str, note: Note) -> None:
+    setattr(owner, name, Mock(side_effect=note))
+
+
+def by_mock_around_the_original(owner: Any, name: str, note: Note) -> None:
+    setattr(owner, name, Mock(wraps=getattr(owner, name), side_effect=note))
+
+
+WAYS = [
+    by_class,
+    by_base_class,
+    by_attribute,
+    by_staticmethod,
+    by_wrapper_on_the_class,
+    by_wrapper_on_the_instance,
+    by_partial,
+    by_mock,
+    by_mock_around_the_original,
+]
+EVERY_WAY = pytest.mark.parametrize("override", WAYS, ids=lambda way: way.__name__)
+
+
+@EVERY_WAY
+def test_every_way_is_an_override(override: Any) -> None:
+    owner = Small()
+    assert not overrides(owner, "on_train_start", L.LightningModule)
+    override(owner, "on_train_start", print)
+    assert overrides(owner, "on_train_start", L.LightningModule)
+
+
+@pytest.mark.parametrize("value", [None, 3], ids=str)
+def test_what_cannot_be_called_is_no_override(value: Any) -> None:
+    owner = Small()
+    owner.on_train_start = value
+    assert not overrides(owner, "on_train_start", L.LightningModule)
+    assert not overrides(owner, "no_such_hook", L.LightningModule)
+
+
+@EVERY_WAY
+@BOTH
+def test_hooks_of_modules_are_called(cls: Any, override: Any) -> None:
+    module, notes = Small(), []
+    override(module, "on_train_start", lambda: notes.append("start"))
+    override(module, "on_train_batch_end", lambda outputs, batch, batch_idx: notes.append(batch_idx))
+    override(module, "on_before_zero_grad", lambda optimizer: notes.append(type(optimizer).__name__))
+    trainer(cls).fit(module, loader(2))
+    assert notes == ["start", "SGD", 0, "SGD", 1]
+
+
+@EVERY_WAY
+@BOTH
+def test_hooks_of_callbacks_are_called(cls: Any, override: Any) -> None:
+    module, callback, notes = Small(), L.Callback(), []
+    run = trainer(cls, callbacks=[callback])
+    override(callback, "on_fit_start", lambda *args: notes.append(args == (run, module)))
+    override(callback, "on_train_batch_start", lambda trainer, module, batch, batch_idx: notes.append(batch_idx))
+    run.fit(module, loader(2))
+    assert notes == [True, 0, 1]
+
+
+@EVERY_WAY
+@BOTH
+def test_hooks_of_data_modules_are_called(cls: Any, override: Any) -> None:
+    datamodule, notes = TrainingData(2), []
+    override(datamodule, "setup", lambda stage: notes.append(("setup", stage)))
+    override(datamodule, "teardown", lambda stage: notes.append(("teardown", stage)))
+    trainer(cls).fit(Small(), datamodule=datamodule)
+    assert notes == [("setup", "fit"), ("teardown", "fit")]
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("kind", ["module", "data module"])
+def test_transfer_hooks_are_called(kind: str, override: Any) -> None:
+    """Not compared: Lightning passes over those that are wrapped or mocks."""
+    module, datamodule, notes = Small(), TrainingData(2), []
+    owner = module if kind == "module" else datamodule
+    override(owner, "on_before_batch_transfer", lambda batch, index: notes.append("before") or batch)
+    override(owner, "transfer_batch_to_device", lambda batch, device, index: notes.append(device.type) or batch)
+    override(owner, "on_after_batch_transfer", lambda batch, index: notes.append("after") or batch)
+    trainer().fit(module, datamodule=datamodule)
+    assert notes == ["before", "cpu", "after"] * 2
+
+
+@BOTH
+def test_a_data_modules_transfer_hook_replaces_the_modules(cls: Any) -> None:
+    module, datamodule, notes = Small(), TrainingData(1), []
+    for owner, name in ((module, "module"), (datamodule, "data module")):
+        by_class(owner, "on_before_batch_transfer", lambda batch, index, name=name: notes.append(name) or batch)
+    by_class(module, "on_after_batch_transfer", lambda batch, index: notes.append("after") or batch)
+    trainer(cls).fit(module, datamodule=datamodule)
+    assert notes == ["data module", "after"]
+
+
+# Steps
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda self, batch: self.layer(batch[0]).sum(),
+        lambda self, batch, batch_idx: self.layer(batch[0]).sum() + batch_idx,
+        lambda self, batch, *rest: self.layer(batch[0]).sum() + rest[0],
+        lambda self, batch, **rest: self.layer(batch[0]).sum(),
+    ],
+    ids=["a batch alone", "a batch and its index", "more", "names"],
+)
+def test_signatures_of_steps(step: Any) -> None:
+    weights = []
+    for cls in (L.Trainer, Trainer):
+        module = type("Module", (Small,), {"training_step": step})()
+        module.layer.weight.data.fill_(0.5)
+        trainer(cls).fit(module, loader(2))
+        weights.append(module.layer.weight.tolist())
+    assert weights[0] == weights[1]
+    assert weights[0] != [[0.5, 0.5]]
+
+
+# Nobody
+
+
+@pytest.mark.parametrize("name", functions(ModelHooks))
+def test_a_hook_that_nobody_overrides_is_none(name: str) -> None:
+    hooks = hooks_of(Small(), L.Callback())
+    assert hooks.bind(name) is None
+    assert hooks.bind_module(name) is None
+    assert hooks.bind_callbacks(name) is None
+    assert hooks.call(name, "whatever it takes") is None
+
+
+def test_a_hook_knows_who_overrides_it() -> None:
+    notes: list[str] = []
+    first, second, idle, stopping = L.Callback(), L.Callback(), L.Callback(), EarlyStopping("loss")
+    module, name = Small(), "on_train_epoch_end"
+    for owner, who in ((module, "module"), (first, "first"), (second, "second"), (stopping, "stopping")):
+        by_attribute(owner, name, lambda *args, who=who: notes.append(who) or who)
+    hooks = hooks_of(module, first, idle, stopping, second)
+    expected = {
+        hooks.bind(name): ["first", "stopping", "second", "module"],
+        hooks.bind_module(name): ["module"],
+        hooks.bind_callbacks(name): ["first", "stopping", "second"],
+        hooks.bind_callbacks(name, monitoring=True): ["stopping"],
+        hooks.bind_callbacks(name, monitoring=False): ["first", "second"],
+    }
+    for fire, called in expected.items():
+        notes.clear()
+        assert fire() == ("module" if "module" in called else None)  # the module's answer, never a callback's
+        assert notes == called
+
+
+def test_nothing_is_looked_up_in_a_step() -> None:
+    lookups: list[str] = []
+
+    class Module(Small):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                lookups.append(name)
+            return super().__getattribute__(name)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    trainer().fit(Module(), loader(2))
+    few = list(lookups)
+    lookups.clear()
+    trainer().fit(Module(), loader(9))
+    assert lookups == few
+    assert "on_train_batch_end" in few
+
+
+class Collects(Callback):
+    """One that needs no outputs, as a base for others."""
+
+    uses_outputs = False
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+
+
+class OwnHook(Collects):
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+
+
+class OwnHookAndWord(OwnHook):
+    uses_outputs = False
+
+
+class Heir(Collects): ...
+
+
+@pytest.mark.parametrize(("cls", "are_made"), [(Collects, 0), (Heir, 0), (OwnHook, 2), (OwnHookAndWord, 0)])
+def test_outputs_that_nobody_uses_are_not_made(cls: Any, are_made: int) -> None:
+    """A class says so of its own hook, not of one that overrides it."""
+    callback = cls()
+    trainer(callbacks=[callback]).fit(Small(), loader(2))
+    assert sum(map(bool, callback.outputs)) == are_made
+    assert len(callback.outputs) == 2
+
+
+def test_a_hook_of_an_instance_is_given_outputs() -> None:
+    callback, own = Collects(), []
+    callback.on_train_batch_end = lambda trainer, module, outputs, *batch: own.append(outputs)  # type: ignore[method-assign]
+    trainer(callbacks=[callback]).fit(Small(), loader(2))
+    assert [set(outputs) for outputs in own] == [{"loss"}] * 2
+
+
+@BOTH
+def test_a_callback_that_comes_between_epochs_is_called_from_then_on(cls: Any) -> None:
+    late, epochs = L.Callback(), []
+    by_class(late, "on_train_batch_end", lambda trainer, *args: epochs.append(trainer.current_epoch))
+
+    class Module(Small):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.callbacks.append(late)
+
+    trainer(cls, max_epochs=3).fit(Module(), loader(2))
+    assert epochs == [1, 1, 2, 2]
+
+
+# The order, and what the module is told
+
+
+def recording(base: type, names: list[str], lines: list[tuple[str, ...]]) -> type:
+    """A subclass that overrides the hooks; each writes down itself, and which hook the module takes it for."""
+
+    def override(name: str) -> Any:
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            module = self if isinstance(self, L.LightningModule) else args[1]
+            lines.append((base.__name__, name, str(module._current_fx_name)))
+            return getattr(super(cls, self), name)(*args, **kwargs)
+
+        return hook
+
+    cls = type(base.__name__, (base,), {name: override(name) for name in names})
+    return cls
+
+
+class First(L.Callback): ...
+
+
+class Stopping(EarlyStopping): ...
+
+
+class Second(L.Callback): ...
+
+
+def hooks_that_fire(cls: Any) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
+    of_callbacks = ["setup", "teardown", *(name for name in functions(L.Callback) if name.startswith("on_"))]
+    of_modules = ["setup", "teardown", *(name for name in functions(ModelHooks) if name.startswith("on_"))]
+    first, stopping, second = (recording(base, of_callbacks, lines) for base in (First, Stopping, Second))
+    callbacks = [first(), stopping("val_loss"), second()]
+    module = recording(Validated, [*of_modules, "training_step", "validation_step", "test_step"], lines)()
+    run = trainer(cls, callbacks=callbacks, max_epochs=2, accumulate_grad_batches=2, val_check_interval=2)
+    run.fit(module, loader(4), loader(2))
+    run.validate(module, loader(1), verbose=False)
+    run.test(module, loader(1), verbose=False)
+    run.predict(module, loader(1))
+    return lines
+
+
+def test_hooks_fire_in_lightnings_order_under_lightnings_names() -> None:
+    theirs, ours = hooks_that_fire(L.Trainer), hooks_that_fire(Trainer)
+    assert ours == theirs
+    assert ("First", "on_train_batch_end", "on_train_batch_end") in ours
+    epoch_end = [who for who, name, _ in ours if name == "on_train_epoch_end"]
+    assert epoch_end == ["First", "Second", "Validated", "Stopping"] * 2
+
+
+@BOTH
+def test_a_hook_within_a_hook(cls: Any, tmp_path: Any) -> None:
+    seen = []
+
+    class Module(Small):
+        def on_train_start(self) -> None:
+            seen.append(self._current_fx_name)
+            self.trainer.save_checkpoint(tmp_path / "x.ckpt")
+            seen.append(self._current_fx_name)
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            seen.append(self._current_fx_name)
+
+    module = Module()
+    trainer(cls).fit(module, loader(1))
+    assert seen == ["on_train_start", "on_save_checkpoint", "on_train_start"]
+    assert module._current_fx_name is None
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_batch_end", "on_train_end"])
+def test_no_hook_is_running_after_an_error(hook: str) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ArithmeticError(hook)
+
+    module = Small()
+    by_attribute(module, hook, fail)
+    with pytest.raises(ArithmeticError, match=hook):
+        trainer().fit(module, loader(1))
+    assert module._current_fx_name is None

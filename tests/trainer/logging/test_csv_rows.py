@@ -1,0 +1,60 @@
+"""Rows of `metrics.csv` that are written again, since a column is new."""
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, loader, trainer
+
+pytestmark = ignoring()
+
+
+class Growing(Small):
+    """Logs one more value in its second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.current_epoch == 1:
+            self.log("later", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def fit(folder: Path) -> None:
+    logger = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
+    trainer(logger=logger, max_epochs=2, log_every_n_steps=1).fit(Growing(), loader())
+
+
+def rows(file: Any) -> list[dict[str, str]]:
+    return [dict(row) for row in csv.DictReader(file)]
+
+
+def test_a_new_column_keeps_all_rows(tmp_path: Path) -> None:
+    fit(tmp_path)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        found = rows(file)
+    assert [row["step"] for row in found] == ["0", "1", "2", "3", "4", "5"]
+    assert [row["later"] for row in found] == ["", "", "", "1.0", "1.0", "1.0"]
+    assert all(row["loss"] for row in found)
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
+
+
+def test_the_old_rows_stand_there_until_the_new_file_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a process that is killed meanwhile loses none."""
+    steps = []
+    replace = os.replace
+
+    def watched(source: str, target: Path) -> None:
+        for path in (Path(target), Path(source)):
+            with path.open(newline="") as file:
+                steps.append([row["step"] for row in rows(file)])
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    fit(tmp_path)
+    assert steps == [["0", "1", "2"]] * 2

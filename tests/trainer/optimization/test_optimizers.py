@@ -1,0 +1,270 @@
+"""Every form that `configure_optimizers` may return, and when learning-rate schedulers step."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+
+from equipoise import ConfigurationError, Trainer
+from equipoise.trainer.optimization.optimizers import NoOptimizer, move_state, parse_optimizers
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, Validated, loader, trainer, with_optimizers
+
+pytestmark = ignoring()
+
+
+def sgd(module: nn.Module) -> SGD:
+    return SGD(module.parameters(), lr=0.1)
+
+
+def both(module: nn.Module, make: Callable[[SGD], Any] = lambda optimizer: StepLR(optimizer, 1)) -> tuple[SGD, Any]:
+    """An optimiser and a scheduler of it."""
+    optimizer = sgd(module)
+    return optimizer, make(optimizer)
+
+
+def as_dictionary(module: nn.Module, make: Any = None, **config: Any) -> dict[str, Any]:
+    optimizer, scheduler = both(module, make or (lambda optimizer: StepLR(optimizer, 1)))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config} if config else scheduler}
+
+
+def lists(module: nn.Module, **config: Any) -> Any:
+    optimizer, scheduler = both(module)
+    return [optimizer], [{"scheduler": scheduler, **config} if config else scheduler]
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "an optimiser": sgd,
+    "a list": lambda m: [sgd(m)],
+    "a tuple": lambda m: (sgd(m),),
+    "two lists": lists,
+    "two lists, the second empty": lambda m: ([sgd(m)], []),
+    "a list and a scheduler": lambda m: (lambda o, s: ([o], s))(*both(m)),
+    "two lists with configuration": lambda m: lists(m, interval="step", frequency=3, name="rate"),
+    "a dictionary": lambda m: {"optimizer": sgd(m)},
+    "a dictionary with a scheduler": as_dictionary,
+    "a dictionary with a configuration": lambda m: as_dictionary(m, interval="step", frequency=2, strict=False),
+    "a tuple of dictionaries": lambda m: (as_dictionary(m),),
+    "a list of dictionaries": lambda m: [as_dictionary(m, interval="step")],
+    "plateau": lambda m: {**as_dictionary(m, ReduceLROnPlateau), "monitor": "loss"},
+    "plateau in a configuration": lambda m: as_dictionary(m, ReduceLROnPlateau, monitor="loss", frequency=2),
+    "a monitor that nobody watches": lambda m: {**as_dictionary(m), "monitor": "loss"},
+    "one that is said to watch": lambda m: as_dictionary(m, reduce_on_plateau=True, monitor="loss"),
+}
+BY_HAND: dict[str, Callable[[Any], Any]] = {
+    "an optimiser": sgd,
+    "several": lambda m: [sgd(m), Adam(m.parameters())],
+    "several with schedulers": lambda m: (lambda a, b: ([a[0], b[0]], [a[1], b[1]]))(both(m), both(m)),
+    "dictionaries": lambda m: (as_dictionary(m, interval="step"), {"optimizer": Adam(m.parameters())}),
+    "no list": lambda m: ([], []),
+}
+
+
+def described(run: Any) -> list[Any]:
+    """What a trainer made of the answer."""
+    optimizers = [type(optimizer).__name__ for optimizer in run.optimizers]
+    configs = []
+    for config in run.lr_scheduler_configs:
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        configs.append({**fields, "scheduler": type(config.scheduler).__name__})
+    return [optimizers, configs]
+
+
+@pytest.mark.parametrize(
+    ("automatic", "name"), [*((True, name) for name in FORMS), *((False, name) for name in BY_HAND)]
+)
+def test_forms_mean_what_they_mean_to_lightning(automatic: bool, name: str) -> None:
+    seen = []
+    for cls in (L.Trainer, Trainer):
+        module = with_optimizers((FORMS if automatic else BY_HAND)[name])
+        module.automatic_optimization = automatic
+        run = trainer(cls, max_steps=0)
+        run.fit(module, loader())
+        seen.append(described(run))
+    assert seen[0] == seen[1]
+
+
+def test_the_objects_are_the_users_own() -> None:
+    module = Small()
+    optimizer, scheduler = both(module)
+    optimizers, configs = parse_optimizers(([optimizer], [scheduler]), module)
+    assert optimizers == [optimizer]
+    assert [config.scheduler for config in configs] == [scheduler]
+    assert configs[0].scheduler is scheduler
+
+
+def test_no_optimiser() -> None:
+    module = with_optimizers(lambda m: None)
+    before = module.layer.weight.detach().clone()
+    run = trainer()
+    with pytest.warns(UserWarning, match="returned None: this fit runs without an optimiser"):
+        run.fit(module, loader())
+    assert torch.equal(module.layer.weight, before)
+    assert module.ran == ["training"] * 3
+    (optimizer,) = run.optimizers
+    assert isinstance(optimizer, NoOptimizer)
+    assert optimizer.step() is None
+    assert optimizer.step(lambda: 3) == 3
+    assert optimizer.state_dict() == {}
+    optimizer.load_state_dict({})
+    optimizer.zero_grad()
+    assert repr(optimizer) == "No Optimizer"
+
+
+class Duck:
+    """Behaves like an optimiser without being one of torch."""
+
+    def __init__(self, inner: SGD) -> None:
+        self.inner = inner
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return self.inner.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+def test_what_behaves_like_an_optimiser() -> None:
+    module = Small()
+    optimizers, _ = parse_optimizers(duck := Duck(sgd(module)), module)
+    assert optimizers == [duck]
+
+
+@pytest.mark.parametrize(
+    ("configure", "message"),
+    [
+        (lambda m: {"optimizer": sgd(m), "scheduler": 1}, r"unsupported keys in the optimizer .*'scheduler'"),
+        (lambda m: as_dictionary(m, freq=2), r"unsupported keys in the lr scheduler dict: \{'freq'\}"),
+        (lambda m: as_dictionary(m, lambda o: OneCycleLR(o, 1.0, 9)), "OneCycleLR steps once per epoch"),
+    ],
+)
+def test_what_is_passed_over_is_said_aloud(configure: Callable[[Any], Any], message: str) -> None:
+    module = with_optimizers(configure)
+    with pytest.warns(RuntimeWarning, match=message):
+        trainer(max_steps=0).fit(module, loader())
+
+
+def test_keys_without_meaning_in_manual_optimisation() -> None:
+    module = with_optimizers(lambda m: as_dictionary(m, strict=True, reduce_on_plateau=False))
+    module.automatic_optimization = False
+    with pytest.warns(RuntimeWarning, match=r"\['reduce_on_plateau', 'strict'\] are ignored"):
+        trainer(max_steps=0).fit(module, loader())
+
+
+class Warmup:
+    """A scheduler that follows no interface but its own."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_foreign_scheduler_is_stepped_by_the_module() -> None:
+    warmup = Warmup()
+
+    class Module(Small):
+        def configure_optimizers(self) -> Any:
+            return [sgd(self)], [{"scheduler": warmup, "interval": "step", "frequency": 2}]
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.seen.append((self.global_step, metric))
+
+    trainer(max_epochs=2).fit(Module(), loader())
+    assert warmup.seen == [(2, None), (5, None)]  # the frequency counts batches within the epoch, as in Lightning
+    with pytest.raises(ConfigurationError, match=r"Warmup does not follow torch's LRScheduler.*lr_scheduler_step"):
+        trainer().fit(with_optimizers(lambda m: ([sgd(m)], [Warmup()])), loader())
+
+
+class Counting(StepLR):
+    """Writes down at which epoch and step it was stepped."""
+
+    def __init__(self, optimizer: Any, module: Any) -> None:
+        self.module, self.at = module, []
+        super().__init__(optimizer, 1)
+        self.at.clear()
+
+    def step(self, *args: Any) -> None:
+        if getattr(self.module, "_trainer", None) is not None:
+            self.at.append((self.module.current_epoch, self.module.global_step))
+        super().step()
+
+
+@given(
+    interval=st.sampled_from(["step", "epoch"]),
+    frequency=st.integers(1, 4),
+    accumulate=st.integers(1, 3),
+    batches=st.integers(1, 5),
+    epochs=st.integers(1, 4),
+)
+def test_schedulers_step_when_lightnings_do(
+    interval: str, frequency: int, accumulate: int, batches: int, epochs: int
+) -> None:
+    seen = []
+    for cls in (L.Trainer, Trainer):
+        made: list[Counting] = []
+
+        def configure(module: Any, made: list[Counting] = made) -> Any:
+            optimizer = sgd(module)
+            made.append(Counting(optimizer, module))
+            return [optimizer], [{"scheduler": made[0], "interval": interval, "frequency": frequency}]
+
+        run = trainer(cls, max_epochs=epochs, accumulate_grad_batches=accumulate)
+        run.fit(with_optimizers(configure), loader(batches))
+        seen.append(made[0].at)
+    assert seen[0] == seen[1]
+
+
+def test_nobody_steps_schedulers_in_manual_optimisation() -> None:
+    made: list[Counting] = []
+
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        made.append(Counting(optimizer, module))
+        return [optimizer], made
+
+    module = with_optimizers(configure)
+    module.automatic_optimization = False
+    trainer(max_epochs=2).fit(module, loader())
+    assert made[0].at == []
+
+
+def test_a_watched_value_reaches_the_scheduler() -> None:
+    seen = []
+
+    class Watching(ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            seen.append(float(metrics))
+            super().step(metrics, epoch)
+
+    module = with_optimizers(lambda m: as_dictionary(m, Watching, monitor="val_loss"), Validated)
+    run = trainer(max_epochs=2, num_sanity_val_steps=0)
+    run.fit(module, loader(), loader())
+    assert len(seen) == 2
+    assert seen[-1] == float(run.callback_metrics["val_loss"])
+
+
+def test_the_state_of_an_optimiser_moves() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[layer.weight]["note"] = "kept"
+    move_state(optimizer, torch.device("meta"))
+    state = optimizer.state[layer.weight]
+    assert state["exp_avg"].device == state["exp_avg_sq"].device == torch.device("meta")
+    assert state["note"] == "kept"
+    assert layer.weight.device == torch.device("cpu")

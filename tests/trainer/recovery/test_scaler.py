@@ -1,0 +1,94 @@
+"""16-mixed on the CPU is real float16 with a real scaler: it is as if nothing had happened."""
+
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise import OOMRecovery
+from tests.conftest import ignoring
+from tests.test_transparency import Mlp
+from tests.trainer.recovery.test_recovery import PHASES, OutOfMemory, SameAgain, fit
+
+pytestmark = [*ignoring("Batch \\d+ (of \\d+ samples)?"), pytest.mark.usefixtures("quick_collections")]
+
+
+class Overflowing(Mlp):
+    """Its gradients overflow in two steps; remembers what the scaler was after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = list[Any]()
+
+    def on_train_start(self) -> None:
+        scaler: Any = self.trainer.scaler
+        scaler.set_growth_interval(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1e38 if (self.current_epoch, batch_idx) in ((0, 2), (1, 1)) else 1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.scaler.append(self.trainer.scaler.state_dict())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(injected: OutOfMemory | None, callback: Any, **options: Any) -> Overflowing:
+    torch.manual_seed(7)
+    module = Overflowing()
+    fit(module if injected is None else injected.wrap(module), [callback], precision="16-mixed", **options)
+    return module
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_step_that_is_repeated(phase: str, window: int) -> None:
+    """To the bit, scales and trackers of every step included."""
+    failing = (0, 2, 4, 5, 9)
+    one = train(None, SameAgain(), accumulate_grad_batches=window)
+    other = train(OutOfMemory(failing=failing, phase=phase), SameAgain(), accumulate_grad_batches=window)
+    assert one.scaler == other.scaler
+    assert len({state["scale"] for state in one.scaler}) > 1  # it grew or shrank
+    for expected, actual in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_step_in_parts(phase: str, window: int) -> None:
+    """Weights as far as float16 goes; scale and growth tracker as if undisturbed."""
+    one = train(None, OOMRecovery(), accumulate_grad_batches=window)
+    other = train(OutOfMemory(most=4, phase=phase), OOMRecovery(), accumulate_grad_batches=window)
+    assert one.scaler == other.scaler
+    for expected, actual in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-2, atol=1e-3)
+
+
+def test_the_step_of_the_optimizer() -> None:
+    class Module(Overflowing):
+        def configure_optimizers(self) -> Any:
+            optimizer: Any = torch.optim.AdamW(self.parameters(), lr=0.1)
+            step, calls = optimizer.step, count()
+
+            def low_on_memory(*args: Any, **kwargs: Any) -> Any:
+                if next(calls) == 1:
+                    raise torch.OutOfMemoryError("injected in the step")
+                return step(*args, **kwargs)
+
+            if self.fails:
+                optimizer.step = low_on_memory
+            return optimizer
+
+    modules = []
+    for fails in (False, True):
+        torch.manual_seed(7)
+        modules.append(module := Module())
+        module.fails = fails
+        fit(module, [recovery := OOMRecovery()], precision="16-mixed")
+        assert [event.phase for event in recovery.events] == ["optimizer step"] * fails
+    assert modules[0].scaler == modules[1].scaler
+    for expected, actual in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        assert torch.equal(expected, actual)

@@ -1,0 +1,279 @@
+"""Jobs of Slurm that are interrupted: a checkpoint, the queue, and the way back; in one process and in several."""
+
+import os
+import signal
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise.parallel.communication.rank import slurm_job
+from equipoise.trainer.runtime import slurm
+from tests.conftest import ignoring
+from tests.support.ports import unused_port
+from tests.support.programs import Program
+from tests.support.trainer_runs import Small, Validated, loader, trainer
+
+pytestmark = ignoring()
+
+
+class Waiting(L.LightningModule):
+    """Rank 0 says in its third batch that it is there, rank 1 in its fifth; each goes on when it was signalled.
+
+    Args:
+        folder: Where it says so, in pipes that are there. None: nobody signals, and nothing is said.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.folder = folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.folder is not None and self.trainer.progress.batch.total.ready == 3 + 2 * self.global_rank:
+            self.wait_for_signal(self.folder / f"ready.{self.global_rank}")
+        return self.net(batch[0]).square().mean()
+
+    def wait_for_signal(self, ready: Path) -> None:
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        before = signal.set_wakeup_fd(wake)
+        ready.write_text("ready")
+        while not self.trainer.received_sigterm:
+            os.read(woken, 1)
+        signal.set_wakeup_fd(before)
+        os.close(woken)
+        os.close(wake)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def train(folder: Path, *, waits: bool = False, **options: Any) -> None:
+    """What each task does; the first process of all leaves weights and steps in the folder."""
+    torch.manual_seed(0)
+    module, data = Waiting(folder if waits else None), TensorDataset(torch.randn(24, 3))
+    run = trainer(max_epochs=2, precision="64-true", default_root_dir=folder, **options)
+    run.fit(module, DataLoader(data, batch_size=2, shuffle=True))
+    if run.is_global_zero:
+        torch.save([run.global_step, *module.net.state_dict().values()], folder / "weights.pt")
+
+
+def undisturbed(folder: Path, **options: Any) -> Any:
+    """Weights and steps of a run that is no job."""
+    folder.mkdir()
+    train(folder, **options)
+    return result(folder)
+
+
+def result(folder: Path) -> Any:
+    steps, *weights = torch.load(folder / "weights.pt")
+    return steps, [weight.tolist() for weight in weights]
+
+
+class Job:
+    """A job in a folder, with a program `scontrol` that writes down how it was called."""
+
+    def __init__(self, folder: Path, tasks: int = 1) -> None:
+        self.folder, self.tasks = folder, tasks
+        self.checkpoint = folder / "slurm-77.ckpt"
+        program = folder / "bin" / "scontrol"
+        program.parent.mkdir(parents=True)
+        program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
+        program.chmod(0o755)
+        for rank in range(2):
+            os.mkfifo(folder / f"ready.{rank}")
+
+    def environment(self, rank: int, *, restarts: int, port: int = 0) -> dict[str, str]:
+        """What Slurm, and the machine, tell a task."""
+        return {
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "SLURM_JOB_ID": "77",
+            "SLURM_STEP_ID": "0",
+            "SLURM_NTASKS": str(self.tasks),
+            "SLURM_NODELIST": "localhost",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "MASTER_PORT": str(port),
+        }
+
+    def run(self, *, interrupted: bool, restarts: int = 0) -> set[int | None]:
+        """Runs all tasks, and sends each of them SIGUSR1 once it waits, if wanted; returns their exit codes."""
+        script = f"from pathlib import Path\nfrom {__name__} import train\n"
+        script += f"train(Path({str(self.folder)!r}), waits={interrupted})\n"
+        port = unused_port()
+        with ExitStack() as stack:
+            programs = []
+            for rank in range(self.tasks):
+                own = {**os.environ, **self.environment(rank, restarts=restarts, port=port)}
+                programs.append(stack.enter_context(Program(script, environment=own)))
+            for rank, program in enumerate(programs if interrupted else []):
+                self.await_rank(rank)
+                program.send_signal(signal.SIGUSR1)
+            print(*(program.finish()[1] for program in programs), sep="\n")
+            return {program.returncode for program in programs}
+
+    def await_rank(self, rank: int) -> None:
+        assert (self.folder / f"ready.{rank}").read_text() == "ready"
+
+    @property
+    def queued(self) -> str:
+        path = self.folder / "scontrol.txt"
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_tasks_end_after_the_same_batch_are_put_back_into_the_queue_and_go_on(tmp_path: Path, tasks: int) -> None:
+    expected = undisturbed(tmp_path / "undisturbed", strategy="ddp" if tasks > 1 else "auto", devices=tasks)
+    job = Job(tmp_path / "job", tasks)
+    assert job.run(interrupted=True) == {os.EX_TEMPFAIL}
+    assert job.queued == "requeue 77\n"
+    assert job.checkpoint.is_file()
+    assert not (job.folder / "weights.pt").exists()
+    assert job.run(interrupted=False, restarts=1) == {0}
+    assert result(job.folder) == expected
+    assert not job.checkpoint.exists()
+
+
+def test_processes_of_the_trainer_end_after_the_same_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One task, whose trainer has started two processes; Slurm knows the task alone."""
+    options = {"strategy": "ddp", "devices": 2}
+    expected = undisturbed(tmp_path / "undisturbed", **options)
+    job = Job(tmp_path / "job")
+
+    def interrupt() -> None:
+        job.await_rank(0)  # the other one comes to its fifth batch only after this
+        os.kill(os.getpid(), signal.SIGUSR1)
+        job.await_rank(1)
+
+    for name, value in job.environment(0, restarts=0).items():
+        monkeypatch.setenv(name, value)
+    start_program_again(monkeypatch)
+    interrupting = Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(SIGTERMException) as ended:
+        train(job.folder, waits=True, **options)
+    interrupting.join()
+    assert ended.value.code == os.EX_TEMPFAIL
+    assert job.queued == "requeue 77\n"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start_program_again(monkeypatch)
+    train(job.folder, **options)
+    assert result(job.folder) == expected
+
+
+# In this process, where one can look closer.
+
+
+class Signalled(Small):
+    """Sends this process a signal in its second step."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__()
+        self.number = number
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            signal.raise_signal(self.number)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of Slurm, on a machine without `scontrol`."""
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("PATH", "")
+
+
+def start_program_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets the fits so far, as another process does."""
+    monkeypatch.setattr(slurm, "_fits", Counter())
+
+
+@pytest.mark.usefixtures("job")
+def test_sigterm_saves_and_does_not_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before a job is killed, also by `scancel`; Slurm puts a preempted job back by itself."""
+    with pytest.raises(SIGTERMException) as ended:
+        trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGTERM), loader())
+    assert ended.value.code is None
+    assert (tmp_path / "slurm-77.ckpt").is_file()
+    start_program_again(monkeypatch)
+    run = trainer(default_root_dir=tmp_path)
+    run.fit(Small(), loader())
+    assert run.loaded_ckpt_path is None  # Slurm has not started this job again
+    assert not (tmp_path / "slurm-77.ckpt").exists()
+
+
+@pytest.mark.usefixtures("job")
+def test_slurm_does_not_take_the_job_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    refused = pytest.warns(UserWarning, match="`scontrol requeue 77` failed: .*exit code 75. Submit it again")
+    with refused, pytest.raises(SIGTERMException) as ended:
+        trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGUSR1), loader())
+    assert ended.value.code == os.EX_TEMPFAIL
+    assert signal.getsignal(signal.SIGUSR1) == before
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start_program_again(monkeypatch)
+    run = trainer(default_root_dir=tmp_path)
+    run.fit(Small(), loader())
+    assert str(run.loaded_ckpt_path) == str(tmp_path / "slurm-77.ckpt")
+    assert run.global_step == 3
+
+
+@pytest.mark.usefixtures("job")
+def test_each_fit_of_a_job_goes_on_from_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of two fits is interrupted; the first one, which had ended, begins anew, and says so."""
+    trainer(default_root_dir=tmp_path).fit(Small(), loader())
+    with pytest.raises(SIGTERMException):
+        trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGTERM), loader())
+    own = tmp_path / "slurm-77-fit-2.ckpt"
+    assert [path.name for path in tmp_path.glob("slurm-*")] == [own.name]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start_program_again(monkeypatch)
+    first, second = trainer(default_root_dir=tmp_path), trainer(default_root_dir=tmp_path)
+    with caplog.at_level("INFO"):
+        first.fit(Small(), loader())
+    assert first.loaded_ckpt_path is None
+    assert "Fit 1 of this program" in caplog.text
+    assert own.is_file()
+    first.validate(Validated(), loader())  # counts no fit
+    second.fit(Small(), loader())
+    assert second.loaded_ckpt_path == own
+    assert not own.exists()
+
+
+@pytest.mark.usefixtures("job")
+def test_a_handler_of_the_programs_own_stays(tmp_path: Path) -> None:
+    received = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGUSR1), loader())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert received == [signal.SIGUSR1]
+    assert not (tmp_path / "slurm-77.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "5"}, "5"),
+        ({"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train"}, "5"),
+        ({"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "bash"}, None),
+        ({"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": "3"}, "4_3"),
+    ],
+)
+def test_the_name_of_a_job(environment: dict[str, str], job: str | None) -> None:
+    assert slurm_job(environment) == job

@@ -1,0 +1,245 @@
+"""The arguments of the Trainer: their defaults, their bounds, what they imply."""
+
+import inspect
+import math
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
+
+from equipoise import ConfigurationError, Trainer
+from equipoise.trainer.settings import arguments
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, loader, trainer
+
+pytestmark = ignoring()
+LIGHTNINGS_ALONE = {"model_registry"}  # of Lightning's own cloud
+OURS_ALONE = {"activation_checkpointing", "detect_nonfinite"}
+FOLLOWS_FROM_THE_PLACE = "num_nodes"  # 1 in Lightning; here nothing was said
+
+# The Trainer as a whole
+
+
+def parameters_of(cls: type) -> dict[str, inspect.Parameter]:
+    return {name: p for name, p in inspect.signature(cls).parameters.items() if name != "self"}
+
+
+def test_arguments_and_defaults_are_lightnings() -> None:
+    theirs, ours = parameters_of(L.Trainer), parameters_of(Trainer)
+    assert set(theirs) - set(ours) == LIGHTNINGS_ALONE
+    assert set(ours) - set(theirs) == OURS_ALONE
+    both = set(ours) & set(theirs) - {FOLLOWS_FROM_THE_PLACE}
+    assert {name: ours[name].default for name in both} == {name: theirs[name].default for name in both}
+    assert all(ours[name].default is None for name in {*OURS_ALONE, FOLLOWS_FROM_THE_PLACE})
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours.values())
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict", "save_checkpoint"])
+def test_entry_points_are_lightnings(entry: str) -> None:
+    theirs, ours = (inspect.signature(getattr(cls, entry)).parameters for cls in (L.Trainer, Trainer))
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "barebones": {"barebones": True},
+    "fast_dev_run": {"fast_dev_run": True},
+    "fast_dev_run of 3": {"fast_dev_run": 3},
+    "overfitting batches": {"overfit_batches": 2},
+    "overfitting a fraction": {"overfit_batches": 0.5},
+    "endless": {"max_epochs": -1},
+    "steps": {"max_steps": 5},
+    "time": {"max_time": "00:00:01:00"},
+    "time between validations": {"val_check_interval": "00:01:00:00"},
+    "batches over epochs": {"val_check_interval": 7, "check_val_every_n_epoch": None},
+    "sanity": {"num_sanity_val_steps": -1},
+    "limits": {
+        "limit_train_batches": 2.0,
+        "limit_val_batches": 1,
+        "limit_test_batches": 0.5,
+        "limit_predict_batches": 0,
+    },
+    "clipping": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    "precision": {"precision": "bf16-mixed"},
+}
+READ = (
+    *("accumulate_grad_batches", "barebones", "check_val_every_n_epoch", "fast_dev_run", "gradient_clip_algorithm"),
+    *("gradient_clip_val", "limit_predict_batches", "limit_test_batches", "limit_train_batches", "limit_val_batches"),
+    *("log_every_n_steps", "max_epochs", "max_steps", "min_epochs", "min_steps", "num_devices", "num_nodes"),
+    *(
+        "num_sanity_val_steps",
+        "overfit_batches",
+        "precision",
+        "reload_dataloaders_every_n_epochs",
+        "val_check_interval",
+    ),
+    *("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero", "device_ids", "should_stop"),
+)
+
+
+def read(run: Any) -> dict[str, Any]:
+    """What can be read of a trainer's options."""
+    kinds = [type(callback).__name__.removeprefix("Rich") for callback in run.callbacks]
+    return {
+        **{name: getattr(run, name, None) for name in READ},
+        "loggers": [type(logger).__name__ for logger in run.loggers],
+        "callbacks": sorted("ProgressBar" if kind == "TQDMProgressBar" else kind for kind in kinds),
+        "time": [callback.time_remaining() for callback in run.callbacks if isinstance(callback, Timer)],
+    }
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`max_epochs` was not set", "ignore:Precision bf16-mixed is not supported by the model summary"
+)
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("after", [False, True], ids=["made", "run"])
+def test_what_options_imply_is_lightnings(name: str, after: bool, tmp_path: Path) -> None:
+    """Read when the trainer has just been made, and when it has run for no step."""
+    seen = []
+    for cls in (L.Trainer, Trainer):
+        run = cls(accelerator="cpu", default_root_dir=tmp_path, **CHOICES[name])
+        if after:
+            run.limit_train_batches = 0
+            run.fit(Small(), loader())
+        seen.append(read(run))
+    if name == "time between validations":
+        assert seen[0].pop("val_check_interval") is None  # Lightning keeps the time under a private name
+        assert seen[1].pop("val_check_interval") == 1.0
+    assert seen[0] == seen[1]
+
+
+# One by one
+
+
+def test_a_choice_names_the_nearest() -> None:
+    assert arguments.check_choice("colour", "red", ["red", "green"]) == "red"
+    with pytest.raises(
+        ConfigurationError, match=r"colour must be one of 'red', 'green', not 'GREE'\. Did you mean 'green'\?"
+    ):
+        arguments.check_choice("colour", "GREE", ["red", "green"])
+    with pytest.raises(ConfigurationError, match=r"not 7\.$"):
+        arguments.check_choice("colour", 7, ["red", "green"])
+
+
+@given(value=st.integers(0, 10**9), least=st.integers(0, 5))
+def test_counts(value: int, least: int) -> None:
+    if value >= least:
+        assert arguments.check_count("n", value, least=least) == value
+    else:
+        with pytest.raises(ConfigurationError, match=f"at least {least}, not {value}"):
+            arguments.check_count("n", value, least=least)
+
+
+def test_counts_that_are_none() -> None:
+    assert arguments.check_count("n", None, least=0, optional=True) is None
+    assert arguments.check_count("n", -1, least=0, unlimited=True) == -1
+    with pytest.raises(ConfigurationError, match="at least 0, or -1 for no limit, or None, not -2"):
+        arguments.check_count("n", -2, least=0, optional=True, unlimited=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"), [(None, 1.0), (0, 0), (1, 1), (1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (7, 7), (3.0, 3)], ids=repr
+)
+def test_limits_of_batches(given: Any, limit: Any) -> None:
+    checked = arguments.check_batch_limit("limit", given)
+    assert checked == limit
+    assert type(checked) is type(limit)
+
+
+@pytest.mark.parametrize(("given", "meaning"), [(1, "one batch"), (1.0, "all batches")])
+def test_one_is_said_aloud(given: Any, meaning: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        arguments.check_batch_limit("limit_val_batches", given)
+    assert f"limit_val_batches={given!r} means {meaning}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("interval", "every", "expected"),
+    [
+        (None, 1, (1.0, None)),
+        (0.25, 1, (0.25, None)),
+        (7, None, (7, None)),
+        ("00:00:01:30", 1, (1.0, 90.0)),
+        ("00:00:00:90", 1, (1.0, 90.0)),
+        (timedelta(minutes=2), None, (1.0, 120.0)),
+        ({"hours": 1}, 2, (1.0, 3600.0)),
+    ],
+    ids=str,
+)
+def test_intervals_of_validation(interval: Any, every: Any, expected: Any) -> None:
+    assert arguments.check_val_intervals(interval, every) == expected
+
+
+@given(
+    days=st.integers(0, 9999),
+    hours=st.integers(0, 99),
+    minutes=st.integers(0, 99),
+    seconds=st.integers(0, 99),
+    form=st.sampled_from(["text", "timedelta", "dictionary"]),
+)
+def test_times(days: int, hours: int, minutes: int, seconds: int, form: str) -> None:
+    parts = {"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}
+    value: Any = {
+        "text": f" {days:02}:{hours:02}:{minutes:02}:{seconds:02}",
+        "timedelta": timedelta(**parts),
+        "dictionary": parts,
+    }[form]
+    assert arguments.seconds_of("max_time", value) == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@given(st.text(max_size=12))
+def test_text_that_is_no_time(text: str) -> None:
+    if re.fullmatch(r"\s*\d+(:\d\d){3}\s*", text):
+        assert arguments.seconds_of("max_time", text) >= 0
+    else:
+        with pytest.raises(ConfigurationError, match=re.escape(repr(text))):
+            arguments.seconds_of("max_time", text)
+
+
+@pytest.mark.parametrize("value", [{"days": 1e12}, {"days": "1"}, {1: 2}, None, 5, b"00:00:00:01"], ids=repr)
+def test_values_that_are_no_time(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="A time for max_time is given as 'DD:HH:MM:SS'"):
+        arguments.seconds_of("max_time", value)
+
+
+@pytest.mark.parametrize("value", [None, 0, 0.0, 1, 2.5, math.inf])
+@pytest.mark.parametrize(("algorithm", "name"), [(None, None), ("norm", "norm"), ("VALUE", "value")])
+def test_clipping(value: Any, algorithm: Any, name: Any) -> None:
+    assert arguments.gradient_clipping(value, algorithm) == (value, name)
+
+
+def test_profilers() -> None:
+    kinds = {"simple": SimpleProfiler, "Advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+    for name, kind in kinds.items():
+        assert type(arguments.make_profiler(name)) is kind
+    assert type(arguments.make_profiler(None)) is PassThroughProfiler
+    own = SimpleProfiler()
+    assert arguments.make_profiler(own) is own
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+def test_flags(value: Any) -> None:
+    arguments.check_flags(flag=value)
+
+
+@given(least=st.none() | st.integers(0, 5), most=st.none() | st.integers(-1, 5))
+def test_an_order_that_contradicts_itself(least: int | None, most: int | None) -> None:
+    if least is not None and most is not None and -1 < most < least:
+        with pytest.raises(ConfigurationError, match=f"min_steps={least} exceeds max_steps={most}"):
+            arguments.check_order(least, most, "steps")
+    else:
+        arguments.check_order(least, most, "steps")
+
+
+def test_max_epochs_has_a_default_that_is_said_aloud() -> None:
+    run = trainer(max_epochs=None, limit_train_batches=0)
+    with pytest.warns(UserWarning, match=r"`max_epochs` was not set: training ends after 1000 epochs.*max_epochs=-1"):
+        run.fit(Small(), loader())
+    assert run.max_epochs == 1000

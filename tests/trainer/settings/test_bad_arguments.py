@@ -1,0 +1,276 @@
+"""Arguments of the Trainer that cannot work, or contradict one another, are refused when it is made."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch.optim import LBFGS
+
+from equipoise import SingleDeviceStrategy, Trainer
+from tests.support.trainer_runs import Small, loader, refuses, refuses_fit, trainer, with_optimizers
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"accelerator": "tpu"}, ["accelerator must be one of", "'cpu'", "not 'tpu'"]),
+        ({"accelerator": "CPU"}, ["not 'CPU'", "Did you mean 'cpu'?"]),
+        ({"accelerator": "cudaa"}, ["Did you mean 'cuda'?"]),
+        ({"accelerator": None}, ["accelerator must be one of", "not None"]),
+        ({"strategy": "single_device", "devices": 2}, ["takes one device", "2 were given: cpu, cpu", "devices=1"]),
+        ({"strategy": "single_device", "devices": ["cpu", "cpu"]}, ["takes one device", "2 were given: cpu, cpu"]),
+        ({"strategy": "single_device", "devices": [0, 1]}, ["takes one device", "2 were given"]),
+        ({"devices": 0}, ["devices=0", "at least 1"]),
+        ({"devices": -2}, ["devices=-2", "at least 1"]),
+        ({"devices": [-1]}, ["there is no cpu device -1", "torch finds"]),
+        ({"devices": []}, ["devices=[]", "a count"]),
+        ({"devices": "two"}, ["devices='two'", "'auto'"]),
+        ({"devices": "1,x"}, ["devices='1,x'", "[0, 2]"]),
+        ({"devices": ""}, ["devices=''", "a count"]),
+        ({"devices": "cuda:0"}, ["devices='cuda:0'", "['cuda:0', 'cpu']"]),
+        ({"devices": torch.device("cpu")}, ["device(type='cpu')", "['cuda:0', 'cpu']"]),
+        ({"devices": 1.5}, ["devices=1.5", "a count"]),
+        ({"devices": True}, ["devices=True", "a count"]),
+        ({"devices": [True]}, ["devices=[True]", "a count"]),
+        ({"devices": None}, ["devices=None", "a count"]),
+        ({"devices": [0.5]}, ["devices=[0.5]", "'cuda:0'"]),
+        ({"devices": ["gpu:0"]}, ["devices=['gpu:0']", "'cuda:0'"]),
+        (
+            {"devices": ["cuda:0"]},
+            ["accelerator='cpu' does not fit", "cuda:0 is no cpu device", "leave accelerator out"],
+        ),
+        ({"devices": ["meta"], "accelerator": "auto"}, ["device meta does not exist", "torch finds"]),
+        ({"num_nodes": 0}, ["num_nodes", "at least 1", "not 0"]),
+        ({"num_nodes": 2}, ["runs on one machine", "num_nodes=2", "Leave it out"]),
+    ],
+    ids=str,
+)
+def test_devices(options: dict[str, Any], parts: list[str]) -> None:
+    refuses(lambda: trainer(**options), *parts)
+
+
+def test_devices_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two CUDA devices to be found."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    refuses(
+        lambda: trainer(accelerator="cuda", devices=3), "devices=3", "more devices than there are", "2 CUDA devices"
+    )
+    refuses(lambda: trainer(accelerator="cuda", devices=[0, 5]), "no cuda device 5", "2 CUDA devices")
+    refuses(lambda: trainer(accelerator="auto", devices=["cuda:2"]), "cuda:2 does not exist", "2 CUDA devices")
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
+def test_an_accelerator_that_this_machine_lacks(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    refuses(lambda: trainer(accelerator=accelerator), f"accelerator={accelerator!r}", "'auto'", "'cpu'")
+
+
+# Names and numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"strategy": "single_devic"}, ["not 'single_devic'", "Did you mean 'single_device'?"]),
+        ({"strategy": "nonsense"}, ["strategy must be one of 'auto', 'single_device'", "not 'nonsense'"]),
+        ({"strategy": SingleDeviceStrategy}, ["SingleDeviceStrategy()", "not <class"]),
+        ({"strategy": None}, ["strategy must be a name", "not None"]),
+        ({"precision": "16mixed"}, ["'16mixed' was given", "Did you mean '16-mixed'?"]),
+        ({"precision": "fp16"}, ["Did you mean '16-mixed'?"]),
+        ({"precision": 8}, ["'bf16-mixed'", "8 was given"]),
+        ({"profiler": "simpel"}, ["'simple', 'advanced', 'pytorch'", "Did you mean 'simple'?"]),
+        ({"profiler": 3}, ["profiler must be", "not 3"]),
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "nrom"}, ["'norm', 'value'", "Did you mean 'norm'?"]),
+        ({"gradient_clip_val": -1}, ["from 0", "None for no clipping", "not -1"]),
+        ({"gradient_clip_val": "1"}, ["not '1'"]),
+        ({"gradient_clip_val": float("nan")}, ["not nan"]),
+        ({"gradient_clip_val": True}, ["not True"]),
+        ({"deterministic": "yes"}, ["True, False, 'warn' or None", "not 'yes'"]),
+        ({"benchmark": "x"}, ["benchmark must be True or False", "not 'x'"]),
+        ({"detect_anomaly": 1}, ["detect_anomaly must be True or False", "not 1"]),
+        ({"inference_mode": "off"}, ["inference_mode must be True or False", "not 'off'"]),
+        ({"enable_checkpointing": ModelCheckpoint()}, ["enable_checkpointing must be True or False"]),
+        ({"enable_progress_bar": "no"}, ["enable_progress_bar must be True or False", "not 'no'"]),
+        ({"barebones": "yes"}, ["barebones must be True or False"]),
+        ({"logger": "csv"}, ["CSVLogger('logs')", "not 'csv'"]),
+        ({"logger": ["csv"]}, ["CSVLogger('logs')", "not 'csv'"]),
+        ({"logger": 3}, ["True, False", "not 3"]),
+        ({"callbacks": 3}, ["a list of them", "3 of type int"]),
+        ({"callbacks": ["early_stopping"]}, ["'early_stopping' of type str"]),
+        ({"callbacks": "early_stopping"}, ["'early_stopping' of type str"]),
+        ({"callbacks": [EarlyStopping]}, ["the class EarlyStopping", "EarlyStopping(...)"]),
+        ({"plugins": MixedPrecision("bf16-mixed", "cpu")}, ["CheckpointIO", "MixedPrecision", "precision=..."]),
+        ({"plugins": [3]}, ["CheckpointIO", "int"]),
+        ({"plugins": [TorchCheckpointIO(), TorchCheckpointIO()]}, ["two CheckpointIOs", "one can be used"]),
+        ({"default_root_dir": 3}, ["default_root_dir must be a path", "not 3"]),
+        ({"max_time": "12"}, ["'DD:HH:MM:SS'", "max_time", "not '12'"]),
+        ({"max_time": 3}, ["'DD:HH:MM:SS'", "not 3"]),
+        ({"max_time": {"minute": 3}}, ["{'minutes': 30}", "not {'minute': 3}"]),
+        ({"max_time": timedelta(seconds=-1)}, ["max_time", "must not be negative"]),
+        ({"max_time": "00:01:-5:00"}, ["'DD:HH:MM:SS'", "not '00:01:-5:00'"]),
+        ({"val_check_interval": "3"}, ["val_check_interval", "'DD:HH:MM:SS'", "not '3'"]),
+        ({"val_check_interval": 0}, ["would never validate", "limit_val_batches=0"]),
+        ({"val_check_interval": 0.0}, ["would never validate", "limit_val_batches=0"]),
+        ({"val_check_interval": {"minutes": -3}}, ["must not be negative"]),
+        ({"check_val_every_n_epoch": 0}, ["check_val_every_n_epoch", "at least 1", "or None", "not 0"]),
+        ({"max_steps": None}, ["max_steps", "-1 for no limit", "not None"]),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_options(options: dict[str, Any], parts: list[str]) -> None:
+    refuses(lambda: trainer(**options), *parts)
+
+
+COUNTS = {
+    "max_epochs": 0,
+    "min_epochs": 0,
+    "max_steps": 0,
+    "min_steps": 0,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 0,
+    "accumulate_grad_batches": 1,
+    "reload_dataloaders_every_n_epochs": 0,
+    "check_val_every_n_epoch": 1,
+    "fast_dev_run": 0,
+    "num_nodes": 1,
+}
+LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@given(value=st.one_of(st.integers(max_value=-2), st.floats(), st.text(max_size=3), st.none()))
+@example(value=-1.0)
+def test_a_count_is_an_integer(name: str, value: Any) -> None:
+    if value is None and name not in ("max_steps", "accumulate_grad_batches", "reload_dataloaders_every_n_epochs"):
+        return
+    refuses(lambda: trainer(**{name: value}), name, f"an integer of at least {COUNTS[name]}", f"not {value!r}")
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTS if name != "fast_dev_run"])
+def test_a_count_is_no_switch(name: str) -> None:
+    refuses(lambda: trainer(**{name: True}), name, "an integer", "not True")
+
+
+@pytest.mark.parametrize("name", [*LIMITS, "overfit_batches", "val_check_interval"])
+@given(
+    value=st.one_of(
+        st.integers(max_value=-1),
+        st.floats(max_value=0, exclude_max=True),
+        st.floats(min_value=1, exclude_min=True).filter(lambda value: value % 1 != 0),  # infinity and nan, too
+        st.booleans(),
+    )
+)
+def test_a_limit_is_a_number_or_a_fraction(name: str, value: Any) -> None:
+    refuses(lambda: trainer(**{name: value}), name, "number of batches", "fraction (0.0 to 1.0)", f"not {value!r}")
+
+
+# Contradictions
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"min_epochs": 3, "max_epochs": 2}, ["min_epochs=3 exceeds max_epochs=2"]),
+        ({"min_steps": 3, "max_steps": 2}, ["min_steps=3 exceeds max_steps=2"]),
+        ({"check_val_every_n_epoch": None}, ["over epochs", "an integer or a time", "not None"]),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ["an integer or a time", "not 0.5"]),
+        ({"callbacks": [TQDMProgressBar()]}, ["enable_progress_bar=False", "TQDMProgressBar", "one of them"]),
+        ({"callbacks": [ModelCheckpoint()]}, ["enable_checkpointing=False", "ModelCheckpoint", "one of them"]),
+        (
+            {"callbacks": [TQDMProgressBar(), RichProgressBar()], "enable_progress_bar": True},
+            ["one progress bar", "TQDMProgressBar, RichProgressBar"],
+        ),
+        (
+            {"callbacks": [EarlyStopping("a"), EarlyStopping("a", patience=5)]},
+            ["the same key", "'monitor': 'a'", "`state_key`"],
+        ),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_contradictions(options: dict[str, Any], parts: list[str]) -> None:
+    refuses(lambda: trainer(**options), *parts)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"logger": True},
+        {"logger": CSVLogger("logs")},
+        {"enable_checkpointing": True},
+        {"enable_progress_bar": True},
+        {"enable_model_summary": True},
+        {"num_sanity_val_steps": 1},
+        {"log_every_n_steps": 5},
+        {"fast_dev_run": True},
+        {"detect_anomaly": True},
+        {"profiler": "simple"},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_barebones_contradicts(option: dict[str, Any]) -> None:
+    (name,) = option
+    refuses(lambda: Trainer(barebones=True, accelerator="cpu", **option), "barebones=True", f"{name}=", "Leave one")
+
+
+def test_barebones_contradicts_callbacks() -> None:
+    refuses(lambda: Trainer(barebones=True, callbacks=[TQDMProgressBar()]), "barebones=True", "TQDMProgressBar")
+
+
+@pytest.mark.parametrize("option", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}], ids=str)
+def test_manual_optimisation_clips_and_accumulates_by_hand(option: dict[str, Any]) -> None:
+    module = Small()
+    module.automatic_optimization = False
+    (name,) = option
+    refuses_fit(module, "automatic_optimization=False", f"Trainer({name}={option[name]})", "Leave it out", **option)
+
+
+@pytest.mark.parametrize(
+    ("finder", "instead"),
+    [(BatchSizeFinder, "raise the batch size by hand"), (LearningRateFinder, "equipoise fit --multirun")],
+)
+def test_finders(finder: type, instead: str) -> None:
+    refuses(lambda: trainer(callbacks=[finder()]), finder.__name__, "cannot run here", "Instead", instead)
+    module = type("Module", (Small,), {"configure_callbacks": lambda self: finder()})()
+    refuses_fit(module, finder.__name__, instead)
+
+
+def test_scaled_losses_and_lbfgs() -> None:
+    module = with_optimizers(lambda m: LBFGS(m.parameters()))
+    refuses_fit(module, "16-mixed", "LBFGS", "bf16-mixed", precision="16-mixed")
+
+
+@pytest.mark.parametrize("filename", ["../{epoch}", "a/../../{step}", "/tmp/{epoch}", "{../x}", "..\\x"])
+def test_a_checkpoint_outside_of_its_folder(filename: str, tmp_path: Any) -> None:
+    refuses_fit(
+        Small(),
+        "filename of a ModelCheckpoint",
+        "Give the folder as dirpath",
+        callbacks=[ModelCheckpoint(tmp_path, filename=filename)],
+        enable_checkpointing=True,
+    )
+
+
+def test_a_checkpoint_in_a_folder_of_its_own(tmp_path: Any) -> None:
+    """Dots in a name, and folders of a metric's name, stay inside."""
+    callback = ModelCheckpoint(tmp_path, filename="{epoch}..{val/loss:.2f}")
+    trainer(callbacks=[callback], enable_checkpointing=True).fit(Small(), loader())
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt")] == ["epoch=0..val/loss=0.00.ckpt"]

@@ -1,0 +1,121 @@
+"""Which devices are meant: counts, indices, names, repeats."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+
+from equipoise.trainer.settings import devices as select
+from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
+
+pytestmark = ignoring()
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"),
+    [
+        ("auto", 1),
+        (1, 1),
+        ("1", 1),
+        (-1, 1),
+        ("-1", 1),
+        (3, 3),
+        ("3", 3),
+        ([0], 1),
+        ((0, 1), 2),
+        ("0,", 1),
+        ("0,1", 2),
+        ([0, 0], 2),
+        (["cpu"], 1),
+        (["cpu", "cpu:0"], 2),
+        ([CPU, "cpu"], 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accelerator", ["cpu", CPUAccelerator()], ids=["name", "object"])
+def test_devices_of_the_cpu(accelerator: Any, devices: Any, count: int) -> None:
+    assert select.select_devices(accelerator, devices) == [CPU] * count
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch finds four CUDA devices."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+@pytest.mark.parametrize(
+    ("devices", "indices"),
+    [
+        ("auto", [0, 1, 2, 3]),
+        (2, [0, 1]),
+        ("2", [0, 1]),
+        (-1, [0, 1, 2, 3]),
+        ("-1", [0, 1, 2, 3]),
+        ([2], [2]),
+        ([3, 1], [3, 1]),
+        ("3, 1", [3, 1]),
+        ("2,", [2]),
+        (["cuda:1"], [1]),
+        (["cuda"], [0]),
+        (["cuda:1", "cuda:1"], [1, 1]),
+        ([torch.device("cuda", 2), "cuda:0"], [2, 0]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "accelerator", ["auto", "gpu", "cuda", CUDAAccelerator()], ids=["auto", "gpu", "cuda", "object"]
+)
+@pytest.mark.usefixtures("four_gpus")
+def test_devices_of_cuda(accelerator: Any, devices: Any, indices: list[int]) -> None:
+    assert select.select_devices(accelerator, devices) == [torch.device("cuda", index) for index in indices]
+
+
+@given(
+    indices=st.lists(st.integers(0, 7), min_size=1, max_size=8), form=st.sampled_from(["indices", "text", "devices"])
+)
+def test_indices_keep_their_order(indices: list[int], form: str) -> None:
+    devices: Any = {
+        "indices": indices,
+        "text": ",".join(map(str, indices)) + ",",
+        "devices": [torch.device("cuda", index) for index in indices],
+    }[form]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 8)
+        assert select.select_devices("auto", devices) == [torch.device("cuda", index) for index in indices]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_the_cpu_where_there_are_gpus() -> None:
+    assert select.select_devices("cpu", "auto") == [CPU]
+    assert select.select_devices("auto", ["cpu"]) == [CPU]
+
+
+def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for accelerator in ("auto", "gpu", "mps", MPSAccelerator()):
+        assert select.select_devices(accelerator, "auto") == [torch.device("mps", 0)]
+    assert select.select_devices("auto", ["mps"]) == [torch.device("mps", 0)]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_trainer_tells_its_devices() -> None:
+    run = trainer(accelerator="cuda", devices=[2])
+    assert run.device_ids == [2]
+    assert run.num_devices == 1
+    assert run.strategy.root_device == torch.device("cuda", 2)
+    assert isinstance(run.accelerator, CUDAAccelerator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "accelerator"), [("cpu", CPUAccelerator), ("cuda", CUDAAccelerator), ("mps", MPSAccelerator)]
+)
+def test_accelerator_of(kind: str, accelerator: type) -> None:
+    assert type(select.accelerator_of(torch.device(kind))) is accelerator

@@ -1,0 +1,64 @@
+"""Lightning's names and objects of strategies: what they are here, or what to take instead."""
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import strategies as lightning_strategies
+from lightning.pytorch.strategies import StrategyRegistry
+
+from equipoise import ConfigurationError, DDPStrategy
+from equipoise.trainer.settings.strategy_names import lightning_strategy
+from tests.conftest import ignoring
+from tests.support.trainer_runs import refuses, trainer
+
+pytestmark = ignoring()
+DDP = [name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")]
+OTHERS = sorted({*StrategyRegistry.available_strategies()} - {*DDP, "single_device"})
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_every_name_of_ddp_is_ddp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    constructor = DDPStrategy.__init__
+
+    def noting(self: DDPStrategy, **options: Any) -> None:
+        given.append(options)
+        constructor(self, **options)
+
+    monkeypatch.setattr(DDPStrategy, "__init__", noting)
+    run = trainer(strategy=name, devices=2)
+    assert type(run.connected_strategy) is DDPStrategy
+    wanted = {}
+    if "unused" in name:
+        wanted = {"find_unused_parameters": name.endswith("true")}
+    assert given == [wanted]
+
+
+def test_lightning_has_these_names() -> None:
+    assert {"ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true"} <= {*DDP}
+    assert {"ddp_notebook_find_unused_parameters_false", "ddp_spawn_find_unused_parameters_true"} <= {*DDP}
+    assert {"fsdp", "fsdp_cpu_offload", "deepspeed", "deepspeed_stage_3_offload", "single_xla"} <= {*OTHERS}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_name_has_another_way(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"strategy='{name}' is not .* 'auto'|pipeline.*activation_check"):
+        trainer(strategy=name)
+
+
+@pytest.mark.parametrize("name", ["dpp", "ddp_", "ddp_spawn_fork", "ddp_find_unused_parameters", "fsdpp"])
+def test_other_names_are_unknown(name: str) -> None:
+    assert lightning_strategy(name) is None
+    refuses(lambda: trainer(strategy=name), "strategy must be one of", f"not {name!r}")
+
+
+def test_objects_of_lightning() -> None:
+    class OfALibrary(lightning_strategies.DDPStrategy):
+        """As Ray's."""
+
+    inside = "inside its own loops"
+    refuses(lambda: trainer(strategy=OfALibrary()), inside, "Take 'ddp'", "from equipoise")
+    refuses(lambda: trainer(strategy=lightning_strategies.SingleDeviceStrategy("cpu")), inside, "Leave strategy out")
+    large = lightning_strategies.ModelParallelStrategy()
+    refuses(lambda: trainer(strategy=large), inside, "strategy='pipeline'", "activation_checkpointing")
+    refuses(lambda: trainer(strategy=3), "strategy must be a name, or a Strategy", "not 3")

@@ -1,0 +1,270 @@
+"""Counters count what Lightning's count, and a checkpoint of either says where the other stands."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise import Trainer
+from equipoise.trainer.state.progress import BatchProgress, Counts, FitProgress, Progress
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Validated, loader, trainer
+
+pytestmark = ignoring()
+BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
+
+# One counter
+
+
+def counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
+    return {"ready": ready, "started": started, "processed": processed, "completed": completed}
+
+
+def test_a_counter_that_is_in_the_midst_of_something() -> None:
+    progress = Progress()
+    progress.count()
+    progress.current.ready += 1
+    progress.current.started += 1
+    assert progress.current.state_dict() == progress.total.state_dict() == counts(2, 2, 1, 1)
+    assert progress.completed == 1
+    progress.rewind()
+    assert progress.current == Counts(1, 1, 1, 1)
+
+
+def test_totals_outlive_epochs() -> None:
+    progress = Progress()
+    current = progress.current
+    progress.count()
+    progress.count()
+    progress.begin()
+    assert progress.current is current  # loops hold it
+    assert current == Counts()
+    progress.count()
+    assert progress.total == Counts(3, 3, 3, 3)
+    assert progress.completed == 3
+    progress.forget_total()
+    assert (progress.total, progress.completed) == (Counts(), 0)
+    assert current == Counts(1, 1, 1, 1)
+    progress.count()
+    assert progress.completed == 1
+
+
+def test_a_counter_with_fewer_counts() -> None:
+    """Lightning's counter of optimiser steps has two; a step that was begun and not completed counts as such."""
+    progress, other = Progress(("ready", "completed")), Progress(("ready", "completed"))
+    progress.count()
+    progress.current.ready += 1
+    assert progress.state_dict()["total"] == progress.state_dict()["current"] == {"ready": 2, "completed": 1}
+    other.load_state_dict(progress.state_dict())
+    assert other.current == Counts(ready=2, started=1, processed=1, completed=1)
+    assert other.total == other.current
+
+
+def test_a_new_epoch_has_not_reached_its_last_batch() -> None:
+    progress, other = BatchProgress(), BatchProgress()
+    progress.is_last_batch = True
+    other.load_state_dict(progress.state_dict())
+    assert other.is_last_batch
+    other.begin()
+    assert not other.is_last_batch
+
+
+# All of them
+
+FOUR = st.tuples(*[st.integers(0, 2**40)] * 4)
+COUNTERS = ("epoch", "batch", "optimizer_step", "manual_step", "zero_grad", "scheduler", "val_batch")
+
+
+@st.composite
+def fits(draw: Any) -> FitProgress:
+    progress = FitProgress(batches_that_stepped=draw(st.integers(0, 2**40)))
+    for name in COUNTERS:
+        counter: Progress = getattr(progress, name)
+        counter.current.load_state_dict(counts(*draw(FOUR)))
+        counter.begin()
+        counter.current.load_state_dict(counts(*draw(FOUR)))
+    progress.batch.is_last_batch, progress.val_batch.is_last_batch = draw(st.booleans()), draw(st.booleans())
+    return progress
+
+
+@given(progress=fits())
+def test_a_round_trip(progress: FitProgress) -> None:
+    state = copy.deepcopy(progress.state_dict())
+    other = FitProgress()
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert other.batches_that_stepped == progress.batches_that_stepped
+    for name in COUNTERS:
+        ours, theirs = getattr(other, name), getattr(progress, name)
+        assert all(getattr(ours.total, stage) == getattr(theirs.total, stage) for stage in theirs.stages), name
+        assert ours.completed == theirs.completed, name
+
+
+@given(progress=fits())
+def test_lightning_reads_the_same(progress: FitProgress) -> None:
+    loop, state = trainer(L.Trainer).fit_loop, progress.state_dict()
+    loop.load_state_dict(copy.deepcopy(state))
+    assert loop.epoch_progress.total.completed == progress.epoch.completed
+    assert loop.epoch_loop.batch_progress.current.ready == progress.batch.current.ready
+    assert loop.epoch_loop.automatic_optimization.optim_progress.optimizer_steps == progress.optimizer_step.completed
+    assert loop.epoch_loop.manual_optimization.optim_step_progress.total.completed == progress.manual_step.completed
+    assert loop.state_dict() == state
+
+
+@pytest.mark.parametrize("name", sorted(set(FitProgress().state_dict()) - {"state_dict"}))
+def test_a_counter_that_is_missing_is_noticed(name: str) -> None:
+    state = FitProgress().state_dict()
+    del state[name]
+    if name.endswith(".state_dict") and name != "epoch_loop.state_dict":
+        FitProgress().load_state_dict(state)  # nothing stands in it
+        return
+    with pytest.raises(KeyError, match=name):
+        FitProgress().load_state_dict(state)
+
+
+def test_a_new_epoch_sets_back_what_counts_within_an_epoch() -> None:
+    progress = FitProgress()
+    for name in COUNTERS:
+        getattr(progress, name).count()
+    progress.begin_epoch()
+    completed = {
+        name: (getattr(progress, name).current.completed, getattr(progress, name).completed) for name in COUNTERS
+    }
+    set_back, kept = (0, 1), (1, 1)
+    assert completed == {
+        "epoch": kept,
+        "batch": set_back,
+        "optimizer_step": set_back,
+        "manual_step": kept,
+        "zero_grad": set_back,
+        "scheduler": set_back,
+        "val_batch": (1, 0),
+    }
+
+
+def test_which_steps_are_counted() -> None:
+    progress = FitProgress()
+    assert progress.steps(automatic=True) is progress.optimizer_step
+    assert progress.steps(automatic=False) is progress.manual_step
+
+
+# Beside Lightning
+
+
+class Scheduled(Validated):
+    """A scheduler that steps with every batch that steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+class Manual(Validated):
+    """Two optimisers, one of which steps twice."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, times in zip(self.optimizers(), (1, 2), strict=True):
+            for _ in range(times):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint in every hook of a fit; `loops` holds the counters of each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.loops = folder / "x.ckpt", []
+
+    def save(self, hook: str, trainer: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        self.loops.append((hook, torch.load(self.path, weights_only=True)["loops"]))
+
+
+def saving(hook: str) -> Any:
+    return lambda self, trainer, *args: None if trainer.sanity_checking else self.save(hook, trainer)
+
+
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+)
+SavesInEveryHook = type("SavesInEveryHook", (Saves,), {hook: saving(hook) for hook in HOOKS})
+
+
+def loops_of(cls: Any, module: Any, folder: Path, **options: Any) -> list[tuple[str, Any]]:
+    saves = SavesInEveryHook(folder)
+    run = trainer(cls, callbacks=[saves], max_epochs=2, **options)
+    run.fit(module, loader(5), loader(2))
+    saves.save("after the fit", run)
+    run.validate(module, loader(3), verbose=False)
+    run.test(module, loader(4), verbose=False)
+    run.predict(module, loader(2))
+    saves.save("after everything", run)
+    return saves.loops
+
+
+CASES: dict[str, tuple[type[Validated], dict[str, Any]]] = {
+    "plain": (Validated, {}),
+    "validation in mid-epoch": (Scheduled, {"val_check_interval": 2}),
+    "accumulation": (Scheduled, {"accumulate_grad_batches": 2, "val_check_interval": 3}),
+    "manual": (Manual, {"val_check_interval": 2}),
+    "max_steps": (Scheduled, {"max_steps": 7}),
+    "a limit": (Validated, {"limit_train_batches": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counters_in_every_hook_are_lightnings(case: str, tmp_path: Path) -> None:
+    kind, options = CASES[case]
+    theirs, ours = (loops_of(cls, kind(), tmp_path, **options) for cls in (L.Trainer, Trainer))
+    assert [hook for hook, _ in ours] == [hook for hook, _ in theirs]
+    differing = [(hook, number) for number, ((hook, a), (_, b)) in enumerate(zip(theirs, ours, strict=True)) if a != b]
+    assert not differing
+    assert len({str(loops) for _, loops in ours}) > 30  # they do change
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lightnings_counters_are_read_as_they_are(case: str, tmp_path: Path) -> None:
+    kind, options = CASES[case]
+    for hook, loops in loops_of(L.Trainer, kind(), tmp_path, **options):
+        progress = FitProgress()
+        progress.load_state_dict(loops["fit_loop"])
+        assert progress.state_dict() == loops["fit_loop"], hook
+
+
+@BOTH
+def test_either_goes_on_from_the_others_counters(cls: Any, tmp_path: Path) -> None:
+    """Two epochs with a validation in the midst, then one more under the other trainer."""
+    options = {"val_check_interval": 2, "accumulate_grad_batches": 2}
+    first = trainer(cls, max_epochs=2, **options)
+    first.fit(Scheduled(), loader(4), loader(2))
+    first.save_checkpoint(tmp_path / "x.ckpt")
+    other = trainer({L.Trainer: Trainer, Trainer: L.Trainer}[cls], max_epochs=3, **options)
+    other.fit(Scheduled(), loader(4), loader(2), ckpt_path=tmp_path / "x.ckpt")
+    other.save_checkpoint(tmp_path / "y.ckpt")
+    straight = trainer(cls, max_epochs=3, **options)
+    straight.fit(Scheduled(), loader(4), loader(2))
+    straight.save_checkpoint(tmp_path / "z.ckpt")
+    resumed, whole = (torch.load(tmp_path / name, weights_only=True) for name in ("y.ckpt", "z.ckpt"))
+    assert (other.current_epoch, other.global_step) == (3, 6) == (straight.current_epoch, straight.global_step)
+    assert resumed["loops"]["fit_loop"] == whole["loops"]["fit_loop"]
+    assert (resumed["epoch"], resumed["global_step"]) == (whole["epoch"], whole["global_step"])

@@ -1,0 +1,120 @@
+"""What Lightning's objects look for in a trainer, they find."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import lightning.pytorch
+import pytest
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+
+from equipoise import Trainer
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Data, Validated, loader, trainer
+
+pytestmark = ignoring("An epoch has 3 batches", "You defined a `validation_step` but have no")
+
+
+LIGHTNING = Path(lightning.pytorch.__file__).parent
+READERS = ("callbacks", "core", "loggers", "profilers", "utilities")
+NOT_READ = {
+    "_active_loop",  # BatchSizeFinder
+    "_model_registry",  # Lightning's own cloud
+    "setter",  # a decorator
+    "strategy.zero_stage_3",  # DeepSpeed
+}
+
+
+def attributes_of_trainers(tree: ast.AST) -> set[tuple[str, ...]]:
+    """All chains `trainer.a.b`, `self.trainer.a.b` and the like, without the trainer."""
+    found = set()
+    for node in ast.walk(tree):
+        names, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            names.append(inner.attr)
+            inner = inner.value
+        if not isinstance(inner, ast.Name):
+            continue
+        chain = [inner.id, *reversed(names)]
+        for place, name in enumerate(chain[:2]):
+            if name in ("trainer", "_trainer") and chain[place + 1 :]:
+                found.add(tuple(chain[place + 1 :]))
+                break
+    return found
+
+
+def test_whatever_lightnings_objects_read_is_there(tmp_path: Path) -> None:
+    """Read from their source: every attribute of a trainer that a callback, a module or a logger names."""
+    run = trainer(logger=CSVLogger(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path)
+    run.fit(Validated(), loader(), loader())
+    files = [path for folder in READERS for path in (LIGHTNING / folder).rglob("*.py")]
+    chains = set().union(*(attributes_of_trainers(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
+    assert {("callback_metrics",), ("strategy", "broadcast"), ("fit_loop", "max_epochs")} <= chains
+    missing = set()
+    for chain in chains:
+        value: Any = run
+        for depth, name in enumerate(chain, start=1):
+            if not hasattr(value, name):
+                missing.add(".".join(chain[:depth]))
+                break
+            value = getattr(value, name)
+            if value is None or callable(value) or isinstance(value, (int, float, str, list, dict)):
+                break
+    assert missing == NOT_READ
+
+
+def test_throughput_in_every_kind_of_run(tmp_path: Path) -> None:
+    """Of all callbacks it reads the most."""
+    module = Validated()
+    module.flops_per_batch = 6
+    monitor = ThroughputMonitor(batch_size_fn=len, window_size=2)
+    run = trainer(callbacks=[monitor], logger=CSVLogger(tmp_path), log_every_n_steps=1, num_sanity_val_steps=0)
+    run.fit(module, loader(), loader())
+    run.validate(module, loader(), verbose=False)
+    run.test(module, loader(), verbose=False)
+    run.predict(module, loader())
+    (table,) = tmp_path.rglob("metrics.csv")
+    columns = table.read_text().partition("\n")[0].split(",")
+    assert {f"{stage}/device/batches_per_sec" for stage in ("train", "validate", "test", "predict")} <= set(columns)
+
+
+class AsksForLoaders(Validated):
+    """Chooses its scheduler by whether there is a validation loader, as estimators of forecasting libraries do."""
+
+    def configure_optimizers(self) -> Any:
+        loops = self.trainer.fit_loop
+        self.sources = [loops.epoch_loop.val_loop._data_source, loops._data_source]
+        self.answers = [(source.is_defined(), source.is_module()) for source in self.sources]
+        return super().configure_optimizers()
+
+
+class BringsLoaders(AsksForLoaders):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
+def test_where_loaders_come_from(cls: Any) -> None:
+    passed = AsksForLoaders()
+    trainer(cls).fit(passed, loader(), loader())
+    assert passed.answers == [(True, False), (True, False)]
+    own = BringsLoaders()
+    trainer(cls, limit_val_batches=0).fit(own)
+    assert own.answers == [(False, True), (True, True)]
+    assert [source.instance is own for source in own.sources] == [True, True]
+    assert [source.name for source in own.sources] == ["val_dataloader", "train_dataloader"]
+    assert len(own.sources[1].dataloader()) == 3
+    brought = AsksForLoaders()
+    trainer(cls).fit(brought, datamodule=Data())
+    assert brought.answers == [(True, True), (True, True)]
+
+
+def test_where_loaders_come_from_in_other_runs() -> None:
+    run = trainer()
+    assert not run.validate_loop._data_source.is_defined()
+    run.validate(Validated(), loader(), verbose=False)
+    assert run.validate_loop._data_source.is_defined()
+    assert not run.test_loop._data_source.is_defined()
+    assert not run.predict_loop._data_source.is_defined()
