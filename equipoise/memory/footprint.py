@@ -40,8 +40,8 @@ def footprint_of(module: nn.Module, optimizers: Sequence[Optimizer], device: str
         device: The device. One on which nothing of the module lies is taken to hold a copy of parameters and gradients.
 
     Example:
-        >>> holdings_of(nn.Linear(3, 2), [], "cpu")
-        Holdings(parameters=32, gradients=0, optimizer_state=0)
+        >>> footprint_of(nn.Linear(3, 2), [], "cpu")
+        Footprint(parameters=32, gradients=0, optimizer_state=0)
     """
     device = torch.device(device)
     parameters = list(module.parameters())

@@ -33,7 +33,7 @@ class AccumulationWindow:
         piece: The samples of the next part and of the batch of which it is a piece; None if it is no piece.
 
     Example:
-        >>> window = Window(parts=2)
+        >>> window = AccumulationWindow(parts=2)
         >>> window.add(4), window.add(4), window.correction()
         (0.5, 0.5, None)
         >>> window.reset()

@@ -77,7 +77,7 @@ class SharedPayload:
     """An anonymous file that travels to a process as an argument of `Process`.
 
     Example:
-        >>> package = Package()
+        >>> package = SharedPayload()
         >>> layout = package.pack({"weights": torch.ones(3)})
         >>> package.unpack(layout)["weights"]
         tensor([1., 1., 1.])

@@ -33,7 +33,7 @@ def preserve_state(module: nn.Module, *holders: Any) -> Iterator[None]:
     Example:
         >>> import torch
         >>> module = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
-        >>> with undisturbed(module):
+        >>> with preserve_state(module):
         ...     noise = module.eval()(torch.rand(3, 2))
         >>> [part.training for part in module]
         [True, False]

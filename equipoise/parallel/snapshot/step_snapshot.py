@@ -36,7 +36,7 @@ class StepSnapshot:
 
     Example:
         >>> layer = nn.BatchNorm1d(2)
-        >>> rewind = Rewind(layer, [torch.device("cpu")])
+        >>> rewind = StepSnapshot(layer, [torch.device("cpu")])
         >>> rewind.mark()
         >>> _ = layer(torch.rand(3, 2))
         >>> rewind.restore()

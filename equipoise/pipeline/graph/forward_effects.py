@@ -20,7 +20,7 @@ class ForwardEffects:
 
     Example:
         >>> module = nn.BatchNorm1d(2)
-        >>> effects = SideEffects(module)
+        >>> effects = ForwardEffects(module)
         >>> module.num_batches_tracked += 1
         >>> effects.moved()
         "changes the buffer 'num_batches_tracked' of BatchNorm1d"

@@ -110,7 +110,7 @@ def test_planted_leaks_are_named_with_their_line(keep: Keep, holder: str) -> Non
     assert leak.holder == holder
     assert leak.with_graph
     assert leak.step <= 14
-    assert leak.line.startswith("test_leaks.py:")
+    assert leak.line.startswith("test_watch.py:")
     assert holder in str(leak)
     assert leak.line in str(leak)
 
