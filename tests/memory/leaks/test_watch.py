@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.memory.leaks import watch
+from equipoise.memory.leaks import watch as watch_module
 from equipoise.memory.leaks.references import find_holders, find_tensors, is_of_user
 from equipoise.memory.leaks.watch import Leak, LeakWatch
 
@@ -223,7 +223,7 @@ def test_a_logger_that_keeps_what_it_gets() -> None:
 
 
 def test_many_bytes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_MANY_BYTES", 2**21)
+    monkeypatch.setattr(watch_module, "_MANY_BYTES", 2**21)
     kept: list[Tensor] = []
     found = run(
         lambda model, loss, step: kept.append(torch.ones(100_000)),
@@ -234,7 +234,7 @@ def test_many_bytes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_keeps_on_purpose_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_MANY_BYTES", 2**18)
+    monkeypatch.setattr(watch_module, "_MANY_BYTES", 2**18)
 
     class Metric:
         def __init__(self) -> None:

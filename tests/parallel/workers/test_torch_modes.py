@@ -8,7 +8,7 @@ from torch import backends
 from torch.backends import cuda, cudnn, mkldnn
 
 from equipoise.parallel.workers import torch_modes
-from equipoise.parallel.workers.environment import Surroundings
+from equipoise.parallel.workers.environment import ProcessEnvironment
 from equipoise.parallel.workers.launch import launch
 
 
@@ -23,13 +23,13 @@ def captured(rank: int) -> dict[str, object]:
     return torch_modes.capture()
 
 
-def surroundings_after(change: Callable[[], None], rank: int) -> tuple[dict[str, object], Surroundings]:
+def surroundings_after(change: Callable[[], None], rank: int) -> tuple[dict[str, object], ProcessEnvironment]:
     """The modes of a worker that has changed some of them, and what it would send to workers of its own."""
     change()
-    return torch_modes.capture(), Surroundings()
+    return torch_modes.capture(), ProcessEnvironment()
 
 
-def captured_in(surroundings: Surroundings, rank: int) -> dict[str, object]:
+def captured_in(surroundings: ProcessEnvironment, rank: int) -> dict[str, object]:
     surroundings.restore()
     return torch_modes.capture()
 
