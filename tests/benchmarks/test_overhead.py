@@ -13,6 +13,8 @@ from rich.console import Console
 
 from tests.benchmarks.conftest import Scripts
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main", "armed")
 LOADS = ("bare", "logs", "full", "full with epoch values", "accumulation", "evaluation")
 
