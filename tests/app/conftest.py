@@ -92,6 +92,11 @@ def write(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(textwrap.dedent(content), encoding="utf-8")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick(quick_collections: None) -> None:
+    """A fit looks for leaks among all objects there are, which would take most of its time."""
+
+
 @pytest.fixture(autouse=True)
 def no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Puts back what a run sets in a process that is its own: search paths, imported projects, loggers, environment."""

@@ -2,7 +2,7 @@
 
 import csv
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -351,6 +351,16 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
     assert not memory.leaks
 
 
+@pytest.fixture
+def set_aside() -> Iterator[None]:
+    """What all modules have made so far is passed over, which would take most of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("set_aside")
 @pytest.mark.parametrize("share", [1e9, 0.0])
 def test_a_leak_that_begins_later_is_told(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """If looking once more is worth its time; else it is not looked for."""
@@ -366,6 +376,7 @@ def test_a_leak_that_begins_later_is_told(share: float, monkeypatch: pytest.Monk
     assert len(memory.leaks) == bool(share)
 
 
+@pytest.mark.usefixtures("set_aside")
 def test_what_an_earlier_run_has_left_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of its steps are as old as they are, in whichever step they were made."""
     monkeypatch.setattr(watch, "_SHARE", 1e9)

@@ -26,6 +26,8 @@ from equipoise.parallel.workers.launch import launch
 from tests.conftest import threads_that_stay
 from tests.parallel.communication.test_process_group import in_group
 
+pytestmark = pytest.mark.usefixtures("quick_collections")  # garbage is collected around every test
+
 
 def number(rank: int) -> int:
     return rank
