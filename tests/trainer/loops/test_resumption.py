@@ -94,7 +94,16 @@ class Module(L.LightningModule):
 
 
 class SaveEverywhere(L.Callback):
-    """Saves a checkpoint in every hook in which a run could be killed, as the last of all callbacks."""
+    """Saves a checkpoint in every hook in which a run could be killed, as the last of all callbacks.
+
+    Args:
+        folder: Where the files go.
+        hooks: The names of the hooks. Default: those of which a run goes on as if it had not been killed.
+
+    Attributes:
+        saved: The files, each with the batches that had been seen.
+        places: Where in an epoch each was saved: the hook, and how often it had been called in that epoch.
+    """
 
     HOOKS = (
         "on_train_epoch_start",
@@ -108,6 +117,7 @@ class SaveEverywhere(L.Callback):
 
     def __init__(self, folder: Path, hooks: tuple[str, ...] = HOOKS) -> None:
         self.folder, self.counts, self.saved = folder, Counter(), []
+        self.places: list[tuple[str, int]] = []
         for hook in hooks:
             setattr(self, hook, self._saver(hook))
 
@@ -119,8 +129,22 @@ class SaveEverywhere(L.Callback):
             path = self.folder / f"{hook}-{self.counts[hook]:02d}.ckpt"
             trainer.save_checkpoint(path)
             self.saved.append((path, [list(batch) for batch in trainer.lightning_module.seen]))
+            self.counts[hook, trainer.current_epoch] += 1
+            self.places.append((hook, self.counts[hook, trainer.current_epoch]))
 
         return save
+
+    def saved_in_turn(self, first: int) -> list[Any]:
+        """Each place in an epoch once, the next one in the next epoch.
+
+        Args:
+            first: The number of the epoch of the first place; another one for each case lets each place meet each
+                epoch.
+        """
+        by_place: dict[tuple[str, int], list[Any]] = {}
+        for place, saved in zip(self.places, self.saved, strict=True):
+            by_place.setdefault(place, []).append(saved)
+        return [saved[(first + number) % len(saved)] for number, saved in enumerate(by_place.values())]
 
 
 def loaders(kind: str) -> tuple[Any, Any]:
@@ -200,13 +224,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:The number of training batches", "ignore:The lr scheduler keys")
 def test_killed_anywhere(name: str, tmp_path: Path) -> None:
-    """Resumes from a checkpoint of every hook: same weights, optimiser, counters, metrics, generators, samples."""
+    """Resumes from a checkpoint of every hook: same weights, optimiser, counters, metrics, generators, samples.
+
+    The cases take turns, so that each place in an epoch meets each case and each epoch.
+    """
     kind, of_module, options = CASES[name]
     seeded()
     module, saver = Module(**of_module), SaveEverywhere(tmp_path)
     reference = outcome(train(kind, module, [saver], **options), module)
     assert len(saver.saved) > 20
-    for path, seen_before in saver.saved:
+    for path, seen_before in saver.saved_in_turn(list(CASES).index(name)):
         seeded()
         resumed = Module(**of_module)
         seeded(99)  # nothing may depend on the generators of the new process
