@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from equipoise.pipeline.schedule.schedule import Schedule, actions_of, lets_go, occupancy, splits
+from equipoise.pipeline.schedule.schedule import Schedule, actions_of, occupancy, releases_activations, splits
 
 __all__ = ["Block", "Costs", "Stage", "StageDevice"]
 
@@ -171,7 +171,7 @@ class Costs:
         now = peak = 0
         learns: set[int] = set()
         for stage, action in actions_of(self._schedule, device, *self._plan):
-            each, before, gone = stages[stage], now, lets_go(self._schedule, action)
+            each, before, gone = stages[stage], now, releases_activations(self._schedule, action)
             now += each.held * ((not action.backward) - gone)
             if splits(self._schedule):
                 now += each.left * (action.backward - 2 * action.weights)

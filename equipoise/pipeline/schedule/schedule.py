@@ -4,21 +4,21 @@ One stage on a device. "gpipe": all forwards, then all backwards (Huang et al., 
 as are needed to fill the pipeline, then a backward after each forward, so that a stage holds the activations of at most
 as many micro-batches as there are stages from it on (Narayanan et al., "PipeDream", 2019; Fan et al., "DAPPLE", 2021).
 
-Several stages on a device: of p devices, device d has the stages d, d + p, d + 2p, ... So the pipeline is filled in
-smaller steps: with v equal stages on each device and m micro-batches only (p - 1) / (v m + p - 1) of the time is lost.
-"looped_bfs": a stage's forwards of all micro-batches, then those of the device's next stage; backwards likewise
+Several stages on a device: of p devices, device d has the stages d, d + p, d + 2p, ... The pipeline is then filled in
+smaller steps: with v equal stages on each device and m micro-batches, the bubble is only (p - 1) / (v m + p - 1) of the
+time. "looped_bfs": a stage's forwards of all micro-batches, then those of the device's next stage; backwards likewise
 (Lamy-Poirier, "Breadth-first pipeline parallelism", 2023). "interleaved_1f1b": p micro-batches go through all stages of
 a device before the next p do, and a backward follows each forward once the pipeline is full (Narayanan et al.,
 "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021). The paper needs a multiple of
-p micro-batches. Here any number goes: the order is that of the next multiple, without the micro-batches that there are
-not. Nothing waits for these, so nothing comes to wait for ever.
+p micro-batches. Any number works here: the order is that of the next multiple, without the micro-batches that do not
+exist. No action waits for these, so leaving them out cannot cause a deadlock.
 
 "interleaved_zero_bubble": as interleaved 1F1B, but a backward is two actions: the gradients of a stage's inputs, for
-which others wait, and those of its weights, for which nobody does, so that they fill the time in which there is nothing
-else to do (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Where a forward and both halves of a backward take
-equally long, and micro-batches are a multiple of p, (p - 1) / (3 v m + p - 1) of the time is lost. Which gap is filled
-with what follows from going through the step once with all actions equally long. A device holds the activations of at
-most v p forwards whose weights have not had their gradients, as the paper's ZB-H1 does. Also for one stage on a device.
+which other stages wait, and those of its weights. No stage waits for the second, so they fill the gaps in which nothing
+else can run (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). If a forward and both halves of a backward take
+equally long, and micro-batches are a multiple of p, the bubble is (p - 1) / (3 v m + p - 1) of the time. A simulation
+of the step, with all actions equally long, decides which action fills which gap. A device holds the activations of at
+most v p forwards that still wait for gradients of weights, as the paper's ZB-H1 does. Also for one stage on a device.
 """
 
 from collections import deque
@@ -32,33 +32,39 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Schedule",
+    "Task",
     "actions_of",
     "check_schedule",
     "check_stages",
-    "lets_go",
     "needed_for",
     "occupancy",
+    "releases_activations",
     "splits",
 ]
 
 Schedule = Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")
-_LOOPS: dict[Schedule, Schedule] = {"gpipe": "looped_bfs", "1f1b": "interleaved_1f1b"}  # by what has one stage
 
-# Schedules of torch's, and why they are none of ours.
-_OTHERS = {
+# For each schedule with one stage on a device, its counterpart with several.
+_SEVERAL_STAGES: dict[Schedule, Schedule] = {
+    "gpipe": "looped_bfs",
+    "1f1b": "interleaved_1f1b",
+}
+
+# Schedules of torch that are not supported, and the reason.
+_UNSUPPORTED = {
     "zbv": "computes no evaluation in torch, and waits for ever after the error.",
     "dualpipe": "computes no evaluation in torch, and waits for ever after the error.",
 }
 
 
 class Action(NamedTuple):
-    """What a stage does next.
+    """Next action of a stage.
 
     Attributes:
-        backward: Whether it is a backward.
-        micro_batch: Of which micro-batch.
-        weights: Whether it is what a backward in two parts left for later, the gradients of weights. Default: False.
+        backward: True for a backward, False for a forward.
+        micro_batch: Index of the micro-batch.
+        weights: True for the second half of a split backward, the gradients of weights. Default: False.
     """
 
     backward: bool
@@ -66,54 +72,64 @@ class Action(NamedTuple):
     weights: bool = False
 
 
-Task = tuple[int, Action]  # a stage, and what it does
+Task = tuple[int, Action]  # index of a stage, and its action
+
+
+# Arguments of the strategy.
 
 
 def check_schedule(schedule: str) -> Schedule:
-    """The schedule of a name.
+    """Return the schedule of this name.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If no schedule has this name.
     """
-    for known in SCHEDULES:
-        if schedule == known:
-            return known
-    plain = _plain(str(schedule))
-    meant = next((known for known in SCHEDULES if _plain(known) == plain), None)
-    why = next((f" {schedule!r} {reason}" for name, reason in _OTHERS.items() if name in plain), "")
-    hint = why if meant is None else f" Did you mean {meant!r}?"
+    for name in SCHEDULES:
+        if schedule == name:
+            return name
+    hint = _hint(schedule)
     raise ConfigurationError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}.{hint}")
 
 
+def _hint(schedule: str) -> str:
+    """Return advice on an unknown name: the likeliest schedule, or why torch's is not supported."""
+    plain = _plain(str(schedule))
+    for name in SCHEDULES:
+        if _plain(name) == plain:
+            return f" Did you mean {name!r}?"
+    for name_of_torch, reason in _UNSUPPORTED.items():
+        if name_of_torch in plain:
+            return f" {schedule!r} {reason}"
+    return ""
+
+
 def _plain(name: str) -> str:
-    """A name as torch and others may write it, such as "Interleaved1F1B"."""
-    return "".join(filter(str.isalnum, name.lower()))
+    """Return a name without case and punctuation: torch writes "Interleaved1F1B"."""
+    characters = filter(str.isalnum, name.lower())
+    return "".join(characters)
 
 
 def check_stages(schedule: Schedule, stages_per_device: int | None) -> int:
-    """How many stages each device has.
+    """Return the number of stages on each device.
 
     Args:
         schedule: The schedule.
-        stages_per_device: What the user asks for; None: 1 where a schedule has one stage on a device, otherwise 2.
-
-    Returns:
-        Their number.
+        stages_per_device: The user's number; None: 1 where a schedule has one stage on a device, otherwise 2.
 
     Raises:
-        ConfigurationError: If the schedule cannot have so many.
+        ConfigurationError: If the schedule does not allow this number.
     """
-    one = schedule in _LOOPS
+    has_one_stage = schedule in _SEVERAL_STAGES
     if stages_per_device is None:
-        return 1 if one else 2
+        return 1 if has_one_stage else 2
     if type(stages_per_device) is not int or stages_per_device < 1:
         raise ConfigurationError(f"stages_per_device is a whole number from 1, not {stages_per_device!r}.")
-    if one and stages_per_device > 1:
+    if has_one_stage and stages_per_device > 1:
         raise ConfigurationError(
             f"schedule={schedule!r} has one stage on each device, but stages_per_device={stages_per_device}. Take"
-            f" schedule={_LOOPS[schedule]!r} for several, or leave stages_per_device out."
+            f" schedule={_SEVERAL_STAGES[schedule]!r} for several, or leave stages_per_device out."
         )
-    if not one and stages_per_device == 1 and not splits(schedule):
+    if not has_one_stage and stages_per_device == 1 and not splits(schedule):
         raise ConfigurationError(
             f"schedule={schedule!r} needs at least 2 stages on each device, but stages_per_device=1. Leave it out, or"
             " take schedule='1f1b' or 'gpipe' for one."
@@ -121,17 +137,20 @@ def check_stages(schedule: Schedule, stages_per_device: int | None) -> int:
     return stages_per_device
 
 
+# The order of actions.
+
+
 def actions_of(
     schedule: Schedule, device: int, devices: int, micro_batches: int, stages_per_device: int = 1
 ) -> list[Task]:
-    """What a device does in a step: for each action the stage, and what it does.
+    """Return the actions of a device in one step, in their order: for each the stage and the action.
 
     Args:
         schedule: The schedule.
-        device: The device, from 0. It has the stages `device`, `device + devices`, and so on.
-        devices: The number of devices.
-        micro_batches: The number of micro-batches; any from 1, with fewer than devices there is only more idling.
-        stages_per_device: How many stages each device has. Default: 1.
+        device: Index of the device. It computes the stages `device`, `device + devices`, and so on.
+        devices: Number of devices.
+        micro_batches: Number of micro-batches, from 1. With fewer than devices, the bubble only grows.
+        stages_per_device: Number of stages on each device. Default: 1.
 
     Example:
         >>> "".join("B" if action.backward else "F" for _, action in actions_of("1f1b", 1, 3, 4))
@@ -141,113 +160,179 @@ def actions_of(
         '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
     """
     if splits(schedule):
-        return list(_with_gaps_filled(devices, micro_batches, stages_per_device)[device])
-    at_once = micro_batches if schedule in ("gpipe", "looped_bfs") else devices
-    # Interleaved 1F1B would be full with half of the 2 (p - d - 1), but idle while values are on their way.
-    warm_up = {
-        "1f1b": devices - device,
-        "interleaved_1f1b": 2 * (devices - device - 1) + (stages_per_device - 1) * devices + 1,
-    }.get(schedule, micro_batches * stages_per_device)
+        plans = _zero_bubble_plans(devices, micro_batches, stages_per_device)
+        return list(plans[device])
+
+    # 1. Number of micro-batches that go through all stages of the device before the next ones do.
+    if schedule in ("gpipe", "looped_bfs"):
+        at_once = micro_batches
+    else:
+        at_once = devices
+
+    # 2. Number of forwards before the first backward.
+    following_devices = devices - device - 1
+    if schedule == "1f1b":
+        warm_up = following_devices + 1
+    elif schedule == "interleaved_1f1b":
+        # Half of these 2 (p - d - 1) forwards would fill the pipeline, but leave it idle while values are sent.
+        warm_up = 2 * following_devices + (stages_per_device - 1) * devices + 1
+    else:
+        warm_up = micro_batches * stages_per_device
+
     stages = range(device, device + devices * stages_per_device, devices)
-    return _in_turn(stages, at_once, micro_batches, warm_up)
+    return _alternate(stages, at_once, micro_batches, warm_up)
 
 
-def _in_turn(stages: Sequence[int], at_once: int, micro_batches: int, warm_up: int) -> list[Task]:
-    """Forwards of so many micro-batches at once, stage after stage; after so many a backward before each forward."""
-    forwards = _turns(stages, at_once, micro_batches, backward=False)
-    backwards = _turns(stages[::-1], at_once, micro_batches, backward=True)
-    actions, waiting = forwards[:warm_up], iter(forwards[warm_up:])
+def _alternate(stages: Sequence[int], at_once: int, micro_batches: int, warm_up: int) -> list[Task]:
+    """Return the order of a device: `warm_up` forwards, then a forward after each backward while any is left.
+
+    Args:
+        stages: Stages of the device, in the order of the network.
+        at_once: Number of micro-batches that go through all stages of the device before the next ones do.
+        micro_batches: Number of micro-batches.
+        warm_up: Number of forwards before the first backward.
+    """
+    forwards = _rounds(stages, at_once, micro_batches, backward=False)
+    backwards = _rounds(stages[::-1], at_once, micro_batches, backward=True)
+
+    # 1. Alternate over full rounds, so that the order is that of a multiple of `at_once` micro-batches.
+    order = forwards[:warm_up]
+    waiting = deque(forwards[warm_up:])
     for backward in backwards:
-        actions += [backward, *(forward for forward in [next(waiting, None)] if forward is not None)]
-    return [(stage, action) for stage, action in actions if action.micro_batch < micro_batches]
+        order.append(backward)
+        if waiting:
+            order.append(waiting.popleft())
+
+    # 2. Leave out the micro-batches that do not exist.
+    return [(stage, action) for stage, action in order if action.micro_batch < micro_batches]
 
 
-def _turns(stages: Sequence[int], at_once: int, micro_batches: int, *, backward: bool) -> list[Task]:
-    """So many micro-batches through one stage after another, then the next ones; also those that there are not."""
-    return [
-        (stage, Action(backward, index))
-        for first in range(0, micro_batches, at_once)
-        for stage in stages
-        for index in range(first, first + at_once)
-    ]
+def _rounds(stages: Sequence[int], at_once: int, micro_batches: int, *, backward: bool) -> list[Task]:
+    """Return the order of `at_once` micro-batches per stage, padded to a full round."""
+    tasks = []
+    for first in range(0, micro_batches, at_once):
+        for stage in stages:
+            for index in range(first, first + at_once):
+                tasks.append((stage, Action(backward, index)))
+    return tasks
 
 
 @lru_cache(maxsize=64)
-def _with_gaps_filled(devices: int, micro_batches: int, stages_per_device: int) -> tuple[tuple[Task, ...], ...]:
-    """The lists of all devices: forwards and backwards in turn, gradients of weights where nothing else can be done.
+def _zero_bubble_plans(devices: int, micro_batches: int, stages_per_device: int) -> tuple[tuple[Task, ...], ...]:
+    """Return the actions of all devices with gaps filled by gradients of weights.
 
-    All devices are gone through together, moment by moment, so an order that lets all go on is what is written down.
+    All devices advance together, one action at a time. The order that results is therefore free of deadlocks.
     """
+    # 1. Plan forwards and backwards without gradients of weights.
     stages = devices * stages_per_device
-    plans = [
-        _in_turn(range(device, stages, devices), devices, micro_batches, stages - device) for device in range(devices)
-    ]
-    gaps = [_Gaps(plan, stages) for plan in plans]
+    fillers = []
+    for device in range(devices):
+        stages_of_device = range(device, stages, devices)
+        warm_up = stages - device
+        plan = _alternate(stages_of_device, devices, micro_batches, warm_up)
+        fillers.append(_GapFiller(plan, stages))
+
+    # 2. Let each device do one action at a time. An action counts as done from the next moment on.
     done: set[Task] = set()
-    while any(each.unfinished for each in gaps):
-        now = [task for each in gaps if (task := each.next(done)) is not None]
+    while any(filler.is_unfinished for filler in fillers):
+        now = []
+        for filler in fillers:
+            task = filler.next(done)
+            if task is not None:
+                now.append(task)
         assert now, "every device waits"
         done.update(now)
-    return tuple(tuple(each.made) for each in gaps)
+    return tuple(tuple(filler.tasks) for filler in fillers)
 
 
-class _Gaps:
-    """A device whose gaps are filled.
+class _GapFiller:
+    """Fill the gaps of one device with gradients of weights.
 
     Args:
-        plan: Its forwards and backwards.
-        stages: The number of stages, of all devices.
+        plan: Forwards and backwards of the device.
+        stages: Number of stages of all devices.
+
+    Attributes:
+        tasks: Tasks so far, in their order.
     """
 
     def __init__(self, plan: list[Task], stages: int) -> None:
-        self._plan, self._stages = deque(plan), stages
-        self._left: deque[Task] = deque()  # gradients of weights
-        self._held = 0  # forwards whose weights have not had their gradients
-        self.made: list[Task] = []
+        self.tasks: list[Task] = []
+        self._plan = deque(plan)
+        self._stages = stages
+        self._weight_gradients: deque[Task] = deque()
+        # Number of forwards that still wait for gradients of weights.
+        self._active_forwards = 0
 
     @property
-    def unfinished(self) -> bool:
-        """Whether there is anything left to do."""
-        return bool(self._plan or self._left)
+    def is_unfinished(self) -> bool:
+        """True while tasks are left."""
+        return bool(self._plan or self._weight_gradients)
 
     def next(self, done: set[Task]) -> Task | None:
-        """What it does next, when so much is done; None if it waits."""
-        if self._plan and self._may(*self._plan[0], done):
-            stage, action = task = self._plan.popleft()
+        """Return the next task of the device; None if it waits.
+
+        Args:
+            done: Tasks that all devices have finished.
+        """
+        if self._plan and self._can_run(self._plan[0], done):
+            task = self._plan.popleft()
+            stage, action = task
             if action.backward:
-                self._left.append((stage, action._replace(weights=True)))
+                second_half = action._replace(weights=True)
+                self._weight_gradients.append((stage, second_half))
             else:
-                self._held += 1
-        elif self._left:
-            task = self._left.popleft()
-            self._held -= 1
+                self._active_forwards += 1
+        elif self._weight_gradients:
+            task = self._weight_gradients.popleft()
+            self._active_forwards -= 1
         else:
             return None
-        self.made.append(task)
+        self.tasks.append(task)
         return task
 
-    def _may(self, stage: int, action: Action, done: set[Task]) -> bool:
+    def _can_run(self, task: Task, done: set[Task]) -> bool:
+        stage, action = task
+        # A full device first computes gradients of weights, which releases activations.
+        is_full = self._active_forwards >= self._stages
+        if not action.backward and is_full and self._weight_gradients:
+            return False
         needed = needed_for(stage, action, self._stages)
-        full = not action.backward and self._held >= self._stages and bool(self._left)
-        return not full and (needed is None or needed in done)
+        return needed is None or needed in done
 
 
 def needed_for(stage: int, action: Action, stages: int) -> Task | None:
-    """What must have been done before an action, and in which stage; None if it can begin at once."""
+    """Return the task that must be done before an action; None if the action can begin at once.
+
+    Args:
+        stage: Index of the stage.
+        action: Its action.
+        stages: Number of stages of all devices.
+    """
+    # A forward waits for the stage before. A backward waits for the stage after; at the last stage, for the forward.
     if action.weights:
-        return stage, action._replace(weights=False)
+        first_half = action._replace(weights=False)
+        return stage, first_half
+    if action.backward and stage == stages - 1:
+        forward = Action(False, action.micro_batch)
+        return stage, forward
     if action.backward:
-        return (stage, Action(False, action.micro_batch)) if stage == stages - 1 else (stage + 1, action)
-    return (stage - 1, action) if stage else None
+        return stage + 1, action
+    if stage == 0:
+        return None
+    return stage - 1, action
+
+
+# The activations that a stage holds.
 
 
 class Occupancy(NamedTuple):
-    """Of how many micro-batches a stage holds the activations.
+    """Numbers of micro-batches whose activations a stage holds.
 
     Attributes:
-        most: At most.
-        later: At most once the first backward is done, and gradients are there.
-        between: At most between the two parts of its backward, if it has two.
+        most: The largest number in the step.
+        later: The largest number once the first backward is done, when gradients exist.
+        between: The largest number of micro-batches between the two halves of a split backward.
     """
 
     most: int
@@ -258,24 +343,42 @@ class Occupancy(NamedTuple):
 def occupancy(
     schedule: Schedule, stage: int, devices: int, micro_batches: int, stages_per_device: int = 1
 ) -> Occupancy:
-    """How full a stage becomes; see `actions_of`."""
-    held = most = later = half = between = 0
-    learns = False
-    for at, action in actions_of(schedule, stage % devices, devices, micro_batches, stages_per_device):
-        if at == stage:
-            gone = lets_go(schedule, action)
-            held, learns = held + (not action.backward) - gone, learns or gone
-            most, later = max(most, held), max(later, held * learns)
-            half += action.backward - gone - action.weights
-            between = max(between, half)
+    """Return how many micro-batches a stage holds; see `actions_of` for the arguments."""
+    most = 0
+    later = 0
+    between = 0
+    # Micro-batches after their forward and before the gradients of weights.
+    active = 0
+    # Micro-batches between the two halves of their backward.
+    half_done = 0
+    has_gradients = False
+    for task_stage, action in actions_of(schedule, stage % devices, devices, micro_batches, stages_per_device):
+        if task_stage != stage:
+            continue
+        is_release = releases_activations(schedule, action)
+        if not action.backward:
+            active += 1
+        elif not is_release:
+            half_done += 1
+        if action.weights:
+            half_done -= 1
+        if is_release:
+            active -= 1
+            has_gradients = True
+        most = max(most, active)
+        if has_gradients:
+            later = max(later, active)
+        between = max(between, half_done)
     return Occupancy(most, later, between)
 
 
 def splits(schedule: Schedule) -> bool:
-    """Whether the gradients of weights are computed by actions of their own."""
+    """Return True if the gradients of weights are actions of their own."""
     return schedule == "interleaved_zero_bubble"
 
 
-def lets_go(schedule: Schedule, action: Action) -> bool:
-    """Whether a stage is done with a micro-batch after an action: its weights have their gradients."""
-    return action.weights if splits(schedule) else action.backward
+def releases_activations(schedule: Schedule, action: Action) -> bool:
+    """Return True if a stage holds nothing of the micro-batch after this action: its weights have their gradients."""
+    if splits(schedule):
+        return action.weights
+    return action.backward

@@ -1,10 +1,11 @@
 """Timeline of a pipeline's step, measured or simulated, with its bubbles."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from equipoise.pipeline.schedule.schedule import Action, Schedule, actions_of, lets_go, needed_for
+from equipoise.pipeline.schedule.schedule import Action, Schedule, Task, actions_of, needed_for, releases_activations
 
 __all__ = ["Span", "Timeline", "simulate"]
 
@@ -13,9 +14,9 @@ class Span(NamedTuple):
     """An action as it ran.
 
     Attributes:
-        stage: The stage.
-        action: What it did.
-        begin, end: When, in seconds.
+        stage: Index of the stage.
+        action: Its action.
+        begin, end: Times in seconds.
     """
 
     stage: int
@@ -30,8 +31,8 @@ class Timeline:
 
     Attributes:
         spans: All actions, in order of their beginning.
-        stages: The number of stages.
-        stages_per_device: How many of them each device has. Default: 1.
+        stages: Number of stages.
+        stages_per_device: Number of stages on each device. Default: 1.
     """
 
     spans: tuple[Span, ...]
@@ -40,22 +41,26 @@ class Timeline:
 
     @property
     def devices(self) -> int:
-        """The number of devices; stage s is computed by device s modulo that."""
+        """Number of devices; stage s is computed by device s modulo that."""
         return self.stages // self.stages_per_device
 
     @property
     def seconds(self) -> float:
-        """From the first beginning to the last end."""
-        return max((span.end for span in self.spans), default=0.0) - min(
-            (span.begin for span in self.spans), default=0.0
-        )
+        """Seconds from the first beginning to the last end."""
+        if not self.spans:
+            return 0.0
+        last_end = max(span.end for span in self.spans)
+        first_begin = min(span.begin for span in self.spans)
+        return last_end - first_begin
 
     @property
     def idle(self) -> float:
-        """The share of the devices' time in which they did nothing."""
+        """The bubble: share of the devices' time in which they wait, from 0 to 1."""
+        available = self.seconds * self.devices
+        if not available:
+            return 0.0
         busy = sum(span.end - span.begin for span in self.spans)
-        whole = self.seconds * self.devices
-        return 1 - busy / whole if whole else 0.0
+        return 1 - busy / available
 
 
 def simulate(
@@ -65,14 +70,14 @@ def simulate(
     micro_batches: int,
     stages_per_device: int = 1,
 ) -> Timeline:
-    """When everything would run if actions took a known time and nothing else did.
+    """Return the timeline of a step if actions took these times and nothing else took any.
 
     Args:
         schedule: The schedule.
         forward: For each stage the seconds of the forward of one micro-batch.
-        backward: The same for the backward, of which each part takes half where there are two.
-        micro_batches: The number of micro-batches.
-        stages_per_device: How many stages each device has. Default: 1.
+        backward: The same for the backward. Each half of a split backward takes half of it.
+        micro_batches: Number of micro-batches.
+        stages_per_device: Number of stages on each device. Default: 1.
 
     Example:
         >>> round(simulate("gpipe", [1, 1], [1, 1], 3).idle, 3)  # (p - 1) / (m + p - 1)
@@ -82,26 +87,43 @@ def simulate(
     """
 
     def seconds(stage: int, action: Action) -> float:
-        whole = not action.backward or (lets_go(schedule, action) and not action.weights)
-        return (backward if action.backward else forward)[stage] * (1.0 if whole else 0.5)
+        if not action.backward:
+            return forward[stage]
+        is_half = action.weights or not releases_activations(schedule, action)
+        if is_half:
+            return 0.5 * backward[stage]
+        return backward[stage]
 
     stages = len(forward)
     devices = stages // stages_per_device
-    waiting = [actions_of(schedule, device, devices, micro_batches, stages_per_device) for device in range(devices)]
-    done: dict[tuple[int, Action], float] = {}
-    free, spans = [0.0] * devices, list[Span]()
+    waiting: list[deque[Task]] = []
+    for device in range(devices):
+        actions = actions_of(schedule, device, devices, micro_batches, stages_per_device)
+        waiting.append(deque(actions))
+
+    # The end of each task that is done, and of the last task of each device.
+    ends: dict[Task, float] = {}
+    free = [0.0] * devices
+    spans: list[Span] = []
     while any(waiting):
-        before = len(spans)
+        spans_before = len(spans)
+        # Let each device run until it needs a result that does not exist yet.
         for device in range(devices):
             while waiting[device]:
-                stage, action = waiting[device][0]
+                task = waiting[device][0]
+                stage, action = task
                 needed = needed_for(stage, action, stages)
-                if needed is not None and needed not in done:
+                if needed is not None and needed not in ends:
                     break
-                begin = max(free[device], 0.0 if needed is None else done[needed])
+                begin = free[device]
+                if needed is not None:
+                    begin = max(begin, ends[needed])
                 end = begin + seconds(stage, action)
                 spans.append(Span(stage, action, begin, end))
-                done[stage, action] = free[device] = end
-                waiting[device].pop(0)
-        assert len(spans) > before, "every device waits"
-    return Timeline(tuple(sorted(spans, key=lambda span: span.begin)), stages, stages_per_device)
+                ends[task] = end
+                free[device] = end
+                waiting[device].popleft()
+        assert len(spans) > spans_before, "every device waits"
+
+    spans.sort(key=lambda span: span.begin)
+    return Timeline(tuple(spans), stages, stages_per_device)
