@@ -22,6 +22,7 @@ FORMER_NAMES = {
     "equipoise.parallel.checkpointing": "equipoise.parallel.activation_checkpointing",
     "equipoise.strategies.balanced_data_parallel": "equipoise.strategies.replicated.balanced",
     "equipoise.strategies.data_parallel": "equipoise.strategies.replicated.data_parallel",
+    "equipoise.trainer.stand_in": "equipoise.safe_loading.stand_in",
     "equipoise.strategies.steps": "equipoise.parallel.step_protocols",
 }
 

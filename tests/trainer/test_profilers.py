@@ -130,7 +130,7 @@ def test_the_advanced_profiler_sees_into_an_action(tmp_path: Path) -> None:
     trainer(profiler=profiler).fit(Small(), loader())
     report = (tmp_path / "fit-report.txt").read_text()
     _, _, steps = report.partition("Profile stats for: [Strategy]SingleDeviceStrategy.training_step")
-    assert "small.py" in steps.partition("Profile stats for:")[0]
+    assert "trainer_runs.py" in steps.partition("Profile stats for:")[0]
 
 
 def names_in_trace(cls: Any, folder: Path) -> set[str]:

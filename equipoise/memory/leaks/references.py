@@ -25,7 +25,7 @@ _HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _FOLDERS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_NO_USERS = tuple({str(path) for each in (*_FOLDERS, Path(__file__).parents[1]) for path in (each, each.resolve())})
+_NO_USERS = tuple({str(path) for each in (*_FOLDERS, Path(__file__).parents[2]) for path in (each, each.resolve())})
 
 
 def find_holders(

@@ -33,7 +33,7 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul
 _IN_PLACE = {"setitem", "ilshift", "irshift", *(f"i{name}" for name in _ARITHMETIC)}
 _ENCODER_FORWARD = nn.TransformerEncoder.forward
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_NOT_THE_USERS = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_NOT_THE_USERS = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
 
 class NotTraceable(Exception):

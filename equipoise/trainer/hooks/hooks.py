@@ -23,6 +23,9 @@ __all__ = ["Hooks", "overrides", "state_key_of"]
 Hook = Callable[..., Any]
 _DECIDERS = (Checkpoint, Timer)
 
+# Modules whose callbacks read no more than the loss of a step's outputs.
+_LOOK_AT_THE_LOSS_ALONE = ("lightning.pytorch.", "equipoise.callbacks.", "equipoise.report.")
+
 
 def overrides(owner: object, name: str, base: type) -> bool:
     """Whether `owner` has a callable `name` other than that of `base`.
@@ -199,9 +202,7 @@ class Hooks:
         if overrides(self.module, name, LightningModule):
             return True
         hooks = [getattr(callback, name) for callback in self.callbacks if overrides(callback, name, Callback)]
-        return not all(
-            str(hook.__module__).startswith(("lightning.pytorch.", "equipoise.callbacks.")) for hook in hooks
-        )
+        return not all(str(hook.__module__).startswith(_LOOK_AT_THE_LOSS_ALONE) for hook in hooks)
 
     def uses_outputs(self) -> bool:
         """Whether somebody may look at the outputs that `on_train_batch_end` receives, which take some time to make."""

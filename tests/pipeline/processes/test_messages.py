@@ -119,4 +119,4 @@ def test_failures(kind: Any) -> None:
     assert isinstance(error, WorkerError if kind is Unsendable else kind)
     told = str(error) + "".join(getattr(error, "__notes__", []))
     assert "stage 3, on cpu" in told
-    assert "test_stage_messages.py" in told
+    assert "test_messages.py" in told

@@ -5,6 +5,7 @@ import enum
 import functools
 import types
 import warnings
+import zipfile
 from argparse import Namespace
 from pathlib import Path, PosixPath
 from typing import Any
@@ -332,6 +333,16 @@ def test_a_stand_in_that_is_written_again_is_read_as_one(tmp_path: Path) -> None
         run.save_checkpoint(tmp_path / "x.ckpt")
     (state,) = read_checkpoint(tmp_path / "x.ckpt")["callbacks"].values()
     assert class_in_place_of(state["kept"]) == "somewhere.Thing"
+
+
+def test_a_stand_in_by_its_former_name_is_read_as_one(tmp_path: Path) -> None:
+    torch.save({"kept": StandIn("somewhere", "Thing")}, tmp_path / "new.pt")
+    old = tmp_path / "old.pt"
+    with zipfile.ZipFile(tmp_path / "new.pt") as source, zipfile.ZipFile(old, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            target.writestr(name, content.replace(b"equipoise.safe_loading.stand_in", b"equipoise.trainer.stand_in"))
+    assert class_in_place_of(read_checkpoint(old)["kept"]) == "somewhere.Thing"
 
 
 class Unpicklable(Small):
