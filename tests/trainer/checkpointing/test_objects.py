@@ -324,25 +324,32 @@ def test_the_state_of_a_callback(cls: Any, tmp_path: Path) -> None:
     assert callback.kept is Colour.RED
 
 
-def test_a_stand_in_that_is_written_again_is_read_as_one(tmp_path: Path) -> None:
+def saved_with_stand_in(path: Path) -> None:
+    """Write a checkpoint of which the state of a callback holds a stand-in."""
     callback = Remembering()
     callback.kept = StandIn("somewhere", "Thing")
     run = trainer(callbacks=callback)
     run.fit(Small(), loader())
     with pytest.warns(UserWarning, match="no plain data"):
-        run.save_checkpoint(tmp_path / "x.ckpt")
+        run.save_checkpoint(path)
+
+
+def test_a_stand_in_that_is_written_again_is_read_as_one(tmp_path: Path) -> None:
+    saved_with_stand_in(tmp_path / "x.ckpt")
     (state,) = read_checkpoint(tmp_path / "x.ckpt")["callbacks"].values()
     assert class_in_place_of(state["kept"]) == "somewhere.Thing"
 
 
 def test_a_stand_in_by_its_former_name_is_read_as_one(tmp_path: Path) -> None:
-    torch.save({"kept": StandIn("somewhere", "Thing")}, tmp_path / "new.pt")
-    old = tmp_path / "old.pt"
-    with zipfile.ZipFile(tmp_path / "new.pt") as source, zipfile.ZipFile(old, "w") as target:
+    saved_with_stand_in(tmp_path / "new.ckpt")
+    former = tmp_path / "former.ckpt"
+    with zipfile.ZipFile(tmp_path / "new.ckpt") as source, zipfile.ZipFile(former, "w") as target:
         for name in source.namelist():
             content = source.read(name)
             target.writestr(name, content.replace(b"equipoise.safe_loading.stand_in", b"equipoise.trainer.stand_in"))
-    assert class_in_place_of(read_checkpoint(old)["kept"]) == "somewhere.Thing"
+    assert former.read_bytes().count(b"equipoise.trainer.stand_in") == 1
+    (state,) = read_checkpoint(former)["callbacks"].values()
+    assert class_in_place_of(state["kept"]) == "somewhere.Thing"
 
 
 class Unpicklable(Small):
