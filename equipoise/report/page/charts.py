@@ -11,24 +11,34 @@ from dataclasses import dataclass
 from equipoise.report.page.markup import Markup, join, tag
 from equipoise.report.page.scales import Point, Scale, Unit, format_value, make_scale, thin
 
-__all__ = ["Boundary", "Line", "Mark", "line_chart"]
+__all__ = ["Boundary", "Line", "Mark", "line_chart", "text_anchor", "tick_words"]
 
-_TOP, _BOTTOM = 8, 24  # pixels above the topmost and below the lowest value
-_ROW = 15  # pixels of the words below boundaries
-_ACROSS = 1000  # units of the inner picture
-_DIGITS = {"step": 15}  # of a value across; where not said otherwise 5
-_FEW = 40  # points up to which each has a dot
+# Pixels above the topmost and below the lowest value.
+_TOP = 8
+_BOTTOM = 24
+# Pixels from the axis across to the words below it, and of the row of words below those.
+_WORDS = 18
+_ROW = 15
+# Width of a character in pixels.
+_CHARACTER = 6.3
+# Width of the inner picture in units of its own.
+_ACROSS = 1000
+# Significant digits of a value across; those of a step must tell neighbours apart.
+_DIGITS = {"step": 15}
+_DEFAULT_DIGITS = 5
+# Each point of a line with at most this number of points gets a dot.
+_FEW = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line.
+    """Line of a chart.
 
     Attributes:
         label: Its name.
-        style: Its class, which says its colour.
-        points: Ordered by x; where y is no number there is a gap.
-        value: What is told beside its name.
+        style: Its CSS class, which determines the colour.
+        points: Points ordered by x; a y that is no number leaves a gap.
+        value: Text beside the name. Default: none.
     """
 
     label: str
@@ -39,12 +49,12 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at one x.
+    """Mark for an event at one x.
 
     Attributes:
-        x: Where.
-        style: Its class.
-        text: What.
+        x: Its position.
+        style: Its CSS class.
+        text: Description of the event.
     """
 
     x: float
@@ -54,11 +64,11 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """The end of a part of the axis across, such as an epoch.
+    """End of a part of the axis across, such as an epoch.
 
     Attributes:
-        x: Where.
-        text: What ends there, in a word or two.
+        x: Its position.
+        text: Name of the part that ends there, in a word or two.
     """
 
     x: float
@@ -80,144 +90,270 @@ def line_chart(
     log: bool = False,
     most_points: int = 1000,
 ) -> Markup:
-    """Draws a figure: its title, the names of its lines with their values, the lines.
+    """Draw a figure: its title, the names of its lines with their values, the lines.
 
     Args:
-        title: What is measured.
-        lines: At least one; those without a finite point are named only.
-        x: What is counted across.
-        y: What is counted up.
-        note: What stands beside the title. Default: nothing.
-        marks: What happened meanwhile. Default: nothing.
-        boundaries: Which parts the axis across has; their words stand in a row of their own. Default: none.
-        span: Where the axis across begins and ends. Default: where the lines do.
-        height: In pixels. Default: 200.
-        from_zero: Whether the axis up begins at zero. Default: False.
-        log: Whether that axis may be logarithmic. Default: False.
-        most_points: To how many points a line is thinned. Default: 1000.
+        title: Name of the measured quantity.
+        lines: At least one line. A line without a finite point appears in the legend only.
+        x: Unit of the axis across.
+        y: Unit of the axis up.
+        note: Text beside the title. Default: none.
+        marks: Events to mark. Default: none.
+        boundaries: Ends of the parts of the axis across; their words stand in a row of their own. Default: none.
+        span: First and last value of the axis across. Default: those of the lines.
+        height: Height in pixels. Default: 200.
+        from_zero: Include zero in the axis up. Default: False.
+        log: Allow a logarithmic axis up. Default: False.
+        most_points: Maximum number of points of a line; a longer one is thinned. Default: 1000.
     """
-    head = tag("figcaption", tag("h3", title, tag("span", note, class_="note") if note else None), _legend(lines))
-    lines = [Line(label=one.label, style=one.style, points=_sane(one.points, most_points)) for one in lines]
-    finite = [point for line in lines for point in line.points if math.isfinite(point[1])]
+    head = _caption(title, note, lines)
+    drawable = [_drawable(line, most_points) for line in lines]
+    finite = _finite_points(drawable)
     if not finite:
-        return tag("figure", head, tag("p", "No value is a finite number.", class_="hint"), class_="chart")
-    across = make_scale([*(span or ()), *(point[0] for point in finite)], x, tight=True, most=6)
-    up = make_scale([point[1] for point in finite], y, from_zero=from_zero, log=log, most=5)
-    first, last = format_value(across.low, x), format_value(across.high, x)
-    inside = [each for each in boundaries if across.low <= each.x <= across.high]
-    below = _BOTTOM + (_ROW if inside else 0)
+        empty = tag("p", "No value is a finite number.", class_="hint")
+        return tag("figure", head, empty, class_="chart")
+    # 1. Choose the axes.
+    xs = [point[0] for point in finite]
+    ys = [point[1] for point in finite]
+    across = make_scale([*(span or ()), *xs], x, tight=True, most=6)
+    up = make_scale(ys, y, from_zero=from_zero, log=log, most=5)
+    # 2. Reserve a row for the words of boundaries.
+    inside = [boundary for boundary in boundaries if across.low <= boundary.x <= across.high]
+    below = _BOTTOM
+    if inside:
+        below += _ROW
+    # 3. Draw, what lies at the back first.
     picture = tag(
         "svg",
-        tag("title", f"{title}: {', '.join(line.label for line in lines)}, from {first} to {last}"),
+        tag("title", _description(title, drawable, across)),
         _grid(across, up, height),
-        *(_boundary(each, across, height) for each in inside),
+        *(_boundary(boundary, across, height) for boundary in inside),
         *(_mark(mark, across, height) for mark in marks),
-        *(_draw(line, across, up, height) for line in lines),
+        *(_draw(line, across, up, height) for line in drawable),
         class_="plot",
         role="img",
         height=height + below,
+        # The script of the page reads these to show values under the pointer.
         data_bottom=height,
         data_x=x,
         data_y=y,
         data_low=f"{across.low:.9g}",
         data_high=f"{across.high:.9g}",
     )
-    return tag("figure", head, tag("div", _labels(up, height, below), picture, class_="axes"), class_="chart")
+    axes = tag("div", _labels(up, height, below), picture, class_="axes")
+    return tag("figure", head, axes, class_="chart")
 
 
-def _sane(points: Sequence[Point], most: int) -> list[Point]:
-    """Thinned, and without points that have no place across."""
-    return thin([(float(x), float(y)) for x, y in points if math.isfinite(x)], most)
+def _caption(title: str, note: str, lines: Sequence[Line]) -> Markup:
+    note_element = None
+    if note:
+        note_element = tag("span", note, class_="note")
+    heading = tag("h3", title, note_element)
+    return tag("figcaption", heading, _legend(lines))
+
+
+def _drawable(line: Line, most: int) -> Line:
+    """Return a thinned line without the points that have no position across."""
+    points = []
+    for x, y in line.points:
+        if math.isfinite(x):
+            points.append((float(x), float(y)))
+    return Line(label=line.label, style=line.style, points=thin(points, most))
+
+
+def _finite_points(lines: Sequence[Line]) -> list[Point]:
+    finite = []
+    for line in lines:
+        finite += [point for point in line.points if math.isfinite(point[1])]
+    return finite
+
+
+def _description(title: str, lines: Sequence[Line], across: Scale) -> str:
+    labels = ", ".join(line.label for line in lines)
+    first = format_value(across.low, across.unit)
+    last = format_value(across.high, across.unit)
+    return f"{title}: {labels}, from {first} to {last}"
 
 
 def _legend(lines: Sequence[Line]) -> Markup | None:
-    entries = [
-        tag("li", tag("i", class_=f"key {line.style}"), line.label, " " if line.value else None, tag("b", line.value))
-        for line in lines
-    ]
+    entries = []
+    for line in lines:
+        # The style sheet colours the key as it does the line.
+        key = tag("i", class_=f"key {line.style}")
+        space = " " if line.value else None
+        entries.append(
+            tag(
+                "li",
+                key,
+                line.label,
+                space,
+                tag("b", line.value),
+            )
+        )
     return tag("ul", *entries, class_="legend")
 
 
 def _down(value: float, scale: Scale, height: int) -> float:
+    """Return the position of a value in pixels from the top."""
     return _TOP + (1 - scale.place(value)) * (height - _TOP)
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
 def _labels(up: Scale, height: int, below: int) -> Markup:
-    """The axis up: a column of its own, as wide as its words."""
+    """Draw the axis up: a column of its own, as wide as its words."""
     words = [format_value(tick, up.unit) for tick in up.ticks]
-    width = 10 + round(6.3 * max((len(word) for word in words), default=0))
-    texts = [
-        tag("text", word, x=width - 8, y=f"{_down(tick, up, height) + 4:.1f}", text_anchor="end")
-        for tick, word in zip(up.ticks, words, strict=True)
-    ]
-    return tag("svg", *texts, class_="labels", width=width, height=height + below, aria_hidden="true")
+    longest = max((len(word) for word in words), default=0)
+    width = 10 + round(_CHARACTER * longest)
+    texts = []
+    for tick, word in zip(up.ticks, words, strict=True):
+        # A word stands in the middle of its line, so its baseline lies a little below.
+        baseline = _down(tick, up, height) + 4
+        texts.append(
+            tag(
+                "text",
+                word,
+                x=width - 8,
+                y=f"{baseline:.1f}",
+                text_anchor="end",
+            )
+        )
+    return tag(
+        "svg",
+        *texts,
+        class_="labels",
+        width=width,
+        height=height + below,
+        aria_hidden="true",
+    )
 
 
 def _grid(across: Scale, up: Scale, height: int) -> Markup:
-    """Thin lines for the axis up, words for the axis across."""
-    rules = [
-        tag("line", x1="0", x2="100%", y1=f"{down:.1f}", y2=f"{down:.1f}", class_="rule")
-        for down in (_down(tick, up, height) for tick in up.ticks)
-    ]
+    """Draw thin lines for the axis up, words for the axis across."""
+    rules = []
+    for tick in up.ticks:
+        y = f"{_down(tick, up, height):.1f}"
+        rules.append(tag("line", x1="0", x2="100%", y1=y, y2=y, class_="rule"))
+    return join(*rules, tick_words(across, height + _WORDS))
+
+
+def tick_words(across: Scale, y: int) -> Markup:
+    """Draw the words of an axis across.
+
+    Args:
+        across: The scale.
+        y: Baseline of the words in pixels.
+    """
     words = []
     for index, tick in enumerate(across.ticks):
-        place = across.place(tick)
-        anchor = "start" if place < 0.04 else "end" if place > 0.96 else "middle"
-        style = "odd" if index % 2 else None  # left out where there is little room
+        share = across.place(tick)
+        # The style sheet hides these where there is little room.
+        style = "odd" if index % 2 else None
         word = format_value(tick, across.unit)
-        words.append(tag("text", word, x=f"{100 * place:.2f}%", y=height + 18, text_anchor=anchor, class_=style))
-    return join(*rules, *words)
+        words.append(
+            tag(
+                "text",
+                word,
+                x=_percent(share),
+                y=y,
+                text_anchor=text_anchor(share),
+                class_=style,
+            )
+        )
+    return join(*words)
+
+
+def text_anchor(share: float) -> str:
+    """Return the `text-anchor` with which a word at this share of the width stays inside the picture."""
+    if share < 0.04:
+        return "start"
+    if share > 0.96:
+        return "end"
+    return "middle"
 
 
 def _boundary(boundary: Boundary, across: Scale, height: int) -> Markup:
-    """A faint line from top to bottom, and a word below the numbers of the axis, which ends where the line does."""
+    """Draw a faint line from top to bottom, and its word below the numbers of the axis."""
     share = across.place(boundary.x)
-    place = f"{100 * share:.2f}%"
-    anchor = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
-    line = tag("line", x1=place, x2=place, y1=_TOP, y2=height)
-    word = tag("text", boundary.text, x=place, y=height + 18 + _ROW, text_anchor=anchor)
+    x = _percent(share)
+    line = tag("line", x1=x, x2=x, y1=_TOP, y2=height)
+    word = tag(
+        "text",
+        boundary.text,
+        x=x,
+        y=height + _WORDS + _ROW,
+        text_anchor=text_anchor(share),
+    )
     return tag("g", line, word, class_="boundary")
 
 
 def _mark(mark: Mark, across: Scale, height: int) -> Markup:
-    place = f"{100 * across.place(mark.x):.2f}%"
-    line = tag("line", x1=place, x2=place, y1=0, y2=height)
-    return tag("g", tag("title", mark.text), line, tag("circle", cx=place, cy=3, r=3), class_=f"mark {mark.style}")
+    x = _percent(across.place(mark.x))
+    line = tag("line", x1=x, x2=x, y1=0, y2=height)
+    # The dot is large enough for a pointer; the title appears there.
+    dot = tag("circle", cx=x, cy=3, r=3)
+    return tag(
+        "g",
+        tag("title", mark.text),
+        line,
+        dot,
+        class_=f"mark {mark.style}",
+    )
 
 
 def _draw(line: Line, across: Scale, up: Scale, height: int) -> Markup | None:
-    places = [
-        (across.place(x), _down(y, up, height) if math.isfinite(y) and not (up.log and y <= 0) else None)
-        for x, y in line.points
-    ]
-    ends = [(x, y) for x, y in places if y is not None]
-    if not ends:
+    """Draw a line with its dots; return None for a line without a finite point."""
+    positions = _positions(line, across, up, height)
+    dots = [(x, y) for x, y in positions if y is not None]
+    if not dots:
         return None
-    dots = ends if len(ends) <= _FEW else ends[-1:]
+    # A long line has a dot at its end only.
+    if len(dots) > _FEW:
+        dots = dots[-1:]
+    # Only the path lies in the stretched picture, which would make ellipses of the dots.
     stretched = tag(
         "svg",
-        tag("path", d=_path(places)),
+        tag("path", d=_path(positions)),
         width="100%",
         height=height,
         viewBox=f"0 0 {_ACROSS} {height}",
         preserveAspectRatio="none",
     )
+    digits = _DIGITS.get(across.unit, _DEFAULT_DIGITS)
     return tag(
         "g",
         stretched,
-        *(tag("circle", cx=f"{100 * x:.2f}%", cy=f"{y:.1f}", r=2.5) for x, y in dots),
+        *(tag("circle", cx=_percent(x), cy=f"{y:.1f}", r=2.5) for x, y in dots),
         class_=f"line {line.style}",
         data_label=line.label,
-        data_x=" ".join(f"{x:.{_DIGITS.get(across.unit, 5)}g}" for x, _ in line.points),
+        data_x=" ".join(f"{x:.{digits}g}" for x, _ in line.points),
         data_y=" ".join(f"{y:.5g}" for _, y in line.points),
     )
 
 
-def _path(places: Sequence[tuple[float, float | None]]) -> str:
-    """Straight from point to point, broken where there is none."""
-    steps, drawing = [], False
-    for x, y in places:
+def _positions(line: Line, across: Scale, up: Scale, height: int) -> list[tuple[float, float | None]]:
+    """Return each point as a share of the width and pixels from the top; None where y cannot be drawn."""
+    positions: list[tuple[float, float | None]] = []
+    for x, y in line.points:
+        down = None
+        # A logarithmic axis has no place for zero and below.
+        has_logarithm = y > 0 or not up.log
+        if math.isfinite(y) and has_logarithm:
+            down = _down(y, up, height)
+        positions.append((across.place(x), down))
+    return positions
+
+
+def _path(positions: Sequence[tuple[float, float | None]]) -> str:
+    """Return straight lines from point to point, interrupted at gaps."""
+    commands = []
+    drawing = False
+    for x, y in positions:
         if y is not None:
-            steps.append(f"{'L' if drawing else 'M'}{_ACROSS * x:.5g} {y:.4g}")
+            # Move to the first point after a gap, draw a line to any other.
+            command = "L" if drawing else "M"
+            commands.append(f"{command}{_ACROSS * x:.5g} {y:.4g}")
         drawing = y is not None
-    return "".join(steps)
+    return "".join(commands)

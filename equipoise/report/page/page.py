@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from equipoise.report.page.markup import Markup, join, plain, tag
+from equipoise.report.page.memory_sections import memory_section, peak_section
 from equipoise.report.page.record import RunRecord
 from equipoise.report.page.scales import format_span
 from equipoise.report.page.sections import (
@@ -14,23 +15,26 @@ from equipoise.report.page.sections import (
     curves_section,
     devices_section,
     events_section,
-    memory_section,
-    peak_section,
     pipeline_section,
     throughput_section,
 )
 
 __all__ = ["render_report", "write_report"]
 
-_WIDTHS = ((24, "wide"), (11, "middle"))  # letters of a fact beyond which it gets more room
+# A tile gets more room where its value is longer than this number of characters.
+_WIDE = 24
+_MIDDLE = 11
+# Characters of a traceback that the page shows, and of its last line.
+_LONGEST_ERROR = 40_000
+_LONGEST_CAUSE = 2000
 
 
 def write_report(record: RunRecord, path: str | os.PathLike[str]) -> None:
-    """Writes a report under another name and renames it, so that no reader finds half of one.
+    """Write a report under another name and rename it, so that no reader finds half of one.
 
     Args:
-        record: What is known of the run.
-        path: The file. Its folder is made if need be.
+        record: The facts of the run.
+        path: The file. Its folder is created if need be.
 
     Raises:
         OSError: If the file cannot be written.
@@ -57,16 +61,32 @@ def write_report(record: RunRecord, path: str | os.PathLike[str]) -> None:
 
 
 def render_report(record: RunRecord) -> str:
-    """Makes the page.
+    """Return the HTML of the page.
 
     Args:
-        record: What is known of the run.
+        record: The facts of the run.
     """
-    style, script = _file("report.css"), _file("report.js")
+    style = _file("report.css")
+    script = _file("report.js")
+    head = _head(record, style, script)
+    main = tag("main", *_sections(record))
+    body = tag(
+        "body",
+        _header(record),
+        main,
+        _footer(),
+        tag("script", script),
+    )
+    page = tag("html", head, body, lang="en")
+    return f"<!DOCTYPE html>\n{page}\n"
+
+
+def _head(record: RunRecord, style: Markup, script: Markup) -> Markup:
+    # Only this style and this script may run, whatever text came into the page.
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
-    head = tag(
+    return tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
@@ -75,25 +95,30 @@ def render_report(record: RunRecord) -> str:
         tag("title", f"{record.title}: {record.outcome}"),
         tag("style", style),
     )
-    body = tag("body", _header(record), tag("main", *_sections(record)), _footer(), tag("script", script))
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def _file(name: str) -> Markup:
-    return Markup("\n" + Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return Markup("\n" + text)
 
 
 def _hash(source: str) -> str:
-    """What a policy calls this source: it alone is let run, whatever else came into the page."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
+    """Return the name of a source in a content security policy."""
+    digest = hashlib.sha256(source.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def _sections(record: RunRecord) -> Iterable[Markup | None]:
-    end = (record.finished - record.started).total_seconds()
+    duration = (record.finished - record.started).total_seconds()
     yield _error(record)
     yield _facts(record.facts)
     yield curves_section(record.curves, record.epoch_ends)
-    yield throughput_section(record.throughput, record.throughput_unit, record.events, end)
+    yield throughput_section(
+        record.throughput,
+        record.throughput_unit,
+        record.events,
+        duration,
+    )
     yield memory_section(record.memory, record.events)
     yield peak_section(record.compositions, expected=bool(record.memory))
     yield pipeline_section(record.pipeline)
@@ -103,35 +128,70 @@ def _sections(record: RunRecord) -> Iterable[Markup | None]:
 
 
 def _header(record: RunRecord) -> Markup:
-    took = format_span((record.finished - record.started).total_seconds())
-    last = "last seen" if record.outcome == "running" else "ended"
-    times = f"Began {record.started:%d %b %Y, %H:%M:%S}, {last} {record.finished:%H:%M:%S} ({took})"
+    duration = format_span((record.finished - record.started).total_seconds())
+    last = "ended"
+    if record.outcome == "running":
+        last = "last seen"
+    times = f"Began {record.started:%d %b %Y, %H:%M:%S}, {last} {record.finished:%H:%M:%S} ({duration})"
     pill = tag("span", record.outcome, class_=f"pill {record.outcome}")
-    return tag("header", tag("p", "Run report", class_="over"), tag("h1", record.title, " ", pill), tag("p", times))
+    return tag(
+        "header",
+        tag("p", "Run report", class_="over"),
+        tag("h1", record.title, " ", pill),
+        tag("p", times),
+    )
 
 
 def _error(record: RunRecord) -> Markup | None:
-    """The last line says what was wrong; the rest says where."""
+    """Show the last line of a traceback, which states the error, and the rest below it."""
     text = plain(record.error).strip()
     if not text:
         return None
-    last = next(line for line in reversed(text.splitlines()) if line.strip())
-    if len(text) > 40_000:
-        text = f"{text[:20_000]}\n…\n{text[-20_000:]}"
-    trace = tag("details", tag("summary", "Traceback"), tag("pre", text), open="")
-    return tag("section", tag("h2", "What went wrong"), tag("p", last[:2000], class_="cause"), trace, class_="error")
+    cause = next(line for line in reversed(text.splitlines()) if line.strip())
+    if len(text) > _LONGEST_ERROR:
+        half = _LONGEST_ERROR // 2
+        text = f"{text[:half]}\n…\n{text[-half:]}"
+    trace = tag(
+        "details",
+        tag("summary", "Traceback"),
+        tag("pre", text),
+        open="",
+    )
+    return tag(
+        "section",
+        tag("h2", "What went wrong"),
+        tag("p", cause[:_LONGEST_CAUSE], class_="cause"),
+        trace,
+        class_="error",
+    )
 
 
 def _facts(facts: Mapping[str, str]) -> Markup | None:
-    """A tile for each, wider ones for what is long."""
+    """Draw a tile for each fact."""
     if not facts:
         return None
-    tiles = [
-        tag("div", tag("dt", name), tag("dd", value), class_=next((s for n, s in _WIDTHS if len(value) > n), None))
-        for name, value in facts.items()
-    ]
-    return tag("section", tag("h2", "In short", class_="unseen"), tag("dl", *tiles, class_="facts"))
+    tiles = []
+    for name, value in facts.items():
+        tiles.append(
+            tag(
+                "div",
+                tag("dt", name),
+                tag("dd", value),
+                class_=_tile_style(value),
+            )
+        )
+    heading = tag("h2", "In short", class_="unseen")
+    return tag("section", heading, tag("dl", *tiles, class_="facts"))
+
+
+def _tile_style(value: str) -> str | None:
+    if len(value) > _WIDE:
+        return "wide"
+    if len(value) > _MIDDLE:
+        return "middle"
+    return None
 
 
 def _footer() -> Markup:
-    return tag("footer", join("Made by Equipoise. This page is complete in itself: it asks no network for anything."))
+    text = "Made by Equipoise. This page is complete in itself: it asks no network for anything."
+    return tag("footer", join(text))

@@ -15,13 +15,13 @@ Outcome = Literal["running", "finished", "interrupted", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Something that happened in a run.
+    """Event of a run.
 
     Attributes:
-        seconds: When, since the run began; None if nobody knows.
-        step: `trainer.global_step` at that moment; None if nobody knows.
-        kind: What it was in a word or two, such as "out of memory" or "leak".
-        text: What happened, in a sentence.
+        seconds: Time since the run began; None if unknown.
+        step: `trainer.global_step` at that moment; None if unknown.
+        kind: The kind of event in a word or two, such as "out of memory" or "leak".
+        text: The event in a sentence.
     """
 
     seconds: float | None
@@ -32,14 +32,15 @@ class RunEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpan:
-    """Something that a stage of a pipeline did.
+    """Computation of one stage of a pipeline on one micro-batch.
 
     Attributes:
-        stage: Its number, from 0.
-        micro_batch: With which micro-batch, from 0.
-        backward: Whether it was its backward.
-        begin, end: When, in seconds.
-        weights: Whether it was the second part of its backward, the gradients of weights. Default: False.
+        stage: Number of the stage, from 0.
+        micro_batch: Number of the micro-batch, from 0.
+        backward: True for a backward.
+        begin: Time of its begin, in seconds.
+        end: Time of its end, in seconds.
+        weights: True for the second part of a backward, the gradients of weights. Default: False.
     """
 
     stage: int
@@ -52,15 +53,15 @@ class StageSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStep:
-    """A step of a pipeline as it ran.
+    """Step of a pipeline as it ran.
 
     Attributes:
-        spans: What the stages did.
-        stages: Their names, such as those of their devices.
-        devices: The names of the devices, where each has several stages: of p devices, stage s lies on that of number s
-            modulo p. Default: each stage has its own.
-        schedule: The name of the schedule.
-        note: What is to be known about the times. Default: nothing.
+        spans: The computations of all stages.
+        stages: Names of the stages, such as those of their devices.
+        devices: Names of the devices, if each has several stages: of p devices, stage s lies on device s modulo p.
+            Default: each stage has its own device.
+        schedule: Name of the schedule. Default: unnamed.
+        note: Remark about the times. Default: none.
     """
 
     spans: Sequence[StageSpan]
@@ -71,39 +72,43 @@ class PipelineStep:
 
     @property
     def rows(self) -> Sequence[str]:
-        """The names of what does one thing at a time."""
+        """Names of the devices, each of which computes one span at a time."""
         return self.devices or self.stages
 
     @property
     def idle(self) -> float:
-        """The share of the devices' time in which they did nothing."""
+        """Share of the devices' time in which they wait, from 0 to 1."""
         if not self.spans:
             return 0.0
-        length = max(span.end for span in self.spans) - min(span.begin for span in self.spans)
+        begin = min(span.begin for span in self.spans)
+        length = max(span.end for span in self.spans) - begin
+        if not length:
+            return 0.0
         busy = sum(span.end - span.begin for span in self.spans)
-        return 1 - busy / (length * len(self.rows)) if length else 0.0
+        return 1 - busy / (length * len(self.rows))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What is known of a run. Every part may be missing.
+    """Facts of a run, from which its report is drawn. Every fact but title and times may be missing.
 
     Attributes:
-        title: What was trained.
-        started: When it began; `finished`: when it ended, or when the report was written.
-        outcome: "running", "finished", "interrupted" or "failed".
-        error: The traceback of a run that failed.
-        facts: What a reader wants to know first: names and values.
-        curves: For everything that was measured, and for each place where it was ("train", "val"), values by steps.
+        title: Name of the trained module.
+        started: Time of the begin.
+        finished: Time of the end, or of writing the report.
+        outcome: "running", "finished", "interrupted" or "failed". Default: "finished".
+        error: Traceback of a run that failed.
+        facts: Names and values for the top of the report.
+        curves: Values by step, for each measured quantity and each run stage ("train", "val").
         epoch_ends: The last step of each epoch, by epochs done. Default: none is marked.
-        throughput: How fast the run was over time: seconds since it began, and so many per second.
-        throughput_unit: What was counted. Default: "samples per second".
+        throughput: Points of throughput over time: seconds since the begin, count per second.
+        throughput_unit: Unit of the throughput. Default: "samples per second".
         memory: Readings of memory, in the order of time.
-        compositions: What the peak of each device was made of.
-        pipeline: The last step of a pipeline; None where there was none.
-        events: What happened, in the order of time.
-        devices: What it ran on, as it was when it began.
-        configuration: What was asked for, as YAML or any other text.
+        compositions: Live tensors at the peak of each device.
+        pipeline: The last step of a pipeline; None without a pipeline.
+        events: Events in the order of time.
+        devices: Devices of the run, as they were when it began.
+        configuration: Configuration of the run, as YAML or any other text.
     """
 
     title: str

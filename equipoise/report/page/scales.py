@@ -1,7 +1,7 @@
 """Axis marks, numbers for people, and thinned time lines."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,12 +12,52 @@ __all__ = ["Point", "Scale", "Unit", "format_count", "format_span", "format_valu
 Point = tuple[float, float]
 Unit = Literal["number", "bytes", "seconds", "step"]
 
-_LARGEST = 1e300  # what is beyond has no room on an axis: differences must stay finite
-_TIME_STEPS = (1, 2, 5, 10, 15, 30, *(60 * m for m in (1, 2, 5, 10, 15, 30)), *(3600 * h for h in (1, 2, 3, 6, 12)))
+# Larger values are cut to this one: the difference of two values must stay finite.
+_LARGEST = 1e300
+# Relative difference below which two values count as one.
+_SAME = 1e-9
+# Share of the range that stays free at each end of an axis.
+_AIR = 0.04
+_MINUTE = 60
+_HOUR = 3600
+_DAY = 86400
+# Distances between ticks: seconds, multiples of 1024 to a power, and of 10 to a power.
+_TIME_STEPS = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    _MINUTE,
+    2 * _MINUTE,
+    5 * _MINUTE,
+    10 * _MINUTE,
+    15 * _MINUTE,
+    30 * _MINUTE,
+    _HOUR,
+    2 * _HOUR,
+    3 * _HOUR,
+    6 * _HOUR,
+    12 * _HOUR,
+)
+_BYTE_STEPS = (1, 2, 4, 5, 8, 10, 20, 50, 100, 200, 256, 512, 1024)
+_DECIMAL_STEPS = (1, 2, 5, 10)
+_SI_PREFIXES = (
+    (1e12, " T"),
+    (1e9, " G"),
+    (1e6, " M"),
+)
+_TIME_UNITS = (
+    (_DAY, "d"),
+    (_HOUR, "h"),
+    (_MINUTE, "min"),
+    (1, "s"),
+)
 
 
 def format_count(value: float) -> str:
-    """A number with at most four significant digits; thousands are set apart, millions and more are named.
+    """Format a number with at most four significant digits, separated thousands, and names for millions and more.
 
     Example:
         >>> [format_count(value) for value in (0.98764, 12, 12345, 1.5e-7, 2_345_678, float("nan"))]
@@ -25,53 +65,68 @@ def format_count(value: float) -> str:
     """
     if not math.isfinite(value):
         return f"{value:.1f}"
-    for limit, name in ((1e12, " T"), (1e9, " G"), (1e6, " M")):
-        if limit <= abs(value) < 1e15:
-            return f"{value / limit:.4g}{name}"
-    if 999.95 <= abs(value) < 1e6:
+    magnitude = abs(value)
+    for size, prefix in _SI_PREFIXES:
+        # Beyond the last prefix, exponents read better.
+        if size <= magnitude < 1e15:
+            return f"{value / size:.4g}{prefix}"
+    # From here on four significant digits are whole numbers.
+    if 999.95 <= magnitude < 1e6:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
 
 def format_span(seconds: float) -> str:
-    """A time in its two largest units.
+    """Format a time in its two largest units.
 
     Example:
         >>> [format_span(seconds) for seconds in (0, 0.25, 12.34, 90, 3720, 200_000)]
         ['0 s', '0.25 s', '12.3 s', '1 min 30 s', '1 h 2 min', '2 d 7 h']
     """
-    if not math.isfinite(seconds) or abs(seconds) < 59.95:
+    # From 59.95 on, three significant digits would read as 60 seconds.
+    is_short = abs(seconds) < 59.95
+    if is_short or not math.isfinite(seconds):
         return f"{seconds:.3g} s"
-    left = round(seconds)
-    parts: list[tuple[int, str]] = []
-    for size, name in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
-        count, left = divmod(left, size)
-        if count or parts:
-            parts.append((count, name))
-    return " ".join(f"{count} {name}" for count, name in parts[:2] if count)
+    # Zeros in front are left out, and so is a zero in second place.
+    remaining = round(seconds)
+    counts: list[tuple[int, str]] = []
+    for size, unit in _TIME_UNITS:
+        count, remaining = divmod(remaining, size)
+        if count or counts:
+            counts.append((count, unit))
+    words = []
+    for count, unit in counts[:2]:
+        if count:
+            words.append(f"{count} {unit}")
+    return " ".join(words)
 
 
 def format_value(value: float, unit: Unit) -> str:
-    """A number with its unit, as short as it can be.
+    """Format a number with its unit, as short as possible.
 
     Example:
         >>> format_value(3 * 2**30, "bytes"), format_value(90, "seconds"), format_value(1e4, "step")
         ('3 GiB', '1 min 30 s', '10,000')
     """
-    if unit == "bytes":
-        return format_bytes(value).replace(".0 ", " ") if math.isfinite(value) else f"{value}"
-    return format_span(value) if unit == "seconds" else format_count(value)
+    if unit == "seconds":
+        return format_span(value)
+    if unit != "bytes":
+        return format_count(value)
+    if not math.isfinite(value):
+        return f"{value}"
+    return format_bytes(value).replace(".0 ", " ")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One axis.
+    """Scale of one axis.
 
     Attributes:
-        low: Where it begins; `high`: where it ends.
-        ticks: What is marked.
-        unit: What it counts.
-        log: Whether equal distances are equal ratios.
+        low: Value at its begin.
+        high: Value at its end.
+        ticks: Values to mark.
+        unit: Unit of its values.
+        log: True for a logarithmic scale. Default: False.
     """
 
     low: float
@@ -81,10 +136,11 @@ class Scale:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """Return the position of a value, from 0 to 1."""
         value = min(max(value, self.low), self.high)
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            ratio = math.log(value / self.low)
+            return ratio / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
@@ -97,82 +153,159 @@ def make_scale(
     log: bool = False,
     most: int = 5,
 ) -> Scale:
-    """Chooses an axis for some values.
+    """Choose a scale for some values.
 
     Args:
-        values: What must have room on it; at least one that is finite.
-        unit: What is counted.
-        from_zero: Whether it begins at zero, whatever the values. Default: False.
-        tight: Whether it ends where the values do. Default: False, with a little air.
-        log: Whether it may be logarithmic, where the values ask for it. Default: False.
-        most: About how many marks it gets. Default: 5.
+        values: Values that the scale must cover; at least one is finite.
+        unit: Unit of the values.
+        from_zero: Include zero. Default: False.
+        tight: End at the outermost values. Default: False, with a little air.
+        log: Allow a logarithmic scale, used if all values are positive and their range exceeds a factor of 100.
+            Default: False.
+        most: Approximate number of ticks. Default: 5.
     """
-    finite = [min(max(float(value), -_LARGEST), _LARGEST) for value in values if math.isfinite(value)]
-    low, high = min(finite), max(finite)
+    # 1. Take the limits of the values.
+    low, high = _limits(values)
     if log and low > 0 and high > 100 * low:
         return _log_scale(low, high)
+    # 2. Widen them where they do not span a range.
     if from_zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value, or as good as one
-        margin = {"step": 0.5, "seconds": 0.5}.get(unit, max(abs(high) * 0.1, 1e-12))
-        low, high = (0.0, high or 1.0) if from_zero else (low - margin, high + margin)
+        low = min(low, 0.0)
+        high = max(high, 0.0)
+    magnitude = max(abs(low), abs(high))
+    if high - low <= _SAME * magnitude:
+        low, high = _widen(low, high, unit, from_zero=from_zero)
+    # 3. The step follows from the values alone; the outermost ticks may lie in the air.
     step = _step((high - low) / most, unit)
-    if not tight:  # a little air; the outermost marks may lie within
-        air = 0.04 * (high - low)
-        low, high = low - (0.0 if from_zero and low == 0 else air), high + (0.0 if from_zero and high == 0 else air)
-    near = 1e-9 * (high - low)
-    first, last = math.ceil((low - near) / step), math.floor((high + near) / step)
-    return Scale(low, high, tuple(index * step for index in range(first, last + 1)), unit)
+    if not tight:
+        low, high = _add_air(low, high, from_zero=from_zero)
+    ticks = _ticks(low, high, step)
+    return Scale(low, high, ticks, unit)
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """Return the least and the greatest finite value."""
+    finite = []
+    for value in values:
+        if math.isfinite(value):
+            limited = max(float(value), -_LARGEST)
+            finite.append(min(limited, _LARGEST))
+    return min(finite), max(finite)
+
+
+def _widen(low: float, high: float, unit: Unit, *, from_zero: bool) -> tuple[float, float]:
+    """Return limits around a single value."""
+    if from_zero:
+        return 0.0, high or 1.0
+    if unit in ("step", "seconds"):
+        margin = 0.5
+    else:
+        margin = max(abs(high) * 0.1, 1e-12)
+    return low - margin, high + margin
+
+
+def _add_air(low: float, high: float, *, from_zero: bool) -> tuple[float, float]:
+    """Return wider limits; an axis that begins or ends at zero stays there."""
+    air = _AIR * (high - low)
+    if not (from_zero and low == 0):
+        low -= air
+    if not (from_zero and high == 0):
+        high += air
+    return low, high
+
+
+def _ticks(low: float, high: float, step: float) -> tuple[float, ...]:
+    # Rounding must not lose a tick at a limit.
+    tolerance = _SAME * (high - low)
+    first = math.ceil((low - tolerance) / step)
+    last = math.floor((high + tolerance) / step)
+    return tuple(index * step for index in range(first, last + 1))
 
 
 def _log_scale(low: float, high: float) -> Scale:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = math.ceil((last - first) / 6)
-    ticks = tuple(10.0**power for power in range(first, last + 1, every) if low <= 10.0**power <= high)
-    return Scale(low, high, ticks, "number", log=True)
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
+    stride = math.ceil((last - first) / 6)
+    powers = [10.0**exponent for exponent in range(first, last + 1, stride)]
+    ticks = [power for power in powers if low <= power <= high]
+    return Scale(
+        low,
+        high,
+        tuple(ticks),
+        "number",
+        log=True,
+    )
 
 
 def _step(span: float, unit: Unit) -> float:
-    """The least round number that is not below a span."""
-    if unit == "seconds" and 1 <= span <= _TIME_STEPS[-1]:
-        return next(float(step) for step in _TIME_STEPS if step >= span)
+    """Return the least round number that is not below a span."""
+    longest = _TIME_STEPS[-1]
+    if unit == "seconds" and 1 <= span <= longest:
+        return _first_from(span, _TIME_STEPS, 1.0)
     if unit == "bytes":
-        unit_size = 1024.0 ** max(0, math.floor(math.log(max(span, 1), 1024)))
-        return next(
-            unit_size * step
-            for step in (1, 2, 4, 5, 8, 10, 20, 50, 100, 200, 256, 512, 1024)
-            if unit_size * step >= span
-        )
-    size = 10.0 ** math.floor(math.log10(span))
-    step = next(size * step for step in (1, 2, 5, 10) if size * step >= span * (1 - 1e-9))
-    return max(step, 1.0) if unit == "step" else step
+        exponent = math.floor(math.log(max(span, 1), 1024))
+        return _first_from(span, _BYTE_STEPS, 1024.0**exponent)
+    exponent = math.floor(math.log10(span))
+    # Rounding of the logarithm must not skip a step.
+    tolerant_span = span * (1 - _SAME)
+    step = _first_from(tolerant_span, _DECIMAL_STEPS, 10.0**exponent)
+    if unit == "step":
+        # There is nothing between two steps of training.
+        return max(step, 1.0)
+    return step
+
+
+def _first_from(span: float, steps: Sequence[int], size: float) -> float:
+    """Return the first step, in units of `size`, that is not below a span."""
+    for step in steps:
+        if size * step >= span:
+            return size * step
+    raise AssertionError(f"No step is as long as {span}.")
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Takes points out of a long line, so that it looks as it did.
+    """Take points out of a long line without a visible change.
 
     The least and the greatest value of each stretch stay, so does the first that is no number, and so do both ends.
 
     Args:
-        points: Ordered by x.
-        most: How many may stay; at least 5.
+        points: Points ordered by x.
+        most: Maximum number of points in the result; at least 5.
 
     Example:
         >>> line = [(float(x), float(x == 617)) for x in range(1000)]
-        >>> kept = thin(line, 50)
-        >>> len(kept) <= 50, (617.0, 1.0) in kept
+        >>> thinned = thin(line, 50)
+        >>> len(thinned) <= 50, (617.0, 1.0) in thinned
         (True, True)
     """
     if len(points) <= most:
         return list(points)
-    inner, stretches = len(points) - 2, (most - 2) // 3
-    kept = {0, len(points) - 1}
+    inner = len(points) - 2
+    # Three points of each stretch stay, and both ends.
+    stretches = (most - 2) // 3
+    indices = {0, len(points) - 1}
     for number in range(stretches):
-        stretch = range(1 + number * inner // stretches, 1 + (number + 1) * inner // stretches)
-        finite = [index for index in stretch if math.isfinite(points[index][1])]
-        value: Callable[[int], float] = lambda index: points[index][1]  # noqa: E731
-        if finite:
-            kept |= {min(finite, key=value), max(finite, key=value)}
-        if len(finite) < len(stretch):
-            kept.add(next(index for index in stretch if not math.isfinite(points[index][1])))
-    return [points[index] for index in sorted(kept)]
+        begin = 1 + number * inner // stretches
+        end = 1 + (number + 1) * inner // stretches
+        indices |= _landmarks(points, range(begin, end))
+    return [points[index] for index in sorted(indices)]
+
+
+def _landmarks(points: Sequence[Point], stretch: range) -> set[int]:
+    """Return the indices of the least, the greatest and the first value that is no number."""
+
+    def value(index: int) -> float:
+        return points[index][1]
+
+    finite = []
+    not_finite = []
+    for index in stretch:
+        if math.isfinite(value(index)):
+            finite.append(index)
+        else:
+            not_finite.append(index)
+    landmarks = set(not_finite[:1])
+    if finite:
+        landmarks.add(min(finite, key=value))
+        landmarks.add(max(finite, key=value))
+    return landmarks

@@ -1,97 +1,143 @@
-"""Sections of a report, each with its text where there is nothing to show."""
+"""Sections of a report, each with a text for missing data."""
 
+import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
 from equipoise.memory.devices import DeviceInfo, format_bytes
-from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
 from equipoise.report.page.charts import Boundary, Line, Mark, line_chart
 from equipoise.report.page.gantt import pipeline_chart
-from equipoise.report.page.markup import Markup, join, tag
+from equipoise.report.page.markup import Markup, hint, join, section, table, tag
 from equipoise.report.page.record import PipelineStep, RunEvent
 from equipoise.report.page.scales import Point, format_count, format_span
-from equipoise.report.page.treemap import style_of, tree_map
 
 __all__ = [
+    "MOST_CHARTS",
     "configuration_section",
     "curves_section",
     "devices_section",
+    "event_marks",
     "events_section",
-    "memory_section",
-    "peak_section",
     "pipeline_section",
+    "points_per_line",
     "throughput_section",
 ]
 
-_PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
-_POINTS = 1000  # of a line; fewer where there are many lines:
-_ALL_POINTS = 9_000  # of the lines of a section
-_MOST_EPOCHS = 5  # of which the end is marked
-_MOST_CHARTS, _MOST_MAPS, _MOST_EVENTS, _MOST_MARKS, _LARGEST = 24, 8, 200, 40, 10
+# Charts of a section.
+MOST_CHARTS = 24
+# Points of a line, and of all lines of a section.
+_LINE_POINTS = 1000
+_SECTION_POINTS = 9_000
+# Epochs of which the end is marked.
+_MOST_EPOCHS = 5
+_MOST_EVENTS = 200
+_MOST_MARKS = 40
+# Characters of a mark's text, of an event's text, and of a line of the configuration.
+_MARK_TEXT = 160
+_EVENT_TEXT = 2000
+_CONFIGURATION_LINE = 1000
+_CONFIGURATION_LINES = 1000
+# Lines of a configuration that fit without scrolling.
+_SHORT_CONFIGURATION = 24
+
+Curve = Mapping[float, float]
 
 
-def _section(title: str, *content: Markup | None, note: str = "") -> Markup:
-    heading = tag("h2", title, tag("span", note, class_="note") if note else None)
-    return tag("section", heading, *content)
-
-
-def _hint(*content: object) -> Markup:
-    return tag("p", *content, class_="hint")
+def points_per_line(lines: int) -> int:
+    """Return the maximum number of points of a line in a section with this number of lines."""
+    return max(20, min(_LINE_POINTS, _SECTION_POINTS // lines))
 
 
 # Curves.
 
 
-def curves_section(
-    curves: Mapping[str, Mapping[str, Mapping[float, float]]], epoch_ends: Mapping[int, int] | None = None
-) -> Markup:
-    """A figure for everything that was measured, by steps; with the ends of some epochs."""
-    shown = {name: members for name, members in curves.items() if any(members.values())}
-    if not shown:
-        return _section("Learning curves", _hint("Nothing was logged yet."))
-    chosen = list(shown.items())[:_MOST_CHARTS]
-    lines = sum(len(members) for _, members in chosen)
-    most = max(20, min(_POINTS, _ALL_POINTS // lines))
+def curves_section(curves: Mapping[str, Mapping[str, Curve]], epoch_ends: Mapping[int, int] | None = None) -> Markup:
+    """Draw a figure for each measured quantity, by steps, with the ends of some epochs.
+
+    Args:
+        curves: Values by step, for each quantity and each run stage.
+        epoch_ends: The last step of each epoch, by epochs done. Default: none is marked.
+    """
+    families = {name: members for name, members in curves.items() if any(members.values())}
+    if not families:
+        return section("Learning curves", hint("Nothing was logged yet."))
+    drawn = dict(list(families.items())[:MOST_CHARTS])
+    lines = sum(len(members) for members in drawn.values())
     boundaries = _epoch_boundaries(epoch_ends or {})
-    steps = [step for _, members in chosen for curve in members.values() for step in curve]
-    # All figures have one axis across, so that what happened at one step stands at one place.
-    span = (min(steps), max(steps))
-    figures = [_family(name, members, most, boundaries, span) for name, members in chosen]
-    note = "by step" + (f"; {len(chosen)} of {len(shown)} shown" if len(shown) > len(chosen) else "")
-    return _section("Learning curves", tag("div", *figures, class_="charts"), note=note)
+    # Many lines have fewer points each, so that the page stays small.
+    most_points = points_per_line(lines)
+    # All figures share one axis across, so that one step stands at one place.
+    span = _span_of(drawn)
+    figures = []
+    for name, members in drawn.items():
+        figures.append(
+            _family(
+                name,
+                members,
+                most_points,
+                boundaries,
+                span,
+            )
+        )
+    note = "by step"
+    if len(families) > len(drawn):
+        note += f"; {len(drawn)} of {len(families)} shown"
+    return section("Learning curves", tag("div", *figures, class_="charts"), note=note)
+
+
+def _span_of(families: Mapping[str, Mapping[str, Curve]]) -> tuple[float, float]:
+    """Return the first and the last step of all curves."""
+    steps: list[float] = []
+    for members in families.values():
+        for curve in members.values():
+            steps += curve
+    return min(steps), max(steps)
 
 
 def _epoch_boundaries(epoch_ends: Mapping[int, int]) -> list[Boundary]:
-    """The ends of epochs, as many as there is room for, at round numbers of epochs."""
+    """Return the ends of some epochs, at multiples of a round number."""
     if not epoch_ends:
         return []
-    last = max(epoch_ends)
-    every = next(
-        size * 10**power for power in range(20) for size in (1, 2, 5) if last <= _MOST_EPOCHS * size * 10**power
-    )
-    return [
-        Boundary(x=step, text=f"epoch {epoch:,}") for epoch, step in sorted(epoch_ends.items()) if epoch % every == 0
-    ]
+    stride = _epoch_stride(max(epoch_ends))
+    boundaries = []
+    for epoch, step in sorted(epoch_ends.items()):
+        if epoch % stride == 0:
+            boundaries.append(Boundary(x=step, text=f"epoch {epoch:,}"))
+    return boundaries
+
+
+def _epoch_stride(last: int) -> int:
+    """Return the least round number of which at most `_MOST_EPOCHS` multiples are up to `last`."""
+    power = 1
+    while True:
+        for size in (1, 2, 5):
+            if last <= _MOST_EPOCHS * size * power:
+                return size * power
+        power *= 10
 
 
 def _family(
     name: str,
-    members: Mapping[str, Mapping[float, float]],
-    most: int,
+    members: Mapping[str, Curve],
+    most_points: int,
     boundaries: Sequence[Boundary],
     span: tuple[float, float],
 ) -> Markup:
-    spare = cycle(f"s{number}" for number in range(6))
+    """Draw the curves of one quantity."""
+    curves = {run_stage: curve for run_stage, curve in members.items() if curve}
+    styles = _curve_styles(curves, alone=len(members) == 1)
     lines = []
     # Training lies below: where the two meet, validation is what one looks for.
-    for where, curve in sorted(members.items(), key=lambda item: item[0] != "train"):
-        if curve:
-            alone = len(members) == 1 and where != "train"
-            style = where if where in ("train", "val") else "val" if alone else next(spare)
-            points = sorted(curve.items())
-            lines.append(Line(label=where or name, style=style, points=points, value=format_count(points[-1][1])))
+    for run_stage in sorted(curves, key=lambda run_stage: run_stage != "train"):
+        points = sorted(curves[run_stage].items())
+        line = Line(
+            label=run_stage or name,
+            style=styles[run_stage],
+            points=points,
+            value=format_count(points[-1][1]),
+        )
+        lines.append(line)
     return line_chart(
         name,
         lines,
@@ -100,236 +146,170 @@ def _family(
         boundaries=boundaries,
         span=span,
         log="loss" in name.lower(),
-        most_points=most,
+        most_points=most_points,
     )
 
 
-# What is told over time.
+def _curve_styles(run_stages: Iterable[str], *, alone: bool) -> dict[str, str]:
+    """Return the CSS class of each curve of a quantity; one that stands alone looks like validation."""
+    spare = cycle(f"s{number}" for number in range(6))
+    styles = {}
+    for run_stage in run_stages:
+        if run_stage in ("train", "val"):
+            styles[run_stage] = run_stage
+        elif alone:
+            styles[run_stage] = "val"
+        else:
+            styles[run_stage] = next(spare)
+    return styles
 
 
-def throughput_section(points: Sequence[Point], unit: str, events: Sequence[RunEvent], end: float) -> Markup:
-    """How fast the run was."""
+# Throughput and events over time.
+
+
+def throughput_section(points: Sequence[Point], unit: str, events: Sequence[RunEvent], duration: float) -> Markup:
+    """Draw the throughput over time.
+
+    Args:
+        points: Seconds since the begin, and count per second.
+        unit: Unit of the throughput.
+        events: Events to mark.
+        duration: Duration of the run in seconds.
+    """
     if not points:
-        return _section("Throughput", _hint("Training ended before there was anything to measure."))
+        return section("Throughput", hint("Training ended before there was anything to measure."))
     line = Line(label=unit, style="val", points=points)
-    span = (0.0, max(end, points[-1][0]))
+    # The axis ends with the run, also if nothing was counted at its end.
     chart = line_chart(
-        unit.capitalize(), [line], x="seconds", y="number", marks=_marks(events), span=span, from_zero=True, height=170
+        unit.capitalize(),
+        [line],
+        x="seconds",
+        y="number",
+        marks=event_marks(events),
+        span=(0.0, max(duration, points[-1][0])),
+        from_zero=True,
+        height=170,
     )
-    return _section("Throughput", tag("div", chart, class_="charts one"), note="training only, over time")
+    return section("Throughput", tag("div", chart, class_="charts one"), note="training only, over time")
 
 
-def _marks(events: Sequence[RunEvent]) -> list[Mark]:
-    known = [event for event in events if event.seconds is not None]
-    chosen = known[:: max(1, -(-len(known) // _MOST_MARKS))]
-    return [
-        Mark(
+def event_marks(events: Sequence[RunEvent]) -> list[Mark]:
+    """Return marks for events with a time; for a regular selection if there are many."""
+    marks = []
+    for event in events:
+        if event.seconds is None:
+            continue
+        text = f"{event.kind} at {format_span(event.seconds)}: {event.text}"
+        mark = Mark(
             x=event.seconds,
-            style=_kind(event.kind),
-            text=f"{event.kind} at {format_span(event.seconds)}: {event.text}"[:160],
+            style=_event_style(event.kind),
+            text=text[:_MARK_TEXT],
         )
-        for event in chosen
-        if event.seconds is not None
-    ]
+        marks.append(mark)
+    stride = math.ceil(len(marks) / _MOST_MARKS)
+    return marks[:: max(1, stride)]
 
 
-def _kind(kind: str) -> str:
-    return "e-" + (re.sub(r"[^a-z]+", "-", kind.lower()).strip("-") or "other")
-
-
-# Memory.
-
-
-def memory_section(points: Sequence[MemoryPoint], events: Sequence[RunEvent]) -> Markup:
-    """For each device the peak of each phase, over time."""
-    if not points:
-        return _section(
-            "Memory", _hint("No reading of memory: add ", tag("code", "MemoryLogger()"), " to the callbacks.")
-        )
-    devices: dict[str, list[MemoryPoint]] = defaultdict(list)
-    for point in points:
-        devices[point.device].append(point)
-    chosen = list(devices.items())[:_MOST_CHARTS]
-    lines = sum(len({point.phase for point in readings}) + 1 for _, readings in chosen)
-    most = max(20, min(_POINTS, _ALL_POINTS // lines))
-    span = (0.0, max(point.seconds for point in points))
-    marks = _marks(events) if len(chosen) <= 8 else []
-    figures = [_device(device, readings, marks, span, most) for device, readings in chosen]
-    note = "the largest in each phase, over time"
-    if len(devices) > len(chosen):
-        note += f"; {len(chosen)} of {len(devices)} devices shown"
-    return _section("Memory", tag("div", *figures, class_="charts one" if len(chosen) == 1 else "charts"), note=note)
-
-
-def _device(
-    device: str, readings: Sequence[MemoryPoint], marks: Sequence[Mark], span: tuple[float, float], most: int
-) -> Markup:
-    phases: dict[str, list[Point]] = defaultdict(list)
-    for point in readings:
-        phases[point.phase].append((point.seconds, float(_height(point))))
-    known = {phase: phases.pop(phase) for phase in _PHASES if phase in phases}
-    lines = []
-    reserved = [(point.seconds, float(point.reserved)) for point in readings if point.reserved is not None]
-    if reserved:
-        lines.append(Line(label="reserved", style="reserved", points=reserved, value=_most(reserved)))
-    for phase, line in {**known, **phases}.items():
-        style = "p-" + phase.replace(" ", "-") if phase in _PHASES else "p-other"
-        lines.append(Line(label=phase, style=style, points=line, value=_most(line)))
-    top = max(readings, key=_height)
-    note = f"peak {format_bytes(_height(top))}, {top.phase} of step {top.step:,}"
-    return line_chart(
-        device, lines, x="seconds", y="bytes", note=note, marks=marks, span=span, from_zero=True, most_points=most
-    )
-
-
-def _height(point: MemoryPoint) -> int:
-    return point.allocated if point.peak is None else point.peak
-
-
-def _most(line: Sequence[Point]) -> str:
-    return format_bytes(max(y for _, y in line))
-
-
-def peak_section(compositions: Sequence[Composition], *, expected: bool) -> Markup | None:
-    """A tree map for each device, the fullest open."""
-    if not compositions:
-        way = "MemoryLogger(detail='modules')"
-        return (
-            _section("The peak", _hint("What it was made of is told by ", tag("code", way), ".")) if expected else None
-        )
-    ordered = sorted(compositions, key=lambda composition: -composition.nbytes)
-    chosen = ordered[:_MOST_MAPS]
-    less = min(1.0, 4 / len(chosen))
-    maps = [_peak(each, less if index else 1.0, first=not index) for index, each in enumerate(chosen)]
-    note = "by module; areas in proportion to bytes"
-    if len(ordered) > len(maps):
-        note += f"; the fullest {len(maps)} of {len(ordered)} devices"
-    return _section("The peak", *maps, note=note)
-
-
-def _peak(composition: Composition, detail: float, *, first: bool) -> Markup:
-    what = f"{composition.phase} of step {composition.step:,}"
-    heading = (tag("b", composition.device), " ", format_bytes(composition.nbytes), tag("span", what, class_="note"))
-    content = (_categories(composition), tree_map(composition, detail), _table_of_largest(composition.holders))
-    return tag("details", tag("summary", *heading), *content, class_="peak", open="" if first else None)
-
-
-def _categories(composition: Composition) -> Markup:
-    """How much each category took: names and bytes."""
-    sizes = dict.fromkeys(CATEGORIES, 0)
-    for holder in composition.holders:
-        sizes[holder.category] += holder.nbytes
-    total = max(sum(sizes.values()), 1)
-    entries = [
-        tag(
-            "li",
-            tag("i", class_=f"key {style_of(name)}"),
-            name,
-            " ",
-            tag("b", format_bytes(size)),
-            f" {_percent(size, total)}",
-        )
-        for name, size in sorted(sizes.items(), key=lambda item: -item[1])
-        if size
-    ]
-    return tag("ul", *entries, class_="legend")
-
-
-def _percent(part: int, total: int) -> str:
-    return "<1%" if 200 * part < total else f"{100 * part / total:.0f}%"
-
-
-def _table_of_largest(holders: Sequence[TensorRecord]) -> Markup | None:
-    largest = sorted(holders, key=lambda holder: -holder.nbytes)[:_LARGEST]
-    if not largest:
-        return None
-    rows = [
-        (
-            holder.module or "(root)",
-            holder.name,
-            holder.category,
-            f"{holder.dtype} {list(holder.shape)}",
-            format_bytes(holder.nbytes),
-        )
-        for holder in largest
-    ]
-    table = _table(("Module", "Tensor", "Category", "Type and shape", "Size"), rows, right=(4,))
-    return tag("details", tag("summary", f"The largest {len(rows)}" if len(rows) > 1 else "The largest"), table)
+def _event_style(kind: str) -> str:
+    """Return the CSS class of a kind of event."""
+    words = re.sub(r"[^a-z]+", "-", kind.lower())
+    name = words.strip("-") or "other"
+    return f"e-{name}"
 
 
 def pipeline_section(step: PipelineStep | None) -> Markup | None:
-    """When each stage computed what."""
+    """Draw the computations of each stage over time."""
     if step is None or not step.spans:
         return None
-    hint = _hint(step.note) if step.note else None
+    note_element = None
+    if step.note:
+        note_element = hint(step.note)
     chart = tag("div", pipeline_chart(step), class_="charts one")
-    return _section("The pipeline", chart, hint, note="the last step as it ran; boxes are micro-batches")
+    return section("The pipeline", chart, note_element, note="the last step as it ran; boxes are micro-batches")
 
 
 # Lists.
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> Markup:
-    """A table; in the columns `right` there are numbers."""
-    style = ["number" if index in right else None for index in range(len(heads))]
-    head = tag("tr", *(tag("th", name, scope="col", class_=style[index]) for index, name in enumerate(heads)))
-    body = [tag("tr", *(tag("td", cell, class_=style[index]) for index, cell in enumerate(row))) for row in rows]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
-
-
 def events_section(events: Sequence[RunEvent]) -> Markup | None:
-    """What happened; nothing where nothing did."""
+    """List the events, if there are any."""
     if not events:
         return None
-    half = _MOST_EVENTS // 2
-    shown = list(events) if len(events) <= _MOST_EVENTS else [*events[:half], *events[-half:]]
-    rows = [
-        (
-            "" if event.seconds is None else format_span(event.seconds),
-            "" if event.step is None else f"{event.step:,}",
-            tag("span", event.kind, class_=f"chip {_kind(event.kind)}"),
-            event.text[:2000],
-        )
-        for event in shown
-    ]
-    note = f"the first and the last {half} of {len(events):,}" if len(events) > len(shown) else f"{len(events)}"
-    return _section("Events", _table(("After", "Step", "Kind", "What happened"), rows, right=(0, 1)), note=note)
+    listed = list(events)
+    note = f"{len(events)}"
+    if len(events) > _MOST_EVENTS:
+        half = _MOST_EVENTS // 2
+        # The first events tell how it began, the last ones how it ended.
+        listed = [*events[:half], *events[-half:]]
+        note = f"the first and the last {half} of {len(events):,}"
+    rows = [_event_row(event) for event in listed]
+    heads = ("After", "Step", "Kind", "What happened")
+    return section("Events", table(heads, rows, numbers=(0, 1)), note=note)
+
+
+def _event_row(event: RunEvent) -> tuple[str, str, Markup, str]:
+    time = ""
+    if event.seconds is not None:
+        time = format_span(event.seconds)
+    step = ""
+    if event.step is not None:
+        step = f"{event.step:,}"
+    chip = tag("span", event.kind, class_=f"chip {_event_style(event.kind)}")
+    return time, step, chip, event.text[:_EVENT_TEXT]
 
 
 def devices_section(devices: Sequence[DeviceInfo]) -> Markup | None:
-    """What the run had."""
+    """List the devices of the run."""
     if not devices:
         return None
-    rows = [
-        (
-            info.device,
-            info.name,
-            format_bytes(info.memory_total),
-            "" if info.memory_free is None else format_bytes(info.memory_free),
-            "" if info.cores is None else f"{info.cores:,}",
-            ".".join(map(str, info.compute_capability or ())),
-        )
-        for info in devices
-    ]
+    rows = [_device_row(info) for info in devices]
     heads = ("Device", "Name", "Memory", "Free when it began", "Cores", "Compute capability")
-    shown = len(heads) if any(row[-1] for row in rows) else len(heads) - 1
-    return _section("Devices", _table(heads[:shown], [row[:shown] for row in rows], right=(2, 3, 4, 5)))
+    columns = len(heads)
+    # Only CUDA devices have a compute capability.
+    has_capability = any(row[-1] for row in rows)
+    if not has_capability:
+        columns -= 1
+    return section("Devices", table(heads[:columns], [row[:columns] for row in rows], numbers=(2, 3, 4, 5)))
+
+
+def _device_row(info: DeviceInfo) -> tuple[str, ...]:
+    """Return the cells of a device; unknown ones are empty."""
+    free = ""
+    if info.memory_free is not None:
+        free = format_bytes(info.memory_free)
+    cores = ""
+    if info.cores is not None:
+        cores = f"{info.cores:,}"
+    capability = ".".join(map(str, info.compute_capability or ()))
+    return info.device, info.name, format_bytes(info.memory_total), free, cores, capability
 
 
 def configuration_section(text: str) -> Markup | None:
-    """The configuration; keys stand out."""
+    """Show the configuration with coloured keys."""
     if not text.strip():
         return None
     lines = text.splitlines()
-    shown = lines[:1000]
+    shown = lines[:_CONFIGURATION_LINES]
     if len(lines) > len(shown):
         shown.append(f"# … {len(lines) - len(shown):,} more lines")
-    long = " long" if len(shown) > 24 else ""
-    body = tag("pre", join(*(_coloured(line) for line in shown)), class_=f"configuration{long}")
-    return _section("Configuration", body)
+    style = "configuration"
+    if len(shown) > _SHORT_CONFIGURATION:
+        style += " long"
+    coloured_lines = [_coloured(line) for line in shown]
+    return section("Configuration", tag("pre", join(*coloured_lines), class_=style))
 
 
 def _coloured(line: str) -> Markup:
-    match = re.match(r"(\s*(?:- )?)([\w.\-/]+:)(?=\s|$)(.*)", line[:1000], re.DOTALL)
-    content = (match[1], tag("span", match[2], class_="name"), match[3]) if match else (line[:1000],)
-    return tag("span", *content, "\n")
+    line = line[:_CONFIGURATION_LINE]
+    # Groups: indentation and the dash of a list, the key with its colon, the rest of the line.
+    match = re.match(r"(\s*(?:- )?)([\w.\-/]+:)(?=\s|$)(.*)", line, re.DOTALL)
+    if match is None:
+        return tag("span", line, "\n")
+    key = tag("span", match[2], class_="name")
+    return tag(
+        "span",
+        match[1],
+        key,
+        match[3],
+        "\n",
+    )

@@ -4,7 +4,7 @@ Rows of cells are laid out as in Bruls, Huizing and van Wijk, "Squarified Treema
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,13 +15,18 @@ from equipoise.report.page.scales import format_value
 
 __all__ = ["Box", "fold", "squarify", "style_of", "tree_map"]
 
-_WIDTH, _HEIGHT = 1080.0, 520.0  # the width is that of a screen; the picture is stretched to its place
+# The picture in pixels. The width is that of a screen; the page stretches it.
+_WIDTH = 1080.0
+_HEIGHT = 520.0
 _HEADER = 19.0
-_SINGLE, _MERGED = 120, 80  # cells for single tensors, and for what is left
+_EDGE = 2.0
+# Cells for single tensors, and for merged ones.
+_SINGLE = 120
+_MERGED = 80
 
 
 class Box(NamedTuple):
-    """A rectangle."""
+    """Rectangle of a picture, in pixels."""
 
     x: float
     y: float
@@ -30,11 +35,11 @@ class Box(NamedTuple):
 
 
 def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
-    """Divides a rectangle into cells as square as can be.
+    """Divide a rectangle into cells that are as square as possible.
 
     Args:
-        sizes: Positive, the largest first.
-        box: What is divided.
+        sizes: Positive sizes, the largest first.
+        box: The rectangle.
 
     Returns:
         For each size a cell whose area is in proportion to it.
@@ -47,176 +52,327 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
         2.0 1.0 2.0 1.0
     """
     cells: list[Box] = []
-    left, start = box, 0
+    free = box
+    begin = 0
     total = float(sum(sizes))
-    while start < len(sizes):
-        side = min(left.width, left.height)
-        density = left.width * left.height / total if total > 0 else 0.0
-        end = start + 1
-        while end < len(sizes) and _worst(sizes[start : end + 1], side, density) <= _worst(
-            sizes[start:end], side, density
-        ):
-            end += 1
-        row = sizes[start:end]
-        share = sum(row) / total if end < len(sizes) else 1.0
-        placed, left = _lay_row(row, left, share)
-        cells += placed
+    while begin < len(sizes):
+        # 1. Extend the row while its worst cell does not become longer.
+        end = _end_of_row(sizes, begin, free, total)
+        row = sizes[begin:end]
+        # 2. The last row fills the rectangle, whatever rounding has left.
+        share = 1.0
+        if end < len(sizes):
+            share = sum(row) / total
+        # 3. Lay it out, and go on in the rest.
+        row_cells, free = _lay_row(row, free, share)
+        cells += row_cells
         total -= sum(row)
-        start = end
+        begin = end
     return cells
 
 
-def _worst(row: Sequence[float], side: float, density: float) -> float:
-    """The largest ratio of the sides of a row's cells."""
+def _end_of_row(sizes: Sequence[float], begin: int, free: Box, total: float) -> int:
+    """Return the index after the last size of the row that begins at `begin`."""
+    # Rows lie along the shorter side, so that cells become less long.
+    side = min(free.width, free.height)
+    density = 0.0
+    if total > 0:
+        density = free.width * free.height / total
+    end = begin + 1
+    ratio = _worst_ratio(sizes[begin:end], side, density)
+    while end < len(sizes):
+        longer_ratio = _worst_ratio(sizes[begin : end + 1], side, density)
+        if longer_ratio > ratio:
+            break
+        ratio = longer_ratio
+        end += 1
+    return end
+
+
+def _worst_ratio(row: Sequence[float], side: float, density: float) -> float:
+    """Return the largest ratio of the sides of a row's cells.
+
+    Args:
+        row: Sizes of the row, the largest first.
+        side: Length of the row in pixels.
+        density: Area of a size of 1.
+    """
+    # The row is `area / side` thick. The longest cell is that of the largest or that of the smallest size.
     area = sum(row) * density
     if area <= 0 or side <= 0:
         return float("inf")
-    return max(side * side * row[0] * density / area**2, area**2 / (side * side * row[-1] * density))
+    largest = side * side * row[0] * density / area**2
+    smallest = area**2 / (side * side * row[-1] * density)
+    return max(largest, smallest)
 
 
-def _lay_row(row: Sequence[float], left: Box, share: float) -> tuple[list[Box], Box]:
-    """Puts a row along the shorter side; returns its cells and what remains."""
-    cells, whole, done = [], float(sum(row)), 0.0
-    if left.width >= left.height:
-        width = left.width * share
+def _lay_row(row: Sequence[float], free: Box, share: float) -> tuple[list[Box], Box]:
+    """Put a row along the shorter side; return its cells and the rest of the rectangle."""
+    cells = []
+    total = float(sum(row))
+    # Position of the next cell, as a share of the row's length.
+    position = 0.0
+    if free.width >= free.height:
+        width = free.width * share
         for size in row:
-            cells.append(Box(left.x, left.y + left.height * done, width, left.height * size / whole))
-            done += size / whole
-        return cells, Box(left.x + width, left.y, left.width - width, left.height)
-    height = left.height * share
+            cell = Box(
+                free.x,
+                free.y + free.height * position,
+                width,
+                free.height * size / total,
+            )
+            cells.append(cell)
+            position += size / total
+        rest = Box(
+            free.x + width,
+            free.y,
+            free.width - width,
+            free.height,
+        )
+        return cells, rest
+    height = free.height * share
     for size in row:
-        cells.append(Box(left.x + left.width * done, left.y, left.width * size / whole, height))
-        done += size / whole
-    return cells, Box(left.x, left.y + height, left.width, left.height - height)
+        cell = Box(
+            free.x + free.width * position,
+            free.y,
+            free.width * size / total,
+            height,
+        )
+        cells.append(cell)
+        position += size / total
+    rest = Box(
+        free.x,
+        free.y + height,
+        free.width,
+        free.height - height,
+    )
+    return cells, rest
 
 
-def fold(holders: Sequence[TensorRecord], single: int = _SINGLE, merged: int = _MERGED) -> list[TensorRecord]:
-    """Keeps the largest holders and merges the others by module and category, so that a picture can show them.
+def fold(records: Sequence[TensorRecord], single: int = _SINGLE, merged: int = _MERGED) -> list[TensorRecord]:
+    """Merge small tensors by module and category, so that a picture can show them.
 
     Args:
-        holders: What was alive.
-        single: How many stay as they are at most. Default: 120.
-        merged: How many merged ones there may be, as long as a module's outermost name tells them apart. Default: 80.
+        records: The live tensors.
+        single: Maximum number of tensors that stay as they are. Default: 120.
+        merged: Maximum number of merged records, unless the outermost modules alone are more. Default: 80.
 
     Returns:
-        Holders whose bytes have the same sum.
+        Records with the same sum of bytes, the largest first.
     """
-    ordered = sorted((holder for holder in holders if holder.nbytes > 0), key=lambda holder: -holder.nbytes)
+    ordered = _by_size(record for record in records if record.nbytes > 0)
     if len(ordered) <= single + merged:
         return ordered
-    kept = [holder for holder in ordered[:single] if holder.nbytes > ordered[single].nbytes]  # equals stay together
-    rest = ordered[len(kept) :]
-    deepest = max(holder.module.count(".") + 1 for holder in rest)
+    # Tensors of equal size are merged together or not at all.
+    limit = ordered[single].nbytes
+    folded = [record for record in ordered[:single] if record.nbytes > limit]
+    for (module, category), sizes in _groups(ordered[len(folded) :], merged).items():
+        name = "1 other"
+        if len(sizes) > 1:
+            name = f"{len(sizes):,} others"
+        folded.append(
+            TensorRecord(
+                module=module,
+                category=category,
+                name=name,
+                shape=(),
+                dtype="",
+                nbytes=sum(sizes),
+            )
+        )
+    return _by_size(folded)
+
+
+def _by_size(records: Iterable[TensorRecord]) -> list[TensorRecord]:
+    return sorted(records, key=lambda record: -record.nbytes)
+
+
+def _groups(records: Sequence[TensorRecord], most: int) -> dict[tuple[str, Category], list[int]]:
+    """Group sizes by category and module, at the deepest level of modules with at most `most` groups."""
+    deepest = max(record.module.count(".") + 1 for record in records)
+    # At depth 0 all modules are one, so there is a group for each category.
     for depth in range(deepest, -1, -1):
         groups: dict[tuple[str, Category], list[int]] = defaultdict(list)
-        for holder in rest:
-            groups[".".join(holder.module.split(".")[:depth]), holder.category].append(holder.nbytes)
-        if len(groups) <= merged:
+        for record in records:
+            module = ".".join(record.module.split(".")[:depth])
+            groups[module, record.category].append(record.nbytes)
+        if len(groups) <= most:
             break
-    for (module, category), sizes in groups.items():
-        name = f"{len(sizes):,} others" if len(sizes) > 1 else "1 other"
-        kept.append(TensorRecord(module=module, category=category, name=name, shape=(), dtype="", nbytes=sum(sizes)))
-    return sorted(kept, key=lambda holder: -holder.nbytes)
+    return groups
 
 
 @dataclass
 class _Node:
-    """A module: what it holds itself, and the modules in it."""
+    """A module with its tensors and its submodules."""
 
     name: str
     path: str
-    own: list[TensorRecord] = field(default_factory=list)
-    inner: dict[str, "_Node"] = field(default_factory=dict)
+    tensors: list[TensorRecord] = field(default_factory=list)
+    children: dict[str, "_Node"] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return sum(holder.nbytes for holder in self.own) + sum(node.nbytes for node in self.inner.values())
+        tensors = sum(record.nbytes for record in self.tensors)
+        return tensors + sum(child.nbytes for child in self.children.values())
+
+    def child(self, name: str) -> "_Node":
+        """Return the submodule of a name; add it if it is new."""
+        if name not in self.children:
+            path = f"{self.path}.{name}" if self.path else name
+            self.children[name] = _Node(name, path)
+        return self.children[name]
 
 
-def _tree(holders: Sequence[TensorRecord]) -> _Node:
+def _tree(records: Sequence[TensorRecord]) -> _Node:
     root = _Node("", "")
-    for holder in holders:
+    for record in records:
         node = root
-        for name in filter(None, holder.module.split(".")):
-            path = f"{node.path}.{name}" if node.path else name
-            node = node.inner.setdefault(name, _Node(name, path))
-        node.own.append(holder)
+        # The root's path is empty, and so is its name.
+        for name in filter(None, record.module.split(".")):
+            node = node.child(name)
+        node.tensors.append(record)
     return root
 
 
 def _collapsed(node: _Node) -> _Node:
-    """Where a module holds nothing but one other, both are one."""
-    while len(node.inner) == 1 and not node.own:
-        (only,) = node.inner.values()
-        node = replace(only, name=f"{node.name}.{only.name}" if node.name else only.name)
+    """Join a module that has a single submodule and no tensors with that submodule."""
+    while len(node.children) == 1 and not node.tensors:
+        (child,) = node.children.values()
+        name = f"{node.name}.{child.name}" if node.name else child.name
+        node = replace(child, name=name)
     return node
 
 
 def tree_map(composition: Composition, detail: float = 1.0) -> Markup:
-    """Draws a composition; a cell is a tensor or several, its colour their category.
+    """Draw a composition; a cell is one tensor or several, its colour their category.
 
     Args:
-        composition: What was alive; holders of no bytes are left out.
-        detail: What part of the usual number of cells it may have. Default: 1.
+        composition: The live tensors; those of no bytes are left out.
+        detail: Share of the usual number of cells. Default: 1.
     """
-    holders = fold(composition.holders, round(detail * _SINGLE), round(detail * _MERGED))
-    total = sum(holder.nbytes for holder in holders)
-    pieces: list[Markup] = []
-    _lay(_collapsed(_tree(holders)), Box(0, 0, _WIDTH, _HEIGHT), 0, max(total, 1), pieces)
-    largest = Counter[str]()
-    for holder in holders:
-        largest[holder.category] += holder.nbytes
-    parts = ", ".join(f"{category} {format_bytes(nbytes)}" for category, nbytes in largest.most_common())
-    title = tag("title", f"Memory on {composition.device} by module: {parts}")
-    return tag("svg", title, *pieces, class_="treemap", role="img", height=round(_HEIGHT))
+    records = fold(composition.holders, round(detail * _SINGLE), round(detail * _MERGED))
+    total = sum(record.nbytes for record in records)
+    drawing = _Drawing(max(total, 1))
+    drawing.add_node(_collapsed(_tree(records)), Box(0, 0, _WIDTH, _HEIGHT), depth=0)
+    # The title tells those who cannot see the picture what it shows.
+    totals = Counter[str]()
+    for record in records:
+        totals[record.category] += record.nbytes
+    categories = []
+    for category, nbytes in totals.most_common():
+        categories.append(f"{category} {format_bytes(nbytes)}")
+    title = tag("title", f"Memory on {composition.device} by module: {', '.join(categories)}")
+    return tag(
+        "svg",
+        title,
+        *drawing.elements,
+        class_="treemap",
+        role="img",
+        height=round(_HEIGHT),
+    )
 
 
-def _lay(node: _Node, box: Box, depth: int, total: int, pieces: list[Markup]) -> None:
-    """Draws a module and what is in it; where there is room its name stands above."""
-    named = not depth
-    if depth:
-        tip = tag("title", f"{node.path}\n{_amount(node.nbytes, total)}")
-        named = box.width > 60 and box.height > 5 * _HEADER  # elsewhere it would take the place of what it names
-        label = tag("text", node.name, x=5, y=14) if named else None
+class _Drawing:
+    """Elements of a tree map.
+
+    Args:
+        total: Bytes of the picture.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.elements: list[Markup] = []
+        self._total = total
+
+    def add_node(self, node: _Node, box: Box, depth: int) -> None:
+        """Draw a module, its tensors and its submodules."""
+        # The root needs no name. Elsewhere a name without room would hide the module that it names.
+        has_room = box.width > 60 and box.height > 5 * _HEADER
+        is_named = depth == 0 or has_room
+        if depth:
+            self._add_frame(node, box, depth, is_named=is_named)
+            box = _inside(box, is_named=is_named)
+        # The cells stand in the order of their size, tensors and modules mixed.
+        entries: list[_Node | TensorRecord] = [*node.tensors]
+        entries += [_collapsed(child) for child in node.children.values()]
+        entries.sort(key=lambda entry: -entry.nbytes)
+        cells = squarify([entry.nbytes for entry in entries], box)
+        for entry, cell in zip(entries, cells, strict=True):
+            if isinstance(entry, _Node):
+                self.add_node(entry, cell, depth + 1)
+            else:
+                self._add_cell(entry, cell, owner="" if is_named else node.name)
+
+    def _add_frame(
+        self,
+        node: _Node,
+        box: Box,
+        depth: int,
+        *,
+        is_named: bool,
+    ) -> None:
+        label = None
+        if is_named:
+            label = tag("text", node.name, x=5, y=14)
+        tip = tag("title", f"{node.path}\n{self._amount(node.nbytes)}")
+        # The style sheet has colours for three levels.
         style = f"group d{min(depth, 3)}"
-        pieces.append(_placed(box, tip, tag("rect", width="100%", height="100%"), label, class_=style))
-        edge = min(2.0, box.width / 4, box.height / 4)
-        top = _HEADER if named else edge
-        box = Box(box.x + edge, box.y + top, box.width - 2 * edge, box.height - top - edge)
-    parts: list[_Node | TensorRecord] = [*node.own, *map(_collapsed, node.inner.values())]
-    parts.sort(key=lambda part: -part.nbytes)
-    for part, cell in zip(parts, squarify([part.nbytes for part in parts], box), strict=True):
-        if isinstance(part, _Node):
-            _lay(part, cell, depth + 1, total, pieces)
-        else:
-            pieces.append(_cell(part, cell, total, "" if named else node.name))
+        element = _placed(box, tip, _background(), label, class_=style)
+        self.elements.append(element)
+
+    def _add_cell(self, record: TensorRecord, box: Box, owner: str) -> None:
+        """Draw a tensor; `owner` is its module, if no name stands above."""
+        # A name may be cut off at its end, a number may not.
+        texts = []
+        if box.width > 36 and box.height > 17:
+            label = f"{owner} · {record.name}" if owner else record.name
+            texts.append(tag("text", label, x=5, y=14))
+        if box.width > 48 and box.height > 34:
+            size = format_value(record.nbytes, "bytes")
+            texts.append(tag("text", size, x=5, y=29, class_="small"))
+        tip = tag("title", self._tip(record))
+        style = f"cell {style_of(record.category)}"
+        element = _placed(box, tip, _background(), *texts, class_=style)
+        self.elements.append(element)
+
+    def _tip(self, record: TensorRecord) -> str:
+        """Return the text that appears under the pointer."""
+        path = f"{record.module} · {record.name}" if record.module else record.name
+        shape = ""
+        if record.dtype:
+            sizes = ", ".join(map(str, record.shape))
+            shape = f"{record.dtype} [{sizes}]"
+        lines = (path, f"{record.category} {shape}".strip(), self._amount(record.nbytes))
+        return "\n".join(filter(None, lines))
+
+    def _amount(self, nbytes: int) -> str:
+        return f"{format_bytes(nbytes)}, {100 * nbytes / self._total:.3g}%"
 
 
-def _cell(holder: TensorRecord, box: Box, total: int, owner: str) -> Markup:
-    """Draws a holder; `owner` is its module, where that has no name above."""
-    shape = f"{holder.dtype} [{', '.join(map(str, holder.shape))}]" if holder.dtype else ""
-    where = f"{holder.module} · {holder.name}" if holder.module else holder.name
-    tip = "\n".join(filter(None, (where, f"{holder.category} {shape}".strip(), _amount(holder.nbytes, total))))
-    texts = []
-    if box.width > 36 and box.height > 17:
-        texts.append(tag("text", f"{owner} · {holder.name}" if owner else holder.name, x=5, y=14))
-    if box.width > 48 and box.height > 34:
-        texts.append(tag("text", format_value(holder.nbytes, "bytes"), x=5, y=29, class_="small"))
-    content = (tag("title", tip), tag("rect", width="100%", height="100%"), *texts)
-    return _placed(box, *content, class_=f"cell {style_of(holder.category)}")
+def _inside(box: Box, *, is_named: bool) -> Box:
+    """Return the part of a module's box that its contents fill."""
+    edge = min(_EDGE, box.width / 4, box.height / 4)
+    top = edge
+    if is_named:
+        top = _HEADER
+    return Box(
+        box.x + edge,
+        box.y + top,
+        box.width - 2 * edge,
+        box.height - top - edge,
+    )
 
 
 def style_of(category: str) -> str:
-    """The class that says a category's colour."""
+    """Return the CSS class of a category's colour."""
     return "k-" + category.replace(" ", "-")
 
 
-def _amount(nbytes: int, total: int) -> str:
-    return f"{format_bytes(nbytes)}, {100 * nbytes / total:.3g}%"
+def _background() -> Markup:
+    return tag("rect", width="100%", height="100%")
 
 
 def _placed(box: Box, *content: Markup | None, class_: str) -> Markup:
-    """An inner picture at a box, which cuts off what goes beyond it."""
+    """Return an inner picture at a box, which cuts off anything outside."""
     return tag(
         "svg",
         *content,
