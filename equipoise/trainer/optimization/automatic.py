@@ -124,8 +124,8 @@ class _AutomaticStep(ModuleStep):
         return StepResult(loss, size if weight is None else check_weight(weight), out, logged)
 
     def piece_of(self, size: int, whole: int) -> None:
-        """The next part to go backward is a piece of a batch; see `AccumulationWindow.piece`."""
-        self.window.piece = (size, whole)
+        """The next part to go backward is a piece of a batch; see `AccumulationWindow.micro_batch`."""
+        self.window.micro_batch = (size, whole)
 
     def total_with(self, result: StepResult) -> Weight:
         """Σw of the window, this result included."""
@@ -190,7 +190,7 @@ class AutomaticOptimization:
         self.trainer, self.module, self.strategy, self.window = trainer, context.module, context.strategy, window
         self.scaler, self.counts = context.precision.scaler, trainer.progress.optimizer_step.current
         self.zero_grads = trainer.progress.zero_grad.current
-        window.agree = None if self.strategy.world_size == 1 else self.strategy.broadcast
+        window.sync_reference = None if self.strategy.world_size == 1 else self.strategy.broadcast
         kind = type(self.strategy)
         # What a strategy leaves as it is and would do nothing is not called.
         whole = window.parts == 1 and not kind.goes_back_in_parts

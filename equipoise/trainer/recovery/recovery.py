@@ -81,7 +81,7 @@ class Recovery:
     def _compute(self, parts: Sequence[Any], last: bool) -> StepResult:
         ends = last and self._ends and self._running is self._open.batches[-1]
         if self.step.in_pieces:
-            self.window.piece = (self.parts.size(parts), self._whole)
+            self.window.micro_batch = (self.parts.size(parts), self._whole)
         return self.strategy.forward_backward(self.step, parts, ends)
 
     def __call__(self, step: Any, parts: Sequence[Any], last: bool) -> StepResult:
@@ -91,7 +91,8 @@ class Recovery:
             with_second_attempt(self.rewind.mark, self.parts.let_go)
             opened.batches.clear()
             self._marked, self._start = True, None if fresh else self._state()  # or resumed in its midst
-            self._weighed = self.window.has_reference or self.window.agree is not None  # agreed upon once, by all
+            # Where there are several processes, the reference weight is exchanged once, by all of them.
+            self._weighed = self.window.has_reference or self.window.sync_reference is not None
         opened.pending = len(self.logs.pending)
         count = self.parts.count(parts) if parts else 1
         self._running = batch = _Batch(parts, step.batch_idx, BatchContents(tuple(parts)), count)
@@ -140,7 +141,7 @@ class Recovery:
         try:
             return self.parts.run(self.step, batch.parts, batch.count)
         finally:
-            self.window.piece = None
+            self.window.micro_batch = None
 
     def _prepare(self, failure: CapturedError) -> None:
         """Asks what to do, and brings everything back to how the window found it."""

@@ -352,10 +352,10 @@ def test_a_mean_is_where_it_is_wanted() -> None:
 def test_a_piece_counts_for_its_share_of_the_batch(weight: Any) -> None:
     """Also where it is the first part ever seen: the factor is never above that of the whole batch."""
     window = AccumulationWindow()
-    window.piece = (4, 11)
+    window.micro_batch = (4, 11)
     factors = [float(window.add(weight)), float(window.add(weight)), float(window.add(weight * 3 / 4))]  # type: ignore[arg-type]
     assert factors == pytest.approx([4 / 11, 4 / 11, 3 / 11])
     assert window.correction() in (None, 1)
     window.reset()
-    window.piece = None
+    window.micro_batch = None
     assert float(window.add(weight * 11 / 4) or 1) == 1
