@@ -1,9 +1,10 @@
 """Shares by measurement: speed and memory of each device, found in the first steps of a run.
 
-One step is left to warm up, then every device computes three sizes, twice each: its even part, a smaller and a larger
+The first step is a warm-up. Then every device computes three sizes, twice each: its even part, a smaller and a larger
 one. A line through the quickest times gives the shares with which all devices finish together.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +18,20 @@ __all__ = ["Calibration", "SimulatedDevice"]
 
 T = TypeVar("T")
 
-_TILTS = (0.0, 0.25, -0.25, 0.0, 0.25, -0.25)  # of odd devices up and of even ones down, then the other way round
-_RESERVE = 0.9  # of a device's memory may be planned with
+# In each measured step: the fraction by which parts of odd devices grow, and parts of even devices shrink.
+_TILTS = (0.0, 0.25, -0.25, 0.0, 0.25, -0.25)
+# Fraction of a device's memory that may be used.
+_RESERVE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedDevice:
-    """A device made slower or smaller than it is, to try things out where all devices are equal.
+    """A device that acts slower or smaller than it is, to try strategies where all devices are equal.
 
     Attributes:
-        seconds: Every part takes so much longer.
-        seconds_per_sample: And so much longer for every sample.
-        most_samples: A larger part runs out of memory. None: no limit.
+        seconds: Time added to every part. Default: 0.
+        seconds_per_sample: Time added for every sample. Default: 0.
+        most_samples: A larger part runs out of memory. Default: None, which is no limit.
     """
 
     seconds: float = 0.0
@@ -36,111 +39,163 @@ class SimulatedDevice:
     most_samples: int | None = None
 
     def compute(self, function: Callable[[], T], size: int) -> T:
-        """Runs a function as this device would.
+        """Run a function as this device would.
+
+        Args:
+            function: Computes a part.
+            size: The part's number of samples.
 
         Raises:
             OutOfMemoryError: Torch's, if the part is too large.
         """
         if self.most_samples is not None and size > self.most_samples:
             raise torch.OutOfMemoryError(f"This simulated device holds {self.most_samples} samples, not {size}.")
-        answer = function()
-        time.sleep(self.seconds + self.seconds_per_sample * size)
-        return answer
+        result = function()
+        delay = self.seconds + self.seconds_per_sample * size
+        time.sleep(delay)
+        return result
 
 
 class Calibration:
-    """Measures devices while they compute, until it knows their shares.
+    """Measures devices while they compute, until their shares are known.
 
     Args:
         devices: The devices.
         simulated: Devices that are simulated, by index.
+
+    Attributes:
+        times: The measurements of each device.
     """
 
-    def __init__(self, devices: Sequence[torch.device], simulated: Mapping[int, SimulatedDevice]) -> None:
-        self.devices, self.simulated = devices, simulated
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        simulated: Mapping[int, SimulatedDevice],
+    ) -> None:
+        self.devices = devices
+        self.simulated = simulated
         self.times = [DeviceTimes() for _ in devices]
         for index, device in simulated.items():
-            self.times[index].most = device.most_samples
-        self._step = -1  # the warm-up
+            times = self.times[index]
+            if device.most_samples is not None:
+                times.limit(device.most_samples)
+        # Number of the measured step. -1 is the warm-up.
+        self._step = -1
+        # Number of samples of the largest batch.
         self._batch_size = 0
-        self._allocated: dict[int, tuple[int, int]] = {}  # by device: bytes before the last step, and its samples
+        # For each device: bytes allocated before the last step, and the number of samples of that step.
+        self._allocated: dict[int, tuple[int, int]] = {}
 
     @property
     def is_done(self) -> bool:
-        """Whether everything was measured."""
+        """True if all steps were measured."""
         return self._step >= len(_TILTS)
 
     def sizes(self, batch_size: int, steps: int | None = None) -> list[int]:
-        """The sizes to measure next.
+        """Return the sizes to measure next.
 
         Args:
             batch_size: The number of samples.
-            steps: After how many steps. Default: those that were measured here.
+            steps: The number of steps before this one. Default: the steps measured so far, and the warm-up.
         """
-        step = self._step if steps is None else steps - 1
-        tilt = _TILTS[step] if 0 <= step < len(_TILTS) else 0.0
-        shares = [1 + (tilt if index % 2 else -tilt) for index in range(len(self.devices))]
-        return _within(sizes_by_shares(batch_size, shares), [times.most for times in self.times])
+        step = self._step
+        if steps is not None:
+            step = steps - 1
+        tilt = 0.0
+        if 0 <= step < len(_TILTS):
+            tilt = _TILTS[step]
+
+        shares = []
+        for index in range(len(self.devices)):
+            is_odd = index % 2 == 1
+            if is_odd:
+                shares.append(1 + tilt)
+            else:
+                shares.append(1 - tilt)
+        sizes = sizes_by_shares(batch_size, shares)
+        limits = [times.most for times in self.times]
+        return _within(sizes, limits)
 
     def measured(self, index: int, function: Callable[[], T], size: int) -> Callable[[], T]:
-        """The same function, timed; with waiting for the device, which only these first steps do.
+        """Return a function that runs another one and measures it.
+
+        It waits for the device before and after, which only these first steps do.
 
         Args:
-            index: The device.
+            index: The index of the device.
             function: Computes a part on it.
             size: The part's number of samples.
         """
         device = self.devices[index]
+        times = self.times[index]
 
         def timed() -> T:
             self._read_memory(index, device, size)
             _wait_for(device)
             start = time.perf_counter()
-            answer = function()
+            result = function()
             _wait_for(device)
             if self._step >= 0:
-                self.times[index].measured.append((size, time.perf_counter() - start))
-            return answer
+                seconds = time.perf_counter() - start
+                times.add(size, seconds)
+            return result
 
         return timed
 
     def limit(self, index: int, most: int) -> None:
-        """A device holds so many samples and no more."""
-        known = self.times[index].most
-        self.times[index].most = most if known is None else min(known, most)
+        """Note the largest number of samples that a device holds. The smallest such number counts."""
+        self.times[index].limit(most)
 
     def end_step(self, batch_size: int) -> None:
-        """All parts of a batch were measured."""
+        """Count a step of which all parts were measured."""
         self._step += 1
         self._batch_size = max(self._batch_size, batch_size)
 
     def result(self) -> list[int]:
-        """The sizes of a full batch with which all devices finish together."""
+        """Return the sizes of a full batch with which all devices finish together."""
         return finish_together(self._batch_size, self.times)
 
     def _read_memory(self, index: int, device: torch.device, size: int) -> None:
-        """How many samples fit, by the peak of the last step, its backward included."""
+        """Find how many samples fit, by the peak of the last step, its backward included."""
         if device.type != "cuda":
             return
         if index in self._allocated:
-            before, samples = self._allocated[index]
-            per_sample = max(torch.cuda.max_memory_allocated(device) - before, 1) / samples
-            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - before
-            self.limit(index, max(1, int(_RESERVE * free / per_sample)))
+            # 1. Bytes of one sample in the last step.
+            allocated, last_size = self._allocated[index]
+            peak = torch.cuda.max_memory_allocated(device)
+            per_sample = max(peak - allocated, 1) / last_size
+            # 2. Bytes that a step may use: unused ones of the device and of torch's allocator.
+            unused, _ = torch.cuda.mem_get_info(device)
+            reserved = torch.cuda.memory_reserved(device)
+            free = unused + reserved - allocated
+            most = int(_RESERVE * free / per_sample)
+            self.limit(index, max(1, most))
         torch.cuda.reset_peak_memory_stats(device)
-        self._allocated[index] = torch.cuda.memory_allocated(device), size
+        allocated = torch.cuda.memory_allocated(device)
+        self._allocated[index] = (allocated, size)
 
 
 def _within(sizes: list[int], limits: Sequence[int | None]) -> list[int]:
-    """Sizes within limits, what is too much given to devices with room; unchanged where all together have none."""
-    room = [float("inf") if limit is None else limit - size for size, limit in zip(sizes, limits, strict=True)]
+    """Return sizes within limits: surplus samples go to the device with the most room.
+
+    The sizes remain as they are if all limits together are too small.
+    """
+    room: list[float] = []
+    for size, limit in zip(sizes, limits, strict=True):
+        if limit is None:
+            room.append(math.inf)
+        else:
+            room.append(limit - size)
     if sum(room) < 0:
         return sizes
     for index in range(len(sizes)):
         while room[index] < 0:
-            other = max(range(len(sizes)), key=room.__getitem__)
-            sizes[index], sizes[other] = sizes[index] - 1, sizes[other] + 1
-            room[index], room[other] = room[index] + 1, room[other] - 1
+            most_room = max(room)
+            roomiest = room.index(most_room)
+            sizes[index] -= 1
+            room[index] += 1
+            sizes[roomiest] += 1
+            room[roomiest] -= 1
     return sizes
 
 

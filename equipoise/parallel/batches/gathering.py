@@ -32,153 +32,270 @@ def gather(
     dim: int = 0,
     weights: Sequence[Weight] | None = None,
 ) -> Any:
-    """Puts outputs together.
+    """Put outputs together.
 
     Args:
-        outputs: What the steps returned, in the order of the data.
-        sizes: The numbers of samples of the parts.
-        device: Where tensors are gathered.
+        outputs: The return value of each step, in the order of the data.
+        sizes: The number of samples of each part.
+        device: The device of all tensors in the result.
         dim: The dimension of the samples. Default: the first.
-        weights: The weights of the parts in a mean. None: tensors without dimensions are stacked instead, as
+        weights: The weight of each part in a mean. None: tensors without dimensions are stacked instead, as
             `nn.DataParallel` does.
 
     Raises:
         StepError: If the outputs differ in structure.
     """
-    return _Gather(sizes, device, dim, weights)(outputs, "")
+    gatherer = _Gatherer(sizes, device, dim, weights)
+    return gatherer.gather(outputs, "")
 
 
-class _Gather:
-    """See `gather`; called with outputs and the way to them."""
+class _Gatherer:
+    """Gathers nested outputs. See `gather` for the arguments."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, dim: int, weights: Sequence[Weight] | None) -> None:
-        self.sizes, self.device, self.dim, self.weights = sizes, device, dim, weights
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        dim: int,
+        weights: Sequence[Weight] | None,
+    ) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.dim = dim
+        self.weights = weights
 
-    def __call__(self, outputs: Sequence[Any], path: str) -> Any:
+    def gather(self, outputs: Sequence[Any], path: str) -> Any:
+        """Put outputs at this path of the structure together. The first output shows their type."""
         first = outputs[0]
         if isinstance(first, Tensor):
-            self._check(outputs, path, all(isinstance(out, Tensor) and self._fits(out, first) for out in outputs))
-            return self._tensors([to_device(out, self.device) for out in outputs])
+            return self._tensors(outputs, path)
         if isinstance(first, Mapping):
-            self._check(outputs, path, all(isinstance(out, Mapping) and out.keys() == first.keys() for out in outputs))
-            return rebuild(first, [self([out[key] for out in outputs], f"{path}[{key!r}]") for key in first])
+            return self._mappings(outputs, path)
         if isinstance(first, list) and self._are_samples(outputs, path):
-            return type(first)([item for out in outputs for item in out])
+            joined = [item for output in outputs for item in output]
+            return type(first)(joined)
         if isinstance(first, (tuple, list)):
-            self._check(outputs, path, all(type(out) is type(first) and len(out) == len(first) for out in outputs))
-            items = zip(*outputs, strict=True)
-            return rebuild(first, [self(each, f"{path}[{index}]") for index, each in enumerate(items)])
+            return self._sequences(outputs, path)
         if is_dataclass(first) and not isinstance(first, type):
-            self._check(outputs, path, all(type(out) is type(first) for out in outputs))
-            names = [field.name for field in fields(first)]
-            return rebuild(first, [self([getattr(out, name) for out in outputs], f"{path}.{name}") for name in names])
+            return self._dataclasses(outputs, path)
         if _is_array(first):
-            self._check(outputs, path, all(_is_array(out) and out.ndim == first.ndim for out in outputs))
-            return self._arrays(outputs)
-        self._check(outputs, path, not any(isinstance(out, (Tensor, Mapping, tuple, list)) for out in outputs))
-        return self._others(outputs)
+            return self._arrays(outputs, path)
+        return self._values(outputs, path)
+
+    def _tensors(self, outputs: Sequence[Any], path: str) -> Tensor:
+        first = outputs[0]
+        for output in outputs:
+            if not isinstance(output, Tensor) or not self._fits(output, first):
+                raise _different(outputs, path)
+        tensors = [to_device(output, self.device) for output in outputs]
+        return self._join(tensors)
 
     def _fits(self, tensor: Tensor, first: Tensor) -> bool:
-        """Whether tensors can be put together: they may differ in the dimension of the samples."""
-        if tensor.ndim != first.ndim or tensor.layout != torch.strided:
-            return tensor.ndim == first.ndim
-        along = self.dim if first.ndim > self.dim else 0
-        return tensor.shape[:along] + tensor.shape[along + 1 :] == first.shape[:along] + first.shape[along + 1 :]
-
-    def _arrays(self, arrays: Sequence[Any]) -> Any:
-        if len(arrays) == 1:
-            return arrays[0]
-        numpy, dims = sys.modules["numpy"], arrays[0].ndim
-        return numpy.concatenate(arrays, self.dim if dims > self.dim else 0) if dims else numpy.stack(arrays)
-
-    def _tensors(self, tensors: list[Tensor]) -> Tensor:
-        if len(tensors) == 1:
-            return tensors[0]
-        if tensors[0].ndim:
-            return torch.cat(tensors, self.dim if tensors[0].ndim > self.dim else 0)
-        if self.weights is None or tensors[0].dtype is torch.bool:
-            return torch.stack(tensors)
-        if not tensors[0].is_floating_point():
-            return torch.stack(tensors).sum(dtype=tensors[0].dtype)
-        mean, _ = weighted_mean(tensors, self.weights, self.device)
-        return tensors[0] if mean is None else mean
-
-    def _others(self, values: Sequence[Any]) -> Any:
-        if all(type(value) is int for value in values) and self.weights is not None:
-            return sum(values)
-        if all(type(value) is float for value in values) and self.weights is not None:
-            return self._tensors([torch.tensor(value, dtype=torch.float64) for value in values]).item()
-        return values[0] if all(_same(value, values[0]) for value in values) else list(values)
-
-    def _are_samples(self, lists: Sequence[Any], path: str) -> bool:
-        """Whether lists hold an item for each sample, rather than tensors of all samples."""
-        if not all(isinstance(each, list) and len(each) == size for each, size in zip(lists, self.sizes, strict=True)):
+        """Return whether tensors can be put together: they may differ in the dimension of the samples."""
+        if tensor.ndim != first.ndim:
             return False
-        tensors = [tensor for each in lists for _, tensor in entries_of(each)]
-        if not any(tensor.ndim for tensor in tensors) or len(set(self.sizes)) > 1:
+        # The shapes of sparse and nested tensors are left to torch.
+        if tensor.layout != torch.strided:
             return True
-        if len(lists) > 1 and len(lists[0]) > 1 and all(map(_is_row, lists, self.sizes)):
-            raise StepError(
-                f"A step returned a list{' at ' * bool(path)}{path} of {len(lists[0])} tensors of length"
-                f" {len(lists[0])} for {len(lists[0])} samples: whether there is one for each sample cannot be told."
-                " Return a tensor, a tuple or a dictionary."
-            )
-        return any(
-            tensor.ndim and (tensor.ndim <= self.dim or tensor.size(self.dim) != size)
-            for each, size in zip(lists, self.sizes, strict=True)
-            for _, tensor in entries_of(each)
-        )
+        shape = self._shape_of_sample(tensor)
+        return shape == self._shape_of_sample(first)
 
-    @staticmethod
-    def _check(outputs: Sequence[Any], path: str, same: bool) -> None:
-        if not same:
-            raise _different(outputs, path)
+    def _shape_of_sample(self, tensor: Tensor) -> list[int]:
+        shape = list(tensor.shape)
+        # The slice, since a tensor without dimensions has nothing to remove.
+        dim = self._sample_dim(tensor)
+        del shape[dim : dim + 1]
+        return shape
+
+    def _sample_dim(self, tensor: Any) -> int:
+        """Return the dimension of the samples, or the first for tensors and arrays of fewer dimensions."""
+        if tensor.ndim > self.dim:
+            return self.dim
+        return 0
+
+    def _join(self, tensors: list[Tensor]) -> Tensor:
+        """Put tensors on the same device together."""
+        first = tensors[0]
+        if len(tensors) == 1:
+            return first
+        if first.ndim:
+            return torch.cat(tensors, self._sample_dim(first))
+        if self.weights is None or first.dtype is torch.bool:
+            return torch.stack(tensors)
+        if not first.is_floating_point():
+            stacked = torch.stack(tensors)
+            return stacked.sum(dtype=first.dtype)
+        mean, _ = weighted_mean(tensors, self.weights, self.device)
+        # Without any weight there is no mean.
+        if mean is None:
+            return first
+        return mean
+
+    def _mappings(self, outputs: Sequence[Any], path: str) -> Any:
+        first = outputs[0]
+        for output in outputs:
+            if not isinstance(output, Mapping) or output.keys() != first.keys():
+                raise _different(outputs, path)
+        results = []
+        for key in first:
+            values = [output[key] for output in outputs]
+            result = self.gather(values, f"{path}[{key!r}]")
+            results.append(result)
+        return rebuild(first, results)
+
+    def _sequences(self, outputs: Sequence[Any], path: str) -> Any:
+        first = outputs[0]
+        for output in outputs:
+            if type(output) is not type(first) or len(output) != len(first):
+                raise _different(outputs, path)
+        results = []
+        for index, values in enumerate(zip(*outputs, strict=True)):
+            result = self.gather(values, f"{path}[{index}]")
+            results.append(result)
+        return rebuild(first, results)
+
+    def _dataclasses(self, outputs: Sequence[Any], path: str) -> Any:
+        first = outputs[0]
+        for output in outputs:
+            if type(output) is not type(first):
+                raise _different(outputs, path)
+        results = []
+        for field in fields(first):
+            values = [getattr(output, field.name) for output in outputs]
+            result = self.gather(values, f"{path}.{field.name}")
+            results.append(result)
+        return rebuild(first, results)
+
+    def _arrays(self, outputs: Sequence[Any], path: str) -> Any:
+        first = outputs[0]
+        for output in outputs:
+            if not _is_array(output) or output.ndim != first.ndim:
+                raise _different(outputs, path)
+        if len(outputs) == 1:
+            return first
+        numpy = sys.modules["numpy"]
+        if first.ndim:
+            return numpy.concatenate(outputs, self._sample_dim(first))
+        return numpy.stack(outputs)
+
+    def _values(self, outputs: Sequence[Any], path: str) -> Any:
+        """Put numbers together by weight, and other values if they are equal."""
+        for output in outputs:
+            if isinstance(output, (Tensor, Mapping, tuple, list)):
+                raise _different(outputs, path)
+        if self.weights is not None:
+            if all(type(value) is int for value in outputs):
+                return sum(outputs)
+            if all(type(value) is float for value in outputs):
+                tensors = [torch.tensor(value, dtype=torch.float64) for value in outputs]
+                return self._join(tensors).item()
+        first = outputs[0]
+        if all(_same(value, first) for value in outputs):
+            return first
+        return list(outputs)
+
+    def _are_samples(self, outputs: Sequence[Any], path: str) -> bool:
+        """Return whether lists hold an item for each sample, rather than tensors of all samples."""
+        # 1. There are as many items as samples.
+        tensors = []
+        for output, size in zip(outputs, self.sizes, strict=True):
+            if not isinstance(output, list) or len(output) != size:
+                return False
+            for _, tensor in entries_of(output):
+                tensors.append((tensor, size))
+
+        # 2. Numbers are of one sample. Lists of different lengths cannot hold tensors of all samples.
+        if not any(tensor.ndim for tensor, _ in tensors):
+            return True
+        if len(set(self.sizes)) > 1:
+            return True
+
+        # 3. As many vectors as samples, as long as there are samples, may be either.
+        first = outputs[0]
+        if len(outputs) > 1 and len(first) > 1 and all(map(_is_row, outputs, self.sizes)):
+            raise _ambiguous(first, path)
+
+        # 4. Tensors of all samples are as long as there are samples.
+        for tensor, size in tensors:
+            if tensor.ndim and (tensor.ndim <= self.dim or tensor.size(self.dim) != size):
+                return True
+        return False
+
+
+def _ambiguous(items: list[Any], path: str) -> StepError:
+    """Return the error for a list of vectors that may be one for each sample, or each of all samples."""
+    place = f" at {path}" if path else ""
+    return StepError(
+        f"A step returned a list{place} of {len(items)} tensors of length"
+        f" {len(items)} for {len(items)} samples: whether there is one for each sample cannot be told."
+        " Return a tensor, a tuple or a dictionary."
+    )
 
 
 def _different(outputs: Sequence[Any], path: str = "") -> StepError:
-    told = "; ".join(f"part {number}: {_described(out)}" for number, out in enumerate(outputs, start=1))
+    """Return the error for parts that returned different structures."""
+    place = f" at {path}" if path else ""
+    descriptions = []
+    for number, output in enumerate(outputs, start=1):
+        description = _described(output)
+        descriptions.append(f"part {number}: {description}")
+    parts = "; ".join(descriptions)
     return StepError(
-        f"The parts of a batch returned different structures{' at ' * bool(path)}{path}: {told}. A step must return the"
+        f"The parts of a batch returned different structures{place}: {parts}. A step must return the"
         " same structure for every part."
     )
 
 
 def _kind(value: Any) -> Any:
-    """What must be the same for all parts, at the top of a structure."""
-    return frozenset(value) if isinstance(value, Mapping) else Tensor if isinstance(value, Tensor) else type(value)
+    """Return what all parts must share at the top of a structure: the keys, or the type."""
+    if isinstance(value, Mapping):
+        return frozenset(value)
+    # Subclasses of tensors, such as parameters, count as tensors.
+    if isinstance(value, Tensor):
+        return Tensor
+    return type(value)
 
 
 def _is_row(items: list[Any], size: int) -> bool:
-    """Whether all items are vectors whose length is the number of samples."""
+    """Return whether all items are vectors whose length is the number of samples."""
     return all(isinstance(item, Tensor) and item.shape == (size,) for item in items)
 
 
 def _is_array(value: Any) -> bool:
-    """Whether something is an array of numpy, which is not imported to find out."""
+    """Return whether a value is an array of numpy. Does not import numpy."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    if numpy is None:
+        return False
+    return isinstance(value, numpy.ndarray)
 
 
-def _same(value: Any, other: Any) -> bool:
+def _same(value: Any, first: Any) -> bool:
+    if value is first:
+        return True
+    if type(value) is not type(first):
+        return False
     try:
-        return value is other or (type(value) is type(other) and bool(value == other))
-    except (RuntimeError, TypeError, ValueError):  # it compares its items, as a table does
+        return bool(value == first)
+    except (RuntimeError, TypeError, ValueError):
+        # The value compares its items, as a table does.
         return False
 
 
 def _described(value: Any) -> str:
+    kind = type(value).__name__
     if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        shape = list(value.shape)
+        return f"a tensor of shape {shape}"
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with keys {list(value)}"
+        return f"a {kind} with keys {list(value)}"
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of length {len(value)}"
-    return type(value).__name__
+        return f"a {kind} of length {len(value)}"
+    return kind
 
 
 @dataclass
 class PartialOutputs:
-    """What the parts of a batch returned; put together when somebody asks, since that costs memory of one device.
+    """Outputs of the parts of a batch. They are gathered only when they are read: that costs memory of one device.
 
     Attributes:
         outputs, sizes, device, dim, weights: See `gather`.
@@ -191,22 +308,29 @@ class PartialOutputs:
     weights: Sequence[Weight]
 
     def check(self) -> None:
-        """Checks that the parts returned the same kind of thing, where nobody may ask for it; None is passed over.
+        """Check that the parts returned the same kind of value, also if they are never gathered. None is ignored.
 
         Raises:
             StepError: If they did not.
         """
-        if len({_kind(out) for out in self.outputs if out is not None}) > 1:
+        kinds = {_kind(output) for output in self.outputs if output is not None}
+        if len(kinds) > 1:
             raise _different(self.outputs)
 
     def gathered(self) -> Any:
-        """The outputs, put together; without parts that returned nothing and weigh nothing."""
-        parts = [
-            part
-            for part in zip(self.outputs, self.sizes, self.weights, strict=True)
-            if part[0] is not None or isinstance(part[2], Tensor) or part[2]
-        ]
-        if not parts:
+        """Return the outputs, put together. Parts that returned None and have no weight are left out."""
+        outputs = []
+        sizes = []
+        weights = []
+        parts = zip(self.outputs, self.sizes, self.weights, strict=True)
+        for output, size, weight in parts:
+            # A weight that is a tensor is not read: that would synchronise its device.
+            has_weight = isinstance(weight, Tensor) or bool(weight)
+            if output is None and not has_weight:
+                continue
+            outputs.append(output)
+            sizes.append(size)
+            weights.append(weight)
+        if not outputs:
             return None
-        outputs, sizes, weights = zip(*parts, strict=True)
         return gather(outputs, sizes, self.device, dim=self.dim, weights=weights)

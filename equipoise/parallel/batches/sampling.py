@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from enum import Enum
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 class _Nothing(Enum):
-    """Stands for what is not there; the same object in every process."""
+    """Type of `NO_BATCH`. A member of an enumeration is the same object in every process."""
 
     NO_BATCH = "no batch"
 
@@ -42,14 +43,14 @@ NO_BATCH = _Nothing.NO_BATCH
 
 
 class UnpaddedDistributedSampler(DistributedSampler[Any]):
-    """Every process's own samples, shuffled anew in each epoch; they differ by one in number at most.
+    """Deals each sample to one process, shuffled anew in each epoch. Numbers of samples differ by one at most.
 
     Args:
         dataset: The data.
         num_replicas: The number of processes.
-        rank: The number of this one.
-        shuffle: Whether to shuffle. Default: True.
-        seed: The same in all processes. Default: 0.
+        rank: The rank of this process.
+        shuffle: Shuffle the samples. Default: True.
+        seed: The same number in all processes. Default: 0.
 
     Example:
         >>> [list(UnpaddedDistributedSampler(range(5), 2, rank, shuffle=False)) for rank in range(2)]
@@ -57,11 +58,17 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
     """
 
     def __init__(
-        self, dataset: Dataset[Any] | Sized, num_replicas: int, rank: int, shuffle: bool = True, seed: int = 0
+        self,
+        dataset: Dataset[Any] | Sized,
+        num_replicas: int,
+        rank: int,
+        shuffle: bool = True,
+        seed: int = 0,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
-        self.num_samples = len(range(rank, len(dataset), num_replicas))  # type: ignore[arg-type]
+        # Torch pads the total to a multiple of the number of processes. Here every sample counts once.
         self.total_size = len(dataset)  # type: ignore[arg-type]
+        self.num_samples = len(range(rank, self.total_size, num_replicas))
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
@@ -74,29 +81,37 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
 
 
 class SameOrder(Sampler[Any]):
-    """A sampler of the user's, or a batch sampler, drawn with the same random numbers in every process.
+    """A sampler or batch sampler of the user, drawn with the same random numbers in every process.
 
     Args:
-        sampler: The sampler. Its order is drawn whole, when an epoch begins.
-        seed: The same in all processes.
+        sampler: The sampler. Its order is drawn completely when an epoch begins.
+        seed: The same number in all processes. Default: 0.
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int = 0) -> None:
-        self.sampler, self.seed, self.epoch = sampler, seed, 0
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next order is that of this epoch."""
+        """Use the order of this epoch from the next iteration on."""
         self.epoch = epoch
-        if callable(tell := getattr(self.sampler, "set_epoch", None)):
-            tell(epoch)
+        set_epoch = getattr(self.sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        seed = self.seed + self.epoch
+        # The user's sampler may use any of the global generators. Their states come back afterwards.
         with random_state.isolated():
-            torch.manual_seed(self.seed + self.epoch)
-            random.seed(self.seed + self.epoch)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed((self.seed + self.epoch) % 2**32)
-            return iter(list(self.sampler))
+            torch.manual_seed(seed)
+            random.seed(seed)
+            numpy = sys.modules.get("numpy")
+            if numpy is not None:
+                # Numpy takes seeds of 32 bits.
+                numpy.random.seed(seed % 2**32)
+            order = list(self.sampler)
+        return iter(order)
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -108,57 +123,73 @@ class SharedBatches(Sampler[list[Any]]):
     Args:
         order: A sampler over all samples.
         batch_size: The number of samples in a step, of all processes together.
-        sizes: The parts of a step of so many samples, by its number in the epoch.
-        rank: Whose parts these are.
-        drop_last: Whether a last step that is not full is left out.
+        sizes: Function of the number of samples in a step and the number of the step in the epoch. It returns the
+            number of samples for each process.
+        rank: The rank of this process.
+        drop_last: Leave out a last step that is not full.
     """
 
     def __init__(
-        self, order: Any, batch_size: int, sizes: Callable[[int, int], Sequence[int]], rank: int, drop_last: bool
+        self,
+        order: Any,
+        batch_size: int,
+        sizes: Callable[[int, int], Sequence[int]],
+        rank: int,
+        drop_last: bool,
     ) -> None:
-        self.sampler, self.batch_size, self.sizes, self.rank, self.drop_last = order, batch_size, sizes, rank, drop_last
+        self.sampler = order
+        self.batch_size = batch_size
+        self.sizes = sizes
+        self.rank = rank
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[Any]]:
         step: list[Any] = []
-        number = 0
+        step_number = 0
         for index in self.sampler:
             step.append(index)
             if len(step) == self.batch_size:
-                yield self._part(step, number)
-                step, number = [], number + 1
+                yield self._part(step, step_number)
+                step = []
+                step_number += 1
         if step and not self.drop_last:
-            yield self._part(step, number)
+            yield self._part(step, step_number)
 
-    def _part(self, step: list[Any], number: int) -> list[Any]:
-        sizes = self.sizes(len(step), number)
+    def _part(self, step: list[Any], step_number: int) -> list[Any]:
+        sizes = self.sizes(len(step), step_number)
         begin = sum(sizes[: self.rank])
-        return step[begin : begin + sizes[self.rank]]
+        end = begin + sizes[self.rank]
+        return step[begin:end]
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self.sampler), self.batch_size)
-        return full + bool(rest and not self.drop_last)
+        full_steps, rest = divmod(len(self.sampler), self.batch_size)
+        if rest and not self.drop_last:
+            return full_steps + 1
+        return full_steps
 
 
 class Filled(Sampler[list[Any]]):
-    """A batch sampler that gives a certain number of batches, empty ones at the end.
+    """A batch sampler that yields a fixed number of batches, empty ones at the end.
 
     Args:
         batches: A batch sampler.
-        count: How many.
+        count: The number of batches.
     """
 
     def __init__(self, batches: Any, count: int) -> None:
-        self.batch_sampler, self.count = batches, count
+        self.batch_sampler = batches
+        self.count = count
         self.sampler = getattr(batches, "sampler", None)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        given = 0
+        yielded = 0
         for batch in self.batch_sampler:
-            if given == self.count:
+            if yielded == self.count:
                 return
-            given += 1
+            yielded += 1
             yield batch
-        for _ in range(self.count - given):
+        missing = self.count - yielded
+        for _ in range(missing):
             yield []
 
     def __len__(self) -> int:
@@ -166,35 +197,45 @@ class Filled(Sampler[list[Any]]):
 
 
 class BatchesInTurn(Sampler[Any]):
-    """Every so many batches of a batch sampler, for one of several processes.
+    """Batches of a batch sampler for one of several processes, which take them in turn.
 
     Args:
-        batches: A batch sampler that gives the same in all processes.
-        rank: The number of this process.
+        batches: A batch sampler that yields the same batches in all processes.
+        rank: The rank of this process.
         count: The number of processes.
     """
 
     def __init__(self, batches: Any, rank: int, count: int) -> None:
-        self.batch_sampler, self.rank, self.processes = batches, rank, count
-        self.sampler = batches if callable(getattr(batches, "set_epoch", None)) else getattr(batches, "sampler", None)
+        self.batch_sampler = batches
+        self.rank = rank
+        self.processes = count
+        # The trainer calls `set_epoch` of the loader's `sampler`.
+        if callable(getattr(batches, "set_epoch", None)):
+            self.sampler = batches
+        else:
+            self.sampler = getattr(batches, "sampler", None)
 
     def __iter__(self) -> Iterator[Any]:
-        return (batch for index, batch in enumerate(self.batch_sampler) if index % self.processes == self.rank)
+        batches = iter(self.batch_sampler)
+        return islice(batches, self.rank, None, self.processes)
 
     def __len__(self) -> int:
-        return len(range(self.rank, len(self.batch_sampler), self.processes))
+        count = len(self.batch_sampler)
+        return len(range(self.rank, count, self.processes))
 
 
 class Collate:
-    """A collate function to which a batch without samples is `NO_BATCH`.
+    """A collate function that returns `NO_BATCH` for a batch without samples.
 
     Args:
-        collate: The loader's own.
+        collate: The collate function of the loader, for all other batches.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """The batch, or `NO_BATCH`."""
-        return NO_BATCH if isinstance(samples, list) and not samples else self.collate(samples)
+        """Return the batch, or `NO_BATCH`."""
+        if isinstance(samples, list) and not samples:
+            return NO_BATCH
+        return self.collate(samples)

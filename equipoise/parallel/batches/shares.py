@@ -1,6 +1,6 @@
 """Sizes of the parts of a batch, from relative shares of the devices.
 
-Everything here is arithmetic on numbers; which device computes what is the strategies' business.
+Everything here is arithmetic on numbers; the strategies decide which device computes which part.
 """
 
 import math
@@ -19,12 +19,17 @@ __all__ = [
     "sizes_by_shares",
 ]
 
-_LEAST_GAIN = 0.03  # that uneven sizes must bring, as a fraction of the time
-_MOST_NOISE = 0.3  # that is believed; more comes from a few steps that were disturbed
+# Base and time per sample, in seconds.
+Line = tuple[float, float]
+
+# Uneven sizes must gain at least this fraction of the time.
+_LEAST_GAIN = 0.03
+# Largest noise of measurements that counts. More noise comes from a few disturbed steps.
+_MOST_NOISE = 0.3
 
 
 def are_shares(shares: Any) -> bool:
-    """Whether something is a sequence of finite numbers from 0, not all of them 0.
+    """Return whether a value is a sequence of finite numbers from 0, not all of them 0.
 
     Example:
         >>> are_shares([2, 0, 3.5]), are_shares([0, 0]), are_shares("23")
@@ -32,64 +37,101 @@ def are_shares(shares: Any) -> bool:
     """
     if not isinstance(shares, Sequence) or isinstance(shares, str):
         return False
-    numbers = all(isinstance(share, (int, float)) and not isinstance(share, bool) for share in shares)
-    return numbers and all(0 <= share < math.inf for share in shares) and any(shares)
+    for share in shares:
+        if isinstance(share, bool):
+            return False
+        if not isinstance(share, (int, float)):
+            return False
+        if not 0 <= share < math.inf:
+            return False
+    return any(shares)
 
 
 def even_sizes(batch_size: int, devices: int) -> list[int]:
-    """Sizes that differ by one at most, larger ones first.
+    """Return sizes that differ by one at most, larger ones first.
+
+    Args:
+        batch_size: The number of samples.
+        devices: The number of parts.
 
     Example:
         >>> even_sizes(8, 5)
         [2, 2, 2, 1, 1]
     """
     least, larger = divmod(batch_size, devices)
-    return [least + (index < larger) for index in range(devices)]
+    sizes = [least] * devices
+    for index in range(larger):
+        sizes[index] += 1
+    return sizes
 
 
 def even_chunks(batch_size: int, devices: int) -> list[int]:
-    """The sizes of `torch.chunk`, which `nn.DataParallel` takes: devices at the end may be left with nothing.
+    """Return the sizes of `torch.chunk`, which `nn.DataParallel` uses: the last devices may get no samples.
+
+    Args:
+        batch_size: The number of samples.
+        devices: The number of parts.
 
     Example:
         >>> even_chunks(8, 5)
         [2, 2, 2, 2, 0]
     """
-    size = -(-batch_size // devices)
-    return [max(0, min(size, batch_size - index * size)) for index in range(devices)]
+    # Rounded up.
+    chunk_size = -(-batch_size // devices)
+    sizes = []
+    rest = batch_size
+    for _ in range(devices):
+        size = min(chunk_size, rest)
+        sizes.append(size)
+        rest -= size
+    return sizes
 
 
 def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
-    """Sizes in proportion to shares, rounded by largest remainders (Hamilton's method); a share of 0 gets nothing.
+    """Return sizes in proportion to shares, rounded by largest remainders (Hamilton's method).
 
     Args:
         batch_size: The number of samples.
-        shares: Relative numbers from 0, not all of them 0.
+        shares: Relative numbers from 0, not all of them 0. A share of 0 gets no samples.
 
     Example:
         >>> sizes_by_shares(11, [2, 3, 3])
         [3, 4, 4]
     """
+    # 1. The sum of huge shares may overflow.
     total = sum(shares)
     if math.isinf(total):
-        shares = [share / max(shares) for share in shares]
+        largest = max(shares)
+        shares = [share / largest for share in shares]
         total = sum(shares)
-    exact = [batch_size * share / total for share in shares]
-    sizes = [int(part) for part in exact]
-    by_remainder = sorted(
-        (index for index in range(len(shares)) if shares[index] > 0),
-        key=lambda index: (sizes[index] - exact[index], index),
-    )
-    for index in by_remainder[: batch_size - sum(sizes)]:
+
+    # 2. Exact sizes, rounded down.
+    exact_sizes = []
+    sizes = []
+    for share in shares:
+        exact = batch_size * share / total
+        exact_sizes.append(exact)
+        sizes.append(int(exact))
+
+    # 3. The samples that remain go to the largest remainders, lower indices first.
+    def order(index: int) -> tuple[float, int]:
+        remainder = exact_sizes[index] - sizes[index]
+        return -remainder, index
+
+    candidates = [index for index, share in enumerate(shares) if share > 0]
+    candidates.sort(key=order)
+    remaining = batch_size - sum(sizes)
+    for index in candidates[:remaining]:
         sizes[index] += 1
     return sizes
 
 
 def first_device_sizes(batch_size: int, devices: int, first: int) -> tuple[list[int], bool]:
-    """The sizes of BalancedDataParallel, a class of Transformer-XL's training code (Dai et al., 2019).
+    """Return the sizes of BalancedDataParallel, a class of Transformer-XL's training code (Dai et al., 2019).
 
     The first device gets `first` samples, the others share the rest evenly, lower ones first. That holds only where
-    each of the others gets more than the first, else the split is that of `nn.DataParallel`, over the first device too
-    unless `first` is 0.
+    each of the others gets more than the first. Otherwise the split is that of `nn.DataParallel`, over the first device
+    too unless `first` is 0.
 
     Args:
         batch_size: The number of samples.
@@ -97,7 +139,7 @@ def first_device_sizes(batch_size: int, devices: int, first: int) -> tuple[list[
         first: The number of samples for the first device, from 0.
 
     Returns:
-        The sizes, and whether the first device gets as many samples as it was to get.
+        The sizes, and whether the first device gets `first` samples.
 
     Example:
         >>> first_device_sizes(8, 3, 2)
@@ -105,9 +147,9 @@ def first_device_sizes(batch_size: int, devices: int, first: int) -> tuple[list[
         >>> first_device_sizes(8, 3, 4)
         ([3, 3, 2], False)
     """
-    each, over = divmod(batch_size - first, devices - 1)
-    if first < each:
-        sizes = [first, *(each + (index < over) for index in range(devices - 1))]
+    rest = batch_size - first
+    if first < rest // (devices - 1):
+        sizes = [first, *even_sizes(rest, devices - 1)]
     elif first == 0:
         sizes = [0, *even_chunks(batch_size, devices - 1)]
     else:
@@ -117,86 +159,184 @@ def first_device_sizes(batch_size: int, devices: int, first: int) -> tuple[list[
 
 @dataclass
 class DeviceTimes:
-    """What was measured of one device, and the line through it: a step on n samples takes `base + n * per_sample`.
+    """Measurements of one device, and the line through them: a step on n samples takes `base + n * per_sample`.
 
     Attributes:
         measured: Numbers of samples and seconds.
-        most: The largest number of samples that the device's memory holds; None where that is unknown.
+        most: The largest number of samples that the device's memory holds. None: unknown.
     """
 
     measured: list[tuple[int, float]] = field(default_factory=list)
     most: int | None = None
 
-    def fit(self) -> tuple[float, float]:
-        """Base and time per sample, in seconds, by least squares over the quickest run of each size.
+    def add(self, size: int, seconds: float) -> None:
+        """Add the measurement of a part of this number of samples."""
+        self.measured.append((size, seconds))
 
-        Where only one size was measured, or the line falls or begins below 0, the base is taken as 0.
+    def limit(self, most: int) -> None:
+        """Lower the largest number of samples to this one, if it is larger or unknown."""
+        if self.most is None or most < self.most:
+            self.most = most
+
+    def fit(self) -> Line:
+        """Return base and time per sample, in seconds, by least squares over the quickest run of each size.
+
+        If only one size was measured, or if the line falls or begins below 0, the base is 0.
         """
-        quickest: dict[int, float] = {}
-        for size, seconds in self.measured:
-            quickest[size] = min(seconds, quickest.get(size, seconds))
-        sizes, times = list(quickest), list(quickest.values())
-        mean_size, mean_time = sum(sizes) / len(sizes), sum(times) / len(times)
-        spread = sum((size - mean_size) ** 2 for size in sizes)
-        if spread:
-            slope = sum((size - mean_size) * time for size, time in quickest.items()) / spread
+        # 1. The quickest run of each size is the least disturbed.
+        sizes = []
+        times = []
+        for size, runs in self._runs_by_size().items():
+            sizes.append(size)
+            times.append(min(runs))
+
+        # 2. The least-squares line with a base.
+        mean_size = sum(sizes) / len(sizes)
+        mean_time = sum(times) / len(times)
+        distances = [size - mean_size for size in sizes]
+        variance = _dot(distances, distances)
+        if variance:
+            covariance = _dot(distances, times)
+            slope = covariance / variance
             base = mean_time - slope * mean_size
             if slope > 0 and base >= 0:
                 return base, slope
-        return 0.0, max(sum(size * time for size, time in quickest.items()) / sum(size * size for size in sizes), 1e-12)
+
+        # 3. Otherwise the least-squares line through the origin.
+        slope = _dot(sizes, times) / _dot(sizes, sizes)
+        return 0.0, max(slope, 1e-12)
 
     def noise(self) -> list[float]:
-        """How far runs of the same size lay apart, as a fraction of the quickest."""
+        """Return how far runs of the same size differ, as fractions of the quickest."""
+        spreads = []
+        for runs in self._runs_by_size().values():
+            shortest = min(runs)
+            if len(runs) > 1 and shortest > 0:
+                spread = max(runs) / shortest - 1
+                spreads.append(spread)
+        return spreads
+
+    def _runs_by_size(self) -> dict[int, list[float]]:
         runs: dict[int, list[float]] = {}
         for size, seconds in self.measured:
-            runs.setdefault(size, []).append(seconds)
-        return [max(times) / min(times) - 1 for times in runs.values() if len(times) > 1 and min(times) > 0]
+            runs_of_size = runs.setdefault(size, [])
+            runs_of_size.append(seconds)
+        return runs
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    products = [a * b for a, b in zip(left, right, strict=True)]
+    return sum(products)
 
 
 def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int]:
-    """The sizes with which all devices finish as early as possible, each within its memory.
+    """Return the sizes with which all devices finish as early as possible, each within its memory.
 
-    The time by which the last device finishes is found by bisection over what all devices together manage in a given
-    time. A device whose base alone takes longer is left out. Where even sizes take hardly longer, or no longer than
-    measurements lie apart, they are even.
+    Bisection finds the time by which the last device finishes: all devices together compute the batch in that time. A
+    device whose base alone takes longer gets no samples. The sizes are even if even sizes take hardly longer, or if the
+    difference is within the noise of the measurements.
 
     Args:
         batch_size: The number of samples.
-        devices: What was measured of each device.
+        devices: The measurements of each device.
 
     Returns:
-        A size for each device. Where the memory of all of them together is too small, the sizes are in proportion to
-        what each holds.
+        A size for each device. If the memory of all of them together is too small, the sizes are in proportion to the
+        memory of each.
     """
-    lines, limits = [device.fit() for device in devices], [device.most for device in devices]
+    # 1. Lines and limits of memory, and the quickest sizes by them.
+    lines = [device.fit() for device in devices]
+    limits = [device.most for device in devices]
+    sizes = _quickest_sizes(batch_size, lines, limits)
 
-    def seconds(sizes: Sequence[int]) -> float:
-        return max(base + size * each if size else 0.0 for size, (base, each) in zip(sizes, lines, strict=True))
+    # 2. Even sizes, if they fit.
+    even = even_sizes(batch_size, len(devices))
+    pairs = zip(even, limits, strict=True)
+    for size, limit in pairs:
+        if limit is not None and size > limit:
+            return sizes
 
-    sizes, even = _quickest(batch_size, lines, limits), even_sizes(batch_size, len(lines))
-    noise = [apart for device in devices for apart in device.noise()]
-    gain = max(_LEAST_GAIN, min(statistics.median(noise), _MOST_NOISE) if noise else 0.0)
-    fits = all(limit is None or size <= limit for size, limit in zip(even, limits, strict=True))
-    return even if fits and seconds(even) <= (1 + gain) * seconds(sizes) else sizes
+    # 3. The gain of uneven sizes must exceed the noise.
+    noise: list[float] = []
+    for device in devices:
+        noise.extend(device.noise())
+    least_gain = _LEAST_GAIN
+    if noise:
+        typical_noise = min(statistics.median(noise), _MOST_NOISE)
+        least_gain = max(least_gain, typical_noise)
+    seconds = _seconds(sizes, lines)
+    even_seconds = _seconds(even, lines)
+    if even_seconds <= (1 + least_gain) * seconds:
+        return even
+    return sizes
 
 
-def _quickest(batch_size: int, lines: Sequence[tuple[float, float]], limits: Sequence[int | None]) -> list[int]:
-    """The same without regard to how sure the times are."""
-    if all(limit is not None for limit in limits) and sum(limit or 0 for limit in limits) < batch_size:
-        return sizes_by_shares(batch_size, [max(limit or 0, 1e-9) for limit in limits])
+def _seconds(sizes: Sequence[int], lines: Sequence[Line]) -> float:
+    """Return the time of the slowest device. A device without samples takes none."""
+    slowest = 0.0
+    pairs = zip(sizes, lines, strict=True)
+    for size, (base, per_sample) in pairs:
+        if size:
+            seconds = base + size * per_sample
+            slowest = max(slowest, seconds)
+    return slowest
 
-    def managed(seconds: float) -> list[float]:
-        exact = [max(0.0, (seconds - base) / per_sample) for base, per_sample in lines]
-        return [n if limit is None else min(n, limit) for n, limit in zip(exact, limits, strict=True)]
 
-    low, high = 0.0, max(base + batch_size * per_sample for base, per_sample in lines)
+def _quickest_sizes(
+    batch_size: int,
+    lines: Sequence[Line],
+    limits: Sequence[int | None],
+) -> list[int]:
+    """Return the sizes with which the last device finishes first, regardless of noise."""
+    # 1. Memory that is too small is shared out in proportion; no device gets a share of 0.
+    if None not in limits:
+        capacities = [limit or 0 for limit in limits]
+        if sum(capacities) < batch_size:
+            shares = [max(capacity, 1e-9) for capacity in capacities]
+            return sizes_by_shares(batch_size, shares)
+
+    # 2. The time in which all devices together compute the batch, by bisection.
+    low = 0.0
+    high = max(base + batch_size * per_sample for base, per_sample in lines)
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (low, middle) if sum(managed(middle)) >= batch_size else (middle, high)
-    exact = managed(high)
-    sizes = [int(n) for n in exact]
-    while sum(sizes) < batch_size:  # to whom one sample more costs least
-        free = [i for i, limit in enumerate(limits) if limit is None or sizes[i] < limit]
-        best = min(free, key=lambda i: lines[i][0] + (sizes[i] + 1) * lines[i][1])
+        exact_sizes = _samples_within(middle, lines, limits)
+        if sum(exact_sizes) >= batch_size:
+            high = middle
+        else:
+            low = middle
+
+    # 3. Whole samples. Each sample that remains goes to the device that finishes it first.
+    exact_sizes = _samples_within(high, lines, limits)
+    sizes = [int(exact) for exact in exact_sizes]
+
+    def end_with_one_more(index: int) -> float:
+        base, per_sample = lines[index]
+        size = sizes[index] + 1
+        return base + size * per_sample
+
+    while sum(sizes) < batch_size:
+        with_room = []
+        for index, limit in enumerate(limits):
+            if limit is None or sizes[index] < limit:
+                with_room.append(index)
+        best = min(with_room, key=end_with_one_more)
         sizes[best] += 1
     return sizes
+
+
+def _samples_within(
+    seconds: float,
+    lines: Sequence[Line],
+    limits: Sequence[int | None],
+) -> list[float]:
+    """Return the number of samples, not rounded, that each device computes in a time, within its memory."""
+    samples = []
+    pairs = zip(lines, limits, strict=True)
+    for (base, per_sample), limit in pairs:
+        exact = (seconds - base) / per_sample
+        exact = max(0.0, exact)
+        if limit is not None:
+            exact = min(exact, limit)
+        samples.append(exact)
+    return samples

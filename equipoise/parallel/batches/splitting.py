@@ -1,9 +1,10 @@
 """Split nested batches into parts, and find their sizes.
 
 A batch may be a tensor, or tensors in tuples, named tuples, lists, mappings (`UserDict` among them) and dataclasses,
-nested at will. Its tensors are cut along one dimension that all of them share; what is no tensor, and tensors without
-dimensions, belong to every part. A batch is never cut by guess: where no size can be told safely, the module says it,
-by a method `batch_size(batch)`, and cuts, by a method `split_batch(batch, sizes)`.
+nested to any depth. Its tensors are cut along one dimension, in which all of them have the same size. Every part gets
+all values that are no tensors, and all tensors without dimensions. A batch is never cut by guess: where the tensors do
+not show the size safely, the module defines it by a method `batch_size(batch)`, and cuts by a method
+`split_batch(batch, sizes)`.
 """
 
 import copy
@@ -22,7 +23,7 @@ __all__ = ["Splitter", "entries_of", "holds_samples", "infer_batch_size", "rebui
 
 
 def entries_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a nested batch in order, with the way to it, such as `[0]['mask']`."""
+    """Yield every tensor of a nested batch in order, with its path, such as `[0]['mask']`."""
     if isinstance(batch, Tensor):
         yield path, batch
     elif isinstance(batch, Mapping):
@@ -33,118 +34,182 @@ def entries_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from entries_of(value, f"{path}[{index}]")
     elif is_dataclass(batch) and not isinstance(batch, type):
         for field in fields(batch):
-            yield from entries_of(getattr(batch, field.name), f"{path}.{field.name}")
+            value = getattr(batch, field.name)
+            yield from entries_of(value, f"{path}.{field.name}")
 
 
 def infer_batch_size(batch: Any, dim: int = 0) -> int | None:
-    """Returns the size that all tensors of a batch share; None if they share none, or nobody can tell.
+    """Return the size that all tensors of a batch share; None if their sizes differ, or if there are no tensors.
 
-    Tensors without dimensions are passed over: they belong to the whole batch.
+    Tensors without dimensions are ignored: they belong to the whole batch.
 
     Args:
         batch: A nested batch.
         dim: The dimension of the samples. Default: the first.
     """
+    # A pair (input, target) is the usual batch. Comparing its sizes directly takes half the time.
     if dim == 0 and type(batch) in (tuple, list) and len(batch) == 2:
-        first, second = batch  # (input, target): nine batches of ten, and half the time
+        first, second = batch
         if type(first) is Tensor and type(second) is Tensor and first.ndim and second.ndim:
             size = first.size(0)
-            return size if second.size(0) == size else None
-    sizes = set(_lengths_of(batch, dim))
-    return sizes.pop() if len(sizes) == 1 else None
+            if second.size(0) != size:
+                return None
+            return size
+    lengths = _lengths_of(batch, dim)
+    sizes = set(lengths)
+    if len(sizes) != 1:
+        return None
+    return sizes.pop()
 
 
 def _lengths_of(batch: Any, dim: int) -> Iterator[int | None]:
     """Yield the length of every tensor of a batch along a dimension, None where it has no such dimension."""
     if isinstance(batch, Tensor):
-        if batch.ndim:
+        if not batch.ndim:
+            return
+        if batch.ndim > dim:
             # Not shape[dim], which a tensor of nested layout does not have.
-            yield batch.size(dim) if batch.ndim > dim else None
+            yield batch.size(dim)
+        else:
+            yield None
     elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from _lengths_of(value, dim)
     elif isinstance(batch, PackedSequence):
-        yield int(batch.batch_sizes[0])  # which lies on the CPU; its data are as long as all samples together
+        # Its data are as long as all samples together. The batch sizes lie on the CPU: reading them does not
+        # synchronise a device.
+        size = batch.batch_sizes[0]
+        yield int(size)
     elif isinstance(batch, (tuple, list)):
         for value in batch:
             yield from _lengths_of(value, dim)
     elif is_dataclass(batch) and not isinstance(batch, type):
         for field in fields(batch):
-            yield from _lengths_of(getattr(batch, field.name), dim)
+            value = getattr(batch, field.name)
+            yield from _lengths_of(value, dim)
 
 
 def size_to_cut(batch: Any, dim: int = 0, *, cut_before: bool = False) -> int | None:
-    """The same for a batch that is to be cut; None also where the dimension that tensors share may mean something else.
+    """Return the size of a batch that is to be cut; None also if the shared dimension may have another meaning.
 
     Args:
         batch: A nested batch.
         dim: The dimension of the samples. Default: the first.
-        cut_before: Whether another batch of its kind has been cut, so that equal images cannot be what its lists hold.
+        cut_before: True if another batch of this kind was cut before. Then a list of tensors of equal shape does not
+            hold images. Default: False.
     """
-    return None if holds_samples(batch, cut_before) else infer_batch_size(batch, dim)
+    if holds_samples(batch, cut_before):
+        return None
+    return infer_batch_size(batch, dim)
 
 
 def holds_samples(batch: Any, cut_before: bool = False) -> bool:
     """Return whether a batch holds whole samples, whose first dimensions may be equal without being that of the batch.
 
     Such are packed sequences and lists of images, `[C, H, W]` each. A list of two equal tensors `[3, H, W]` may as well
-    be inputs and targets of three samples, as a loader gives them at the end of an epoch.
+    be inputs and targets of three samples, as a loader yields them at the end of an epoch.
+
+    Args:
+        batch: A nested batch.
+        cut_before: See `size_to_cut`. Default: False.
     """
     if isinstance(batch, PackedSequence):
         return True
-    if isinstance(batch, list) and batch and all(type(item) is Tensor and item.ndim == 3 for item in batch):
-        first, equal = {item.size(0) for item in batch}, len({item.shape for item in batch}) == 1
-        return (not cut_before and first <= {3, 4}) if equal else first <= {1, 3, 4}
     if isinstance(batch, Mapping):
         return any(holds_samples(value, cut_before) for value in batch.values())
-    return isinstance(batch, (tuple, list)) and any(holds_samples(value, cut_before) for value in batch)
+    if not isinstance(batch, (tuple, list)):
+        return False
+    if isinstance(batch, list) and batch and all(map(_may_be_image, batch)):
+        return _are_images(batch, cut_before)
+    return any(holds_samples(value, cut_before) for value in batch)
+
+
+def _may_be_image(item: Any) -> bool:
+    return type(item) is Tensor and item.ndim == 3
+
+
+def _are_images(tensors: list[Tensor], cut_before: bool) -> bool:
+    """Return whether tensors of three dimensions are images rather than tensors of all samples."""
+    channels = {tensor.size(0) for tensor in tensors}
+    shapes = {tensor.shape for tensor in tensors}
+    if len(shapes) > 1:
+        return channels <= {1, 3, 4}
+    # Tensors of equal shape may also be inputs and targets of as many samples as images have channels.
+    if cut_before:
+        return False
+    return channels <= {3, 4}
 
 
 def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
-    """Cuts a batch whose size `infer_batch_size` told into parts, which are views.
+    """Cut a batch whose size `infer_batch_size` returned into parts, which are views.
 
     Args:
         batch: A nested batch.
         sizes: The sizes of the parts; their sum is the size of the batch.
         dim: The dimension of the samples. Default: the first.
     """
-    if isinstance(batch, Tensor):
-        return list(torch.split(batch, list(sizes), dim)) if batch.ndim else [batch] * len(sizes)
+    if isinstance(batch, Tensor) and batch.ndim:
+        views = torch.split(batch, list(sizes), dim)
+        return list(views)
+
+    # 1. The items of a container.
     if isinstance(batch, Mapping):
-        cut: list[Any] = [split(value, sizes, dim) for value in batch.values()]
+        items = list(batch.values())
     elif isinstance(batch, (tuple, list)):
-        cut = [split(value, sizes, dim) for value in batch]
+        items = list(batch)
     elif is_dataclass(batch) and not isinstance(batch, type):
-        cut = [split(getattr(batch, field.name), sizes, dim) for field in fields(batch)]
+        items = []
+        for field in fields(batch):
+            item = getattr(batch, field.name)
+            items.append(item)
     else:
+        # No container: the value belongs to every part.
         return [batch] * len(sizes)
-    return [rebuild(batch, [values[part] for values in cut]) for part in range(len(sizes))]
+
+    # 2. Each item in parts, and a container like the batch for each part.
+    items_in_parts = [split(item, sizes, dim) for item in items]
+    parts = []
+    for index in range(len(sizes)):
+        part_items = [item_parts[index] for item_parts in items_in_parts]
+        part = rebuild(batch, part_items)
+        parts.append(part)
+    return parts
 
 
 def rebuild(like: Any, values: Sequence[Any]) -> Any:
-    """A container like another, with other values.
+    """Return a container like another, with other values.
 
     Args:
         like: A mapping, tuple, named tuple, list or dataclass.
-        values: In the order of its items.
+        values: The new values, in the order of its items.
     """
     if isinstance(like, Mapping):
-        items = dict(zip(like, values, strict=True))
-        try:
-            other: Any = copy.copy(like)
-            for key, value in items.items():  # not `update`, which outputs of transformers' models refuse
-                other[key] = value
-        except (AttributeError, TypeError):  # a mapping that cannot be written to
-            return items
-        return other
-    if isinstance(like, tuple):
-        return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
-    if isinstance(like, list):
-        return type(like)(values)
-    other = copy.copy(like)
-    for field, value in zip(fields(like), values, strict=True):
-        object.__setattr__(other, field.name, value)  # the dataclass may be frozen
-    return other
+        return _rebuild_mapping(like, values)
+    if isinstance(like, (tuple, list)):
+        kind = type(like)
+        # A named tuple takes its fields as arguments.
+        if hasattr(like, "_fields"):
+            return kind(*values)
+        return kind(values)
+    result = copy.copy(like)
+    pairs = zip(fields(like), values, strict=True)
+    for field, value in pairs:
+        # The dataclass may be frozen.
+        object.__setattr__(result, field.name, value)
+    return result
+
+
+def _rebuild_mapping(like: Mapping[Any, Any], values: Sequence[Any]) -> Any:
+    items = dict(zip(like, values, strict=True))
+    try:
+        result: Any = copy.copy(like)
+        # Not `update`, which outputs of transformers' models refuse.
+        for key, value in items.items():
+            result[key] = value
+    except (AttributeError, TypeError):
+        # The mapping is read-only.
+        return items
+    return result
 
 
 _WAY_OUT = (
@@ -154,7 +219,7 @@ _WAY_OUT = (
 
 
 class Splitter:
-    """Cuts batches as the module says, or along a dimension.
+    """Cuts batches as the module defines, or along a dimension.
 
     Args:
         module: The user's module, which may define `batch_size(batch)` and `split_batch(batch, sizes)`.
@@ -169,11 +234,11 @@ class Splitter:
 
     @property
     def asks_module(self) -> bool:
-        """Whether the module says how many samples a batch has."""
+        """True if the module defines `batch_size(batch)`."""
         return self._size is not None
 
     def size(self, batch: Any) -> int | None:
-        """The number of samples; None if nobody can tell.
+        """Return the number of samples; None if neither the module nor the tensors show it.
 
         Raises:
             StepError: If the module's method returns something else.
@@ -186,24 +251,37 @@ class Splitter:
         return size
 
     def size_to_cut(self, batch: Any) -> int:
-        """The number of samples of a batch that must be cut.
+        """Return the number of samples of a batch that must be cut.
 
         Raises:
-            StepError: If nobody can tell it, naming the entries that stand in the way.
+            StepError: If the size cannot be found. The message names the entries that differ.
         """
         size = self.size(batch)
-        if size is None or (self._split is None and holds_samples(batch, self._cut_before)):
-            raise StepError(why_not(batch, self.dim, "A batch") + _WAY_OUT)
-        if self._split is None and self._size is not None and (found := infer_batch_size(batch, self.dim)) != size:
-            raise StepError(
-                f"`batch_size(batch)` says {size}, but the tensors of the batch are of length {found} along dimension"
-                f" {self.dim}. Define `split_batch(self, batch, sizes)` in your module, which returns the parts."
-            )
+        if size is None:
+            raise self._unknown_size(batch)
+        # The module cuts by itself, so the tensors may have any size.
+        if self._split is not None:
+            self._cut_before = True
+            return size
+        if holds_samples(batch, self._cut_before):
+            raise self._unknown_size(batch)
+        if self._size is not None:
+            length = infer_batch_size(batch, self.dim)
+            if length != size:
+                raise StepError(
+                    f"`batch_size(batch)` says {size}, but the tensors of the batch are of length {length} along"
+                    f" dimension {self.dim}. Define `split_batch(self, batch, sizes)` in your module, which returns the"
+                    " parts."
+                )
         self._cut_before = True
         return size
 
+    def _unknown_size(self, batch: Any) -> StepError:
+        reason = why_not(batch, self.dim, "A batch")
+        return StepError(reason + _WAY_OUT)
+
     def parts(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Cuts a batch.
+        """Cut a batch into parts.
 
         Args:
             batch: The batch.
@@ -214,50 +292,62 @@ class Splitter:
         """
         if self._split is None:
             return split(batch, sizes, self.dim)
-        parts = list(self._split(batch, list(sizes)))
+        sizes = list(sizes)
+        # A copy, which the method may change.
+        parts = list(self._split(batch, sizes.copy()))
         if len(parts) != len(sizes):
             raise StepError(
-                f"`split_batch(batch, sizes={list(sizes)})` of the module must return {len(sizes)} parts, but returned"
+                f"`split_batch(batch, sizes={sizes})` of the module must return {len(sizes)} parts, but returned"
                 f" {len(parts)}."
             )
         return parts
 
 
 def _method(module: Any, name: str, arguments: int) -> Callable[..., Any] | None:
-    """The module's method, if it is one that takes so many arguments; others of the same name mean something else."""
-    own = getattr(module, name, None)
-    if not callable(own):
+    """Return the module's method if it takes this number of arguments. Others of its name have another meaning."""
+    method = getattr(module, name, None)
+    if not callable(method):
         return None
     try:
-        inspect.signature(own).bind(*range(arguments))
+        signature = inspect.signature(method)
+        signature.bind(*range(arguments))
     except TypeError:
         return None
-    return own  # type: ignore[no-any-return]
+    return method  # type: ignore[no-any-return]
 
 
 def why_not(batch: Any, dim: int, what: str, name: str = "batch") -> str:
-    """Why something cannot be cut.
+    """Return the reason why a batch cannot be cut, as a sentence.
 
     Args:
-        batch: A nested batch whose size cannot be told.
+        batch: A nested batch of unknown size.
         dim: The dimension of the samples.
-        what: How to call it.
-        name: How to call it in the names of its entries.
+        what: The subject of the sentence, such as "A batch".
+        name: The name of the batch in the paths of its entries. Default: "batch".
     """
-    entries = [(f"{name}{path}", tensor) for path, tensor in entries_of(batch) if tensor.ndim]
-    if not entries:
-        return f"{what} must be cut into parts, but there is no tensor in this {type(batch).__name__}."
+    lengths = []
+    for path, tensor in entries_of(batch):
+        # A tensor without dimensions belongs to every part, so it is no obstacle.
+        if tensor.ndim > dim:
+            lengths.append(f"{name}{path} is of length {tensor.size(dim)}")
+        elif tensor.ndim:
+            lengths.append(f"{name}{path} has {tensor.ndim} dimensions")
+    if not lengths:
+        kind = type(batch).__name__
+        return f"{what} must be cut into parts, but there is no tensor in this {kind}."
+    text = _listed(lengths)
     if holds_samples(batch):
         return (
             f"{what} must be cut into parts, but it holds whole samples, as a list of images or a packed sequence does,"
-            f" and what belongs together cannot be told: {_listed(entries, dim)}."
+            f" and what belongs together cannot be told: {text}."
         )
-    return f"{what} must be cut along dimension {dim}, but its tensors differ there: {_listed(entries, dim)}."
+    return f"{what} must be cut along dimension {dim}, but its tensors differ there: {text}."
 
 
-def _listed(entries: list[tuple[str, Tensor]], dim: int) -> str:
-    told = [
-        f"{name} is of length {tensor.size(dim)}" if tensor.ndim > dim else f"{name} has {tensor.ndim} dimensions"
-        for name, tensor in entries
-    ]
-    return ", ".join(told[:6]) + (f", and {len(told) - 6} more" if len(told) > 6 else "")
+def _listed(lengths: list[str]) -> str:
+    """Join the first six descriptions, and count the rest."""
+    text = ", ".join(lengths[:6])
+    rest = len(lengths) - 6
+    if rest > 0:
+        text += f", and {rest} more"
+    return text
