@@ -23,12 +23,12 @@ from equipoise.pipeline.planning.cut import (
     CutOptions,
     PinnedCut,
     cut_as_pinned,
-    cut_automatically,
     cut_by_names,
     table_of,
 )
 from equipoise.pipeline.planning.loss_profile import LossProfile
-from equipoise.pipeline.planning.profile import compute_uncut
+from equipoise.pipeline.planning.measured_cut import cut_automatically
+from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.engine import ProcessPipeline
 from equipoise.pipeline.schedule.schedule import splits
@@ -166,7 +166,7 @@ class StagedNetwork:
             if is_inside_stage():  # a stage that has it whole
                 return self._original_of(name, module)(*args, **kwargs)
             if self.rest is not None and self.rest.running:
-                return self.rest.answer()
+                return self.rest.network_output()
             step = current_step()
             if step is not None:
                 step.inside = step.inside or name

@@ -11,54 +11,72 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 
-__all__ = ["SavedTensors", "moment"]
+__all__ = ["SavedTensors", "peak_bytes"]
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """Return where the values of a tensor lie; empty for a sparse one, whose parts are tensors of their own."""
-    return [tensor.untyped_storage()] if tensor.layout is torch.strided else []
+    """Return the storage of a tensor; empty for a sparse tensor, whose parts are tensors of their own."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    return []
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class SavedTensors:
-    """Knows storages again from call to call, so that what two calls save counts for the first of them.
+    """Number the storages of activations, so that what two calls save counts for the first of them only.
+
+    An address identifies a storage while it is alive. Its number stays the same from call to call.
 
     Args:
-        network: Its parameters are no activations.
+        network: Network whose parameters do not count as activations.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
-        self._numbers: dict[int, int] = {}  # of storages that live: their place in memory, and their number
-        self._next = count()
+        self._parameters = {_address(parameter) for parameter in network.parameters()}
+        self._numbers: dict[int, int] = {}  # by address, of storages that are alive
+        self._next_number = count()
         self._saved: set[int] = set()
 
-    def watch(self, seen: dict[int, int]) -> saved_tensors_hooks:
-        """Notes the places and bytes of what is saved."""
+    def watch(self, nbytes_by_address: dict[int, int]) -> saved_tensors_hooks:
+        """Return a context that notes what autograd saves.
+
+        Args:
+            nbytes_by_address: Receives the address and the bytes of each saved storage.
+        """
 
         def pack(tensor: Tensor) -> Tensor:
             for storage in storages_of(tensor):
-                if storage.data_ptr() not in self._parameters:
-                    seen[storage.data_ptr()] = storage.nbytes()
+                address = storage.data_ptr()
+                if address not in self._parameters:
+                    nbytes_by_address[address] = storage.nbytes()
             return tensor
 
         return saved_tensors_hooks(pack, lambda packed: packed)
 
-    def add(self, seen: Mapping[int, int], made: Iterable[Tensor]) -> tuple[int, frozenset[int]]:
-        """A call has been measured.
+    def add(self, nbytes_by_address: Mapping[int, int], outputs: Iterable[Tensor]) -> tuple[int, frozenset[int]]:
+        """Count what a call saved.
 
         Args:
-            seen: What `watch` noted.
-            made: What it returned.
+            nbytes_by_address: The result of `watch`.
+            outputs: Tensors that the call returned.
 
         Returns:
-            The bytes that it is the first to save, and the numbers of their storages.
+            The bytes that this call is the first to save, and the numbers of their storages.
         """
-        for tensor in made:
+        # 1. Outputs get their numbers first: later calls receive them, and the numbers decide between equal cuts.
+        for tensor in outputs:
             self._number(tensor)
-        nbytes, numbers = 0, set()
-        for place, size in seen.items():
-            number = self._numbers.get(place)
-            number = next(self._next) if number is None else number
+
+        # 2. Count each storage that no earlier call has saved.
+        nbytes = 0
+        numbers = set()
+        for address, size in nbytes_by_address.items():
+            number = self._numbers.get(address)
+            if number is None:
+                number = next(self._next_number)
             if number not in self._saved:
                 self._saved.add(number)
                 numbers.add(number)
@@ -66,51 +84,69 @@ class SavedTensors:
         return nbytes, frozenset(numbers)
 
     def _number(self, tensor: Tensor) -> int:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in self._numbers:
-            self._numbers[place] = next(self._next)
-        return self._numbers[place]
+        address = _address(tensor)
+        if address not in self._numbers:
+            self._numbers[address] = next(self._next_number)
+        return self._numbers[address]
 
     def passing(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """The numbers of storages that pass from one call to later ones, and the bytes that are sent."""
-        return {self._number(tensor): tensor.nbytes for tensor in tensors}
+        """Return the bytes of tensors that pass from one call to later ones, by the numbers of their storages."""
+        nbytes = {}
+        for tensor in tensors:
+            number = self._number(tensor)
+            nbytes[number] = tensor.nbytes
+        return nbytes
 
     def keep_only(self, alive: Iterable[Tensor]) -> None:
-        """Everything else has gone, and its place may be another's."""
-        places = {tensor.untyped_storage().data_ptr() for tensor in alive}
-        self._numbers = {place: number for place, number in self._numbers.items() if place in places}
+        """Forget all other storages: their addresses may be used again.
+
+        Args:
+            alive: Tensors that still exist.
+        """
+        numbers = {}
+        for tensor in alive:
+            address = _address(tensor)
+            if address in self._numbers:
+                numbers[address] = self._numbers[address]
+        self._numbers = numbers
 
 
-def moment(function: Callable[[], Any], existing: Iterable[Tensor]) -> int:
-    """The most bytes that were alive at once of those that a function allocated.
+def peak_bytes(function: Callable[[], Any], existing: Iterable[Tensor]) -> int:
+    """Return the most bytes that a function's allocations occupied at the same time.
 
     Args:
         function: The function.
-        existing: Tensors that are there already.
+        existing: Tensors that exist before, and do not count.
     """
-    there = [storage for tensor in existing for storage in storages_of(tensor)]
-    known = {id(storage) for storage in there}
-    live = most = 0
+    # References keep the storages alive, so that no other storage gets the same id while the function runs.
+    existing_storages = [storage for tensor in existing for storage in storages_of(tensor)]
+    counted = {id(storage) for storage in existing_storages}
+    live = 0
+    peak = 0
 
-    def gone(key: int, nbytes: int) -> None:
+    def on_free(key: int, nbytes: int) -> None:
         nonlocal live
-        known.discard(key)
+        counted.discard(key)
         live -= nbytes
 
-    def saw(name: str, result: Any, args: Any) -> None:
-        nonlocal live, most
+    def on_operation(name: str, result: Any, args: Any) -> None:
+        nonlocal live, peak
         for tensor in tensors_in(result):
             for storage in storages_of(tensor):
-                if id(storage) not in known:
-                    known.add(id(storage))
-                    live += storage.nbytes()
-                    weakref.finalize(storage, gone, id(storage), storage.nbytes()).atexit = False
-        most = max(most, live)
+                key = id(storage)
+                if key not in counted:
+                    counted.add(key)
+                    nbytes = storage.nbytes()
+                    live += nbytes
+                    finalizer = weakref.finalize(storage, on_free, key, nbytes)
+                    # At the interpreter's exit there is nothing left to count.
+                    finalizer.atexit = False
+        peak = max(peak, live)
 
-    watch = OperationWatch(saw)
+    watch = OperationWatch(on_operation)
     watch.start()
     try:
         function()
     finally:
         watch.stop()
-    return most
+    return peak

@@ -1,12 +1,12 @@
 """Time and memory of the part of a step after the network: the loss, computed beside the last stage.
 
-The step runs a few times more, before anything else does, on the first micro-batch: where it calls the network it is
-given what measuring the network's calls came to. Whatever it changes in the module is put back.
+The step runs a few extra times, before anything else does, on the first micro-batch. Its call of the network returns
+the output of the profile of the network's calls. Changes in the module are undone.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,30 +24,32 @@ from equipoise.parallel.step_protocols import StepResult
 from equipoise.pipeline.execution.placement import move
 from equipoise.pipeline.graph.stages import map_tensors
 from equipoise.pipeline.graph.tracing import Traced
-from equipoise.pipeline.planning.activation_memory import moment
-from equipoise.pipeline.planning.profile import now, used_tensors
+from equipoise.pipeline.planning.activation_memory import peak_bytes
 from equipoise.pipeline.planning.stage_costs import Block
+from equipoise.pipeline.planning.traced_calls import now, used_tensors
 
-__all__ = ["LossProfile", "containers_kept"]
+__all__ = ["LossProfile", "preserve_containers"]
 
-_PASSES = 3  # of which the quickest counts; the first also says what is needed for a moment
-_SECONDS = 2.0  # after which no pass begins
+# Number of passes, of which the quickest counts. The first pass also measures the peak of memory.
+_PASSES = 3
+# Seconds after which no pass begins.
+_SECONDS = 2.0
 _CONTAINERS = (list, dict, set, deque)
 
 
 class LossProfile:
-    """Measures it.
+    """Measure what a training step computes after its call of the network.
 
     Args:
         module: The user's module.
         step: Runs its training step on a micro-batch.
         batch: That micro-batch, before its step begins.
-        device: Where steps run, and with them what lies outside of the network.
-        caught: Makes a context in which calls of the network come to `answer` while this is running.
+        device: Device of the step, and of layers outside of the network.
+        caught: Makes a context in which calls of the network reach `network_output` while `running` is True.
 
     Attributes:
-        block: What was found, as a block of the last stage; None before, and where the step cannot be measured.
-        running: Whether the network's call is to be answered by `answer`.
+        block: The result, as a block of the last stage; None before, and if the step cannot be measured.
+        running: True if `network_output` replaces the network's call.
     """
 
     def __init__(
@@ -58,77 +60,101 @@ class LossProfile:
         device: torch.device,
         caught: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._module, self._step, self._device, self._caught = module, step, device, caught
+        self.block: Block | None = None
+        self.running = False
+        self._module = module
+        self._step = step
+        self._device = device
+        self._caught = caught
         self._contents = BatchContents(batch)
-        self._inputs = list(tensors_in(batch))  # also those that the step takes out of the batch
+        # The step may take tensors out of the batch, so they are noted before it begins.
+        self._inputs = list(tensors_in(batch))
+        # Parameters and buffers that the network does not use.
+        self._beside: list[Tensor] = []
+
+        # Of one pass: the network's output, its copies as leaves, the time after its call, bytes saved by address.
         self._output: Any = None
-        self._beside: list[Tensor] = []  # parameters and buffers that the network does not use
         self._begun: tuple[list[Tensor], float] | None = None
         self._saved: dict[int, int] = {}
         self._watch = ExitStack()
-        self.block: Block | None = None
-        self.running = False
 
     def measure(self, traced: Traced, output: Any) -> None:
-        """Runs the step.
+        """Run the step several times and set `block`.
 
         Args:
-            traced: The network's forward; what it does not use comes to the device.
-            output: What it returned.
+            traced: The network's forward. Tensors that it does not use are moved to the device.
+            output: Its output.
         """
-        used = used_tensors(traced)
-        self._beside = [t for t in (*self._module.parameters(), *self._module.buffers()) if id(t) not in used]
-        for tensor in self._beside:
-            if tensor.device != self._device:
-                move(tensor, self._device)
+        self._place_beside(traced)
         self._output = output
-        present = self._contents.now()  # the step that waits for the network's output has begun already
+        # The step that waits for the network's output has begun already, and may have changed the batch.
+        present = self._contents.now()
         begin = time.perf_counter()
         try:
             for count in range(_PASSES):
                 if count > 1 and time.perf_counter() - begin > _SECONDS:
                     break
                 self._contents.restore()
-                with preserve_state(self._module), containers_kept(self._module), self._caught():
-                    found = self._once(looks=count == 0)
-                if found is None:
+                with preserve_state(self._module), preserve_containers(self._module), self._caught():
+                    block = self._run_pass(measures_peak=count == 0)
+                if block is None:
                     return
-                self.block = found if self.block is None else _quicker(self.block, found)
-        except Exception:  # which the step itself is about to raise, if it is no matter of measuring
+                if self.block is not None:
+                    block = _quicker(self.block, block)
+                self.block = block
+        except Exception:
+            # If the error is not one of measuring, the step itself raises it next.
             self.block = None
         finally:
-            self._output = self._begun = None
+            self._output = None
+            self._begun = None
             present.restore()
 
-    def answer(self) -> Any:
-        """The network's output, where it is called.
+    def _place_beside(self, traced: Traced) -> None:
+        """Move tensors that the network does not use to the device of the step."""
+        used = used_tensors(traced)
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        self._beside = [tensor for tensor in tensors if id(tensor) not in used]
+        for tensor in self._beside:
+            if tensor.device != self._device:
+                move(tensor, self._device)
+
+    def network_output(self) -> Any:
+        """Return the network's output in place of its call.
 
         Raises:
-            StepError: If it is called a second time, which the pipeline itself will tell.
+            StepError: If the step calls the network a second time. The pipeline itself then reports that.
         """
         if self._begun is not None:
             raise StepError("The network is called twice.")
         leaves: list[Tensor] = []
 
-        def leaf(tensor: Tensor) -> Tensor:
-            made = tensor.detach().to(self._device).requires_grad_(tensor.requires_grad)
-            leaves.append(made)
-            return made
+        def as_leaf(tensor: Tensor) -> Tensor:
+            leaf = tensor.detach().to(self._device).requires_grad_(tensor.requires_grad)
+            leaves.append(leaf)
+            return leaf
 
-        made = map_tensors(leaf, self._output)
-        known = {_place(tensor) for tensor in (*leaves, *self._inputs, *self._module.parameters())}
+        output = map_tensors(as_leaf, self._output)
+
+        # Watch what autograd saves from here on.
+        parameters = self._module.parameters()
+        existing = [*leaves, *self._inputs, *parameters]
+        existing_addresses = {_address(tensor) for tensor in existing}
         self._saved = {}
-        self._watch.enter_context(saved_tensors_hooks(partial(self._note, known), _same))
+        hooks = saved_tensors_hooks(partial(self._on_save, existing_addresses), _same)
+        self._watch.enter_context(hooks)
         self._begun = leaves, now(self._device)
-        return made
+        return output
 
-    def _note(self, known: set[int], tensor: Tensor) -> Tensor:
-        if (place := _place(tensor)) not in known:
-            self._saved[place] = tensor.untyped_storage().nbytes()
+    def _on_save(self, existing_addresses: set[int], tensor: Tensor) -> Tensor:
+        address = _address(tensor)
+        if address not in existing_addresses:
+            self._saved[address] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def _once(self, *, looks: bool) -> Block | None:
-        """One pass; None if the step does not call the network."""
+    def _run_pass(self, *, measures_peak: bool) -> Block | None:
+        """Run the step once. Return None if it does not call the network."""
+        # 1. Run the forward.
         self.running = True
         try:
             with self._watch:
@@ -138,34 +164,43 @@ class LossProfile:
         if self._begun is None:
             return None
         leaves, begin = self._begun
-        forward, loss = now(self._device) - begin, result.loss
+        forward = now(self._device) - begin
         self._begun = None
-        trained = sum(tensor.nbytes for tensor in self._beside if tensor.requires_grad)
-        found = Block(
+        loss = result.loss
+        trainable_bytes = sum(tensor.nbytes for tensor in self._beside if tensor.requires_grad)
+        block = Block(
             name="",
             forward=forward,
             parameters=sum(tensor.nbytes for tensor in self._beside),
-            trained=trained,
+            trained=trainable_bytes,
             saved=sum(self._saved.values()),
         )
         if loss is None or loss.grad_fn is None:
-            return found
-        wanted = [tensor for tensor in (*leaves, *self._module.parameters()) if tensor.requires_grad]
+            return block
+
+        # 2. Run the backward, once for its time, and once more for its peak.
+        tensors = [*leaves, *self._module.parameters()]
+        inputs = [tensor for tensor in tensors if tensor.requires_grad]
         begin = now(self._device)
-        torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=looks)
-        backward, transient = now(self._device) - begin, 0
-        if looks:
-            again = partial(torch.autograd.grad, loss, wanted, allow_unused=True)
-            transient = max(0, moment(again, [loss, *wanted]) - trained)  # the gradients stay
-        return replace(found, backward=backward, transient=transient)
+        torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=measures_peak)
+        backward = now(self._device) - begin
+        transient = 0
+        if measures_peak:
+            run_backward = partial(torch.autograd.grad, loss, inputs, allow_unused=True)
+            peak = peak_bytes(run_backward, [loss, *inputs])
+            # Gradients of parameters stay; `trained` counts them.
+            transient = max(0, peak - trainable_bytes)
+        return replace(block, backward=backward, transient=transient)
 
 
-def _quicker(one: Block, other: Block) -> Block:
-    forward, backward = min(one.forward, other.forward), min(one.backward, other.backward)
-    return replace(one, forward=forward, backward=backward)
+def _quicker(block: Block, other: Block) -> Block:
+    """Return the first block with the shorter times of both."""
+    forward = min(block.forward, other.forward)
+    backward = min(block.backward, other.backward)
+    return replace(block, forward=forward, backward=backward)
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -174,27 +209,32 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def containers_kept(module: nn.Module) -> Iterator[None]:
-    """Lists, dictionaries and sets in the attributes of modules have afterwards what they had before.
+def preserve_containers(module: nn.Module) -> Iterator[None]:
+    """Restore the contents of lists, dictionaries and sets in the public attributes of modules afterwards.
+
+    Args:
+        module: The module; its submodules count, too.
 
     Example:
         >>> module = nn.Identity()
         >>> module.seen = [1]
-        >>> with containers_kept(module):
+        >>> with preserve_containers(module):
         ...     module.seen.append(2)
         >>> module.seen
         [1]
     """
-    held: Sequence[Any] = [
-        value
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if type(value) in _CONTAINERS and not name.startswith("_")
-    ]
-    before = [value.copy() for value in held]
+    containers: list[Any] = []
+    for submodule in module.modules():
+        for name, value in vars(submodule).items():
+            if type(value) in _CONTAINERS and not name.startswith("_"):
+                containers.append(value)
+    contents = [container.copy() for container in containers]
     try:
         yield
     finally:
-        for value, was in zip(held, before, strict=True):
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(was)
+        for container, content in zip(containers, contents, strict=True):
+            container.clear()
+            if isinstance(container, list | deque):
+                container.extend(content)
+            else:
+                container.update(content)

@@ -1,26 +1,29 @@
 """Partition a sequence of blocks into stages: the slowest as fast as possible, each within its memory.
 
-A dynamic programme over the ends of stages, exact for a given order of devices: its cost is the time of the slowest
-stage and, among cuts that are as good to within what measuring can tell, the bytes that pass between stages. Devices
+A dynamic programme over the ends of stages, exact for a given order of devices. Its cost is the time of the slowest
+stage. Among cuts whose times differ by less than measuring can tell, it is the bytes that pass between stages. Devices
 may be of unequal speed and memory (the problem of Narayanan et al., "PipeDream", 2019, for one machine).
 
-Where a device has several stages they share its memory, and what one may take depends on the others. The cut that is
-chosen as if memory had no limit is the best one if it fits. Otherwise each stage gets a part of its device's memory, at
-first equal parts, then in the ratio of what the stages of the cut before need, and the programme runs again. So a
-cut that is returned fits, but may not be the quickest of those that do; and where none is found there may be one.
+Several stages on a device share its memory, so the memory of one depends on the rest. First the programme runs without
+a limit of memory: if that cut fits, it is the best one. Otherwise each stage gets a part of its device's memory, and
+the programme runs again: at first with equal parts, then in the ratio of what the stages of the previous cut need. A
+cut that is returned fits, but a quicker one that fits may exist. A search without a result does not prove that none
+fits.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
 from equipoise.pipeline.planning.stage_costs import Block, Costs, Stage, StageDevice
 from equipoise.pipeline.schedule.schedule import Schedule
 
 __all__ = ["DoesNotFit", "choose_cuts", "describe_stages"]
 
-_ALIKE = 1.01  # cuts whose slowest stages differ by no more are as good as one another
-_ROUNDS = 8  # in which a device's memory is divided between its stages
+# Cuts whose slowest stages differ by no more than this factor are equally good.
+_TOLERANCE = 1.01
+# Number of attempts to divide a device's memory between its stages.
+_ROUNDS = 8
 
 
 class DoesNotFit(Exception):
@@ -44,23 +47,23 @@ def choose_cuts(
     stages_per_device: int = 1,
     state_factor: float = 3.0,
 ) -> list[int]:
-    """Chooses the blocks with which stages end.
+    """Choose the blocks with which stages end.
 
     Args:
         blocks: The blocks, in order.
-        devices: One for each stage, in order. Of p devices, each with several stages, stage s has that of stage s - p,
-            and its memory is that of all of them together.
-        schedule: How micro-batches are computed; it decides how many activations a stage holds.
-        micro_batches: Their number.
-        stages_per_device: How many stages each device has. Default: 1.
+        devices: One for each stage, in order. With several stages on each of p devices, stage s has the device of stage
+            s - p, and all stages of a device share its memory.
+        schedule: The schedule; it decides how many activations a stage holds.
+        micro_batches: Number of micro-batches.
+        stages_per_device: Number of stages on each device. Default: 1.
         state_factor: Bytes of gradients and the optimiser's state for each byte of a trained parameter. Default: 3,
-            which is Adam's; 1 are the gradients.
+            as for Adam: one byte of gradients and two of state.
 
     Returns:
         For each stage the index of the block after its last.
 
     Raises:
-        ValueError: If there are more stages than places to cut.
+        ValueError: If there are more stages than blocks between which a cut is allowed.
         DoesNotFit: If no cut fits into memory; with several stages on a device, if none was found.
 
     Example:
@@ -69,12 +72,15 @@ def choose_cuts(
         [3, 4]
     """
     costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device, state_factor)
-    cuts = _cut_looped(costs, stages_per_device) if stages_per_device > 1 else _cut(costs)
+    if stages_per_device > 1:
+        cuts = _cut_with_shared_memory(costs, stages_per_device)
+    else:
+        cuts = _cut(costs)
     if cuts is None:
         raise ValueError(
             f"{len(devices)} stages need as many blocks, and places to cut between them; there are {len(blocks)}."
         )
-    if _overrun(costs, costs.devices, cuts) > 0:
+    if _overrun(costs, cuts) > 0:
         raise DoesNotFit(cuts)
     return cuts
 
@@ -89,103 +95,206 @@ def describe_stages(
     stages_per_device: int = 1,
     state_factor: float = 3.0,
 ) -> tuple[list[Stage], list[int]]:
-    """What the stages of a cut come to, and for each device the bytes at its peak; see `choose_cuts`."""
+    """Return the costs of each stage of a cut, and for each device the bytes at its peak; see `choose_cuts`."""
     costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device, state_factor)
     stages = costs.stages(cuts)
     return stages, costs.peaks(stages)
 
 
 def _cut(costs: Costs) -> list[int] | None:
-    """The best cut, each stage by itself within its device's memory, or the one that overruns it least."""
-    _, (_, slowest, _) = _best(costs)
-    return _best(costs, _ALIKE * slowest)[0]
+    """Return the best cut, each stage by itself within its device's memory, or the one that overruns it least."""
+    # 1. Find the time of the slowest stage.
+    _, cost = _best(costs)
+    # 2. Among the cuts that are about as fast, find the one that passes the fewest bytes between stages.
+    cuts, _ = _best(costs, _TOLERANCE * cost.slowest)
+    return cuts
 
 
-def _cut_looped(costs: Costs, stages_per_device: int) -> list[int] | None:
-    """A good cut where the stages of a device share its memory; see above."""
-    devices, count = costs.devices, len(costs.devices) // stages_per_device
-    try:
-        costs.devices = [replace(device, memory=None) for device in devices]
-        found = [_cut(costs)]
-        parts = [1 / stages_per_device] * len(devices)
-        while (last := found[-1]) and _overrun(costs, devices, last) > 0 and len(found) <= _ROUNDS:
-            if len(found) > 1:
-                sizes = [stage.memory for stage in costs.stages(last)]
-                parts = [size / max(1, sum(sizes[index % count :: count])) for index, size in enumerate(sizes)]
-            costs.devices = [
-                replace(device, memory=None if device.memory is None else int(part * device.memory))
-                for device, part in zip(devices, parts, strict=True)
-            ]
-            found.append(_cut(costs))
-    finally:
-        costs.devices = devices
-    return min((cuts for cuts in found if cuts), key=lambda cuts: _overrun(costs, devices, cuts), default=None)
+def _cut_with_shared_memory(costs: Costs, stages_per_device: int) -> list[int] | None:
+    """Return a good cut if the stages of a device share its memory; see the text above."""
+    stages = len(costs.devices)
+    devices = stages // stages_per_device
+
+    # 1. Try without a limit of memory.
+    without_limit = costs.with_memory([None] * stages)
+    cuts = _cut(without_limit)
+
+    # 2. Divide each device's memory between its stages until a cut fits.
+    attempts = [cuts]
+    parts = [1 / stages_per_device] * stages
+    while len(attempts) <= _ROUNDS:
+        if not cuts or _overrun(costs, cuts) == 0:
+            break
+        if len(attempts) > 1:
+            parts = _parts_by_need(costs, cuts, devices)
+        memory = []
+        for device, part in zip(costs.devices, parts, strict=True):
+            limit = None
+            if device.memory is not None:
+                limit = int(part * device.memory)
+            memory.append(limit)
+        with_limits = costs.with_memory(memory)
+        cuts = _cut(with_limits)
+        attempts.append(cuts)
+
+    # 3. Take the first cut that fits, or the one that overruns memory least.
+    candidates = [candidate for candidate in attempts if candidate]
+    return min(candidates, key=lambda candidate: _overrun(costs, candidate), default=None)
 
 
-def _overrun(costs: Costs, devices: Sequence[StageDevice], cuts: Sequence[int]) -> float:
-    """By which share of its memory the worst device is overrun."""
-    peaks = costs.peaks(costs.stages(cuts))
-    return max(
-        0.0 if device.memory is None else max(0.0, peak / max(1, device.memory) - 1)
-        for peak, device in zip(peaks, devices, strict=False)
-    )
+def _parts_by_need(costs: Costs, cuts: Sequence[int], devices: int) -> list[float]:
+    """Return for each stage its part of the memory that the stages of its device need together."""
+    sizes = [stage.memory for stage in costs.stages(cuts)]
+    parts = []
+    for index, size in enumerate(sizes):
+        device = index % devices
+        size_of_device = sum(sizes[device::devices])
+        parts.append(size / max(1, size_of_device))
+    return parts
 
 
-Cost = tuple[float, float, int]  # bytes beyond the memory, as a share of it; seconds of the slowest; bytes that pass
+def _overrun(costs: Costs, cuts: Sequence[int]) -> float:
+    """Return the share of its memory by which the worst device is overrun; 0 if all fit."""
+    stages = costs.stages(cuts)
+    worst = 0.0
+    # The first stages have one device each. The devices repeat for the stages after them.
+    for peak, device in zip(costs.peaks(stages), costs.devices, strict=False):
+        if device.memory is not None:
+            overrun = peak / max(1, device.memory) - 1
+            worst = max(worst, overrun)
+    return worst
 
 
-def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int] | None, Cost]:
-    """The best ends of all stages, and their cost; a slowest stage of `enough` seconds is as good as a quicker one."""
-    blocks, stages = costs.blocks, len(costs.devices)
-    count = len(blocks)
-    best: list[dict[int, tuple[Cost, int]]] = [{0: ((0.0, 0.0, 0), 0)}]  # by stages so far, then by blocks so far
+# The dynamic programme.
+
+
+class _Cost(NamedTuple):
+    """Cost of the stages up to an end. The first attribute in which two costs differ decides.
+
+    Attributes:
+        overrun: Share of its memory by which the worst device is overrun.
+        slowest: Seconds of the slowest stage.
+        passing: Bytes that pass between stages.
+    """
+
+    overrun: float
+    slowest: float
+    passing: int
+
+
+class _LastStage(NamedTuple):
+    """Best last stage of a partition.
+
+    Attributes:
+        cost: Cost of all stages up to its end.
+        first: Index of its first block.
+    """
+
+    cost: _Cost
+    first: int
+
+
+# By the end of a stage, the index of the block after its last.
+_Row = dict[int, _LastStage]
+
+
+def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int] | None, _Cost]:
+    """Return the best ends of all stages, and their cost.
+
+    Args:
+        costs: Costs of stages.
+        enough: Seconds of the slowest stage below which a partition does not become better. Default: 0.
+    """
+    blocks = costs.blocks
+    stages = len(costs.devices)
+    last_end = len(blocks)
+
+    # 1. For each number of stages and each end, find the best partition of the blocks before that end.
+    no_cost = _Cost(overrun=0.0, slowest=0.0, passing=0)
+    no_stage = _LastStage(no_cost, first=0)
+    rows: list[_Row] = [{0: no_stage}]
     for stage in range(stages):
-        row: dict[int, tuple[Cost, int]] = {}
+        row: _Row = {}
         hint = None
-        for end in range(stage + 1, count + 1) if stage < stages - 1 else (count,):
-            if blocks[end - 1].may_end or end == count:
-                found = _best_beginning(costs, stage, end, best[stage], enough, hint)
-                if found is not None:
-                    row[end], hint = found, found[1]
-        best.append(row)
-    if count not in best[stages]:
-        return None, (math.inf, math.inf, 0)
-    cuts, end = [], count
+        first_end = stage + 1
+        if stage == stages - 1:
+            first_end = last_end
+        for end in range(first_end, last_end + 1):
+            if not blocks[end - 1].may_end and end != last_end:
+                continue
+            last_stage = _best_beginning(costs, stage, end, rows[stage], enough, hint)
+            if last_stage is not None:
+                row[end] = last_stage
+                # Stages that end a block later often begin with the same block.
+                hint = last_stage.first
+        rows.append(row)
+    if last_end not in rows[stages]:
+        impossible = _Cost(overrun=math.inf, slowest=math.inf, passing=0)
+        return None, impossible
+
+    # 2. Follow the beginnings back from the last stage.
+    cuts = []
+    end = last_end
     for stage in range(stages, 0, -1):
         cuts.append(end)
-        end = best[stage][end][1]
-    return cuts[::-1], best[stages][count][0]
+        end = rows[stage][end].first
+    cuts.reverse()
+    last_stage_of_all = rows[stages][last_end]
+    return cuts, last_stage_of_all.cost
 
 
 def _best_beginning(
-    costs: Costs, stage: int, end: int, before: dict[int, tuple[Cost, int]], enough: float, hint: int | None
-) -> tuple[Cost, int] | None:
-    """Where a stage that ends somewhere best begins, and the cost up to its end.
+    costs: Costs, stage: int, end: int, before: _Row, enough: float, hint: int | None
+) -> _LastStage | None:
+    """Return where a stage with this end best begins, and the cost up to its end; None if it cannot begin anywhere.
 
     Args:
-        costs: What stages cost.
-        stage: The stage.
-        end: Its end.
-        before: For the ends of the stage before the costs up to them.
+        costs: Costs of stages.
+        stage: Index of the stage.
+        end: Index of the block after its last.
+        before: Results for the stage before.
         enough: See `_best`.
-        hint: Where it may well begin: what is known to be worse than that is soon passed over.
+        hint: A likely beginning. It is tried first, so that worse ones are soon passed over.
     """
-    blocks, device, best = costs.blocks, costs.devices[stage], None
-    passing = 0 if end == len(blocks) else blocks[end - 1].boundary
-    for first in (*([] if hint is None else [hint]), *range(end - 1, stage - 1, -1)):
+    memory = costs.devices[stage].memory
+    boundary = 0
+    if end < len(costs.blocks):
+        boundary = costs.blocks[end - 1].boundary
+    # From short stages to long ones.
+    candidates = list(range(end - 1, stage - 1, -1))
+    if hint is not None:
+        candidates.insert(0, hint)
+
+    best: _LastStage | None = None
+    # Seconds of the slowest stage of the best partition, once that one fits into memory.
+    limit = math.inf
+    for first in candidates:
         if first not in before:
             continue
-        over, slowest, passed = before[first][0]
-        if best is not None and not best[0][0] and (over or slowest > best[0][1]):
+        earlier = before[first].cost
+        if earlier.slowest > limit or (earlier.overrun and limit < math.inf):
             continue
-        seconds = max(costs.seconds(stage, first, end), enough)
-        if best is not None and not best[0][0] and seconds > best[0][1]:
-            break  # what is longer takes longer
-        cost = (over, max(slowest, seconds), passed + passing)
-        if best is not None and cost >= best[0]:
-            continue  # whatever its memory
-        if device.memory is not None:
-            cost = (max(over, costs.stage(stage, first, end).memory / max(1, device.memory) - 1), *cost[1:])
-        if best is None or cost < best[0]:
-            best = cost, first
+        seconds = costs.seconds(stage, first, end)
+        seconds = max(seconds, enough)
+        if seconds > limit:
+            # All stages after this one in the list are longer, and take longer.
+            break
+
+        # Compare without the memory of this stage first: to price it takes longer.
+        cost = _Cost(
+            overrun=earlier.overrun,
+            slowest=max(earlier.slowest, seconds),
+            passing=earlier.passing + boundary,
+        )
+        if best is not None and cost >= best.cost:
+            # Memory can only raise the cost.
+            continue
+        if memory is not None:
+            needed = costs.stage(stage, first, end).memory
+            overrun = needed / max(1, memory) - 1
+            cost = cost._replace(overrun=max(earlier.overrun, overrun))
+        if best is None or cost < best.cost:
+            best = _LastStage(cost, first)
+            if not cost.overrun:
+                limit = cost.slowest
     return best

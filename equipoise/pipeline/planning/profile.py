@@ -1,12 +1,11 @@
 """Profile of each call of a network: time forward and backward, activations, sizes of outputs.
 
-The whole network is gone through several times, and of each call the quickest counts: somebody else at work for a
-moment, or memory that is touched for the first time, disturbs one pass and not all of them.
+The whole network runs several times, and the quickest pass of each call counts. Other work on the machine, or memory
+that is touched for the first time, disturbs one pass and not all of them.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,20 +15,31 @@ from torch import Tensor, fx, nn
 
 from equipoise.interop.torch.modules import versions
 from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
-from equipoise.pipeline.execution.placement import move
 from equipoise.pipeline.graph.forward_effects import ForwardEffects
 from equipoise.pipeline.graph.split_backward import SplitBackward
-from equipoise.pipeline.graph.stages import crossing, map_tensors, may_cut, names_of, plain
+from equipoise.pipeline.graph.stages import crossing, map_tensors, may_cut, names_of
 from equipoise.pipeline.graph.tracing import Traced, writes_in_place
-from equipoise.pipeline.planning.activation_memory import SavedTensors, moment
+from equipoise.pipeline.planning.activation_memory import SavedTensors, peak_bytes
 from equipoise.pipeline.planning.stage_costs import Block
+from equipoise.pipeline.planning.traced_calls import (
+    attribute_of,
+    layer_of,
+    now,
+    output_of,
+    placed,
+    placeholder_of,
+    run_call,
+    tensors_of,
+)
 
-__all__ = ["add_rest", "compute_uncut", "merge_blocks", "now", "placed", "profile_calls", "used_tensors"]
+__all__ = ["profile_calls"]
 
-Placed = Callable[[nn.Module | None, torch.device], AbstractContextManager[None]]
+# Limits for the number of passes.
+_LEAST_PASSES = 3
+_MOST_PASSES = 8
 
-_LEAST, _MOST = 3, 8  # passes
-_FINEST = 200  # a block takes at least such a part of an average stage, where it may be cut
+# Measures what a step computes after the network; receives the forward and its output.
+MeasureRest = Callable[[Traced, Any], None]
 
 
 def profile_calls(
@@ -40,118 +50,204 @@ def profile_calls(
     *,
     seconds: float = 3.0,
     split: bool = False,
-    rest: Callable[[Traced, Any], None] | None = None,
+    rest: MeasureRest | None = None,
 ) -> list[Block]:
-    """Measures every call of a forward, one after the other, on a device; nothing is changed by it.
+    """Measure every call of a forward, one after the other, on a device. The module keeps its state.
 
     Args:
         traced: The forward.
-        module: The user's module, whose buffers and metrics are brought back.
-        tensors: What it is called with; one micro-batch.
-        device: Where. Parameters that lie elsewhere are there while their call is measured.
-        seconds: No pass begins after so many, once there were three. Default: 3.
-        split: Whether backwards will be in two parts. Default: False.
-        rest: Is called with the forward and what it returned, at the end. Default: nothing is.
+        module: The user's module, whose buffers and metrics are restored.
+        tensors: Tensors of the call, with one micro-batch.
+        device: Device of the measurement. Parameters on other devices are moved there for their call.
+        seconds: Time after which no pass begins, once there were three. Default: 3.
+        split: True if backwards are split into two halves. Default: False.
+        rest: Called at the end with the forward and its output. Default: None.
 
     Returns:
         A block for each call.
     """
-    rewind, effects = StepSnapshot(module, [device]), ForwardEffects(module)
-    rewind.mark()
+    snapshot = StepSnapshot(module, [device])
+    effects = ForwardEffects(module)
+    snapshot.mark()
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            given = tuple(tensor.detach().clone().to(device) for tensor in tensors)
+            inputs = tuple(tensor.detach().clone().to(device) for tensor in tensors)
             begin = time.perf_counter()
-            blocks, output = _profile(traced, given, device, first=True, split=split)
-            for count in range(1, _MOST):
-                if count >= _LEAST and time.perf_counter() - begin > seconds:
+
+            # 1. The first pass also measures memory.
+            first_pass = _Pass(traced, inputs, device, measures_peaks=True, split=split)
+            blocks = first_pass.run()
+
+            # 2. The others measure time only.
+            for count in range(1, _MOST_PASSES):
+                elapsed = time.perf_counter() - begin
+                if count >= _LEAST_PASSES and elapsed > seconds:
                     break
-                blocks = list(map(_quicker, blocks, _profile(traced, given, device)[0]))
+                next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
+                blocks = list(map(_quicker, blocks, next_blocks))
+
             if rest is not None:
-                rest(traced, output)
+                rest(traced, first_pass.output)
             return blocks
     finally:
         effects.restore()
-        rewind.restore()
+        snapshot.restore()
 
 
-def _quicker(one: Block, other: Block) -> Block:
-    return replace(one, forward=min(one.forward, other.forward), backward=min(one.backward, other.backward))
+def _quicker(block: Block, other: Block) -> Block:
+    """Return the first block with the shorter times of both."""
+    return replace(
+        block,
+        forward=min(block.forward, other.forward),
+        backward=min(block.backward, other.backward),
+    )
 
 
-def _profile(
-    traced: Traced, tensors: tuple[Tensor, ...], device: torch.device, *, first: bool = False, split: bool = False
-) -> tuple[list[Block], Any]:
-    """One pass, and its output; only the first looks at what is needed for a moment, which takes its time."""
-    calls, values = traced.calls, {}
-    (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
-    values[given] = tensors
-    passing = crossing(traced, range(1, len(calls) + 1))
-    storages = SavedTensors(traced.root)
-    storages.keep_only(tensors)
-    last = {node: index for index, nodes in enumerate(passing) for node in nodes}
-    names, blocks = names_of(traced), []
-    for index, node in enumerate(calls):
-        measured = _measure(node, traced, values, device, storages, first=first, split=split)
-        values[node] = measured.pop("output")
-        sent = storages.passing(tensor for value in passing[index] for tensor in _tensors(values[value]))
-        name, named = names[index]
-        blocks.append(Block(name=name, named=named, boundary=sum(sent.values()), passing=sent, **measured))
-        for old in [old for old in values if last.get(old, -1) < index]:
-            del values[old]
-        storages.keep_only(_tensors(list(values.values())))
-    (output,) = (node for node in traced.graph.nodes if node.op == "output")
-    made = plain(fx.map_arg(output.args[0], values.__getitem__))
-    return [replace(block, may_end=may) for block, may in zip(blocks, may_cut(traced), strict=True)], made
+class _Pass:
+    """Run all calls of a forward once, and measure each of them.
+
+    Args:
+        traced: The forward.
+        inputs: Tensors of the call.
+        device: Device of the measurement.
+        measures_peaks: True to measure the peak of each call, which takes time.
+        split: True to measure what the first half of a split backward leaves.
+
+    Attributes:
+        output: Output of the forward; None before `run`.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        inputs: tuple[Tensor, ...],
+        device: torch.device,
+        *,
+        measures_peaks: bool,
+        split: bool,
+    ) -> None:
+        self.output: Any = None
+        self._traced = traced
+        self._device = device
+        self._measures_peaks = measures_peaks
+        self._split = split
+        self._values: dict[fx.Node, Any] = {placeholder_of(traced): inputs}
+        self._storages = SavedTensors(traced.root)
+        self._storages.keep_only(inputs)
+
+    def run(self) -> list[Block]:
+        """Return a block for each call."""
+        traced = self._traced
+        values = self._values
+        calls = traced.calls
+        passing = crossing(traced, range(1, len(calls) + 1))
+        last_use = {node: index for index, nodes in enumerate(passing) for node in nodes}
+        names = names_of(traced)
+
+        blocks = []
+        for index, node in enumerate(calls):
+            # 1. Measure the call.
+            block, values[node] = self._measure(node)
+
+            # 2. Count what passes to later calls.
+            passing_tensors = tensors_of([values[later] for later in passing[index]])
+            sent = self._storages.passing(passing_tensors)
+            name, is_named = names[index]
+            block = replace(
+                block,
+                name=name,
+                named=is_named,
+                boundary=sum(sent.values()),
+                passing=sent,
+            )
+            blocks.append(block)
+
+            # 3. Release what no later call uses.
+            unused = [value for value in values if last_use.get(value, -1) < index]
+            for value in unused:
+                del values[value]
+            self._storages.keep_only(tensors_of(list(values.values())))
+        self.output = output_of(traced, values)
+
+        # 4. Only now is it known which calls change their arguments in place.
+        for index, may_end in enumerate(may_cut(traced)):
+            blocks[index] = replace(blocks[index], may_end=may_end)
+        return blocks
+
+    def _measure(self, node: fx.Node) -> tuple[Block, Any]:
+        """Return the costs of a call, without what passes to later ones, and its value."""
+        layer = layer_of(node, self._traced.root)
+        parameters = _parameters_of(node, self._traced.root)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        run = _Run(node, self._traced, self._values, trainable, self._device)
+
+        # 1. Run the call with its layer on the device.
+        peak = 0
+        left = 0
+        with placed(layer, self._device):
+            run.measure(self._storages)
+            if self._measures_peaks:
+                existing = tensors_of(list(self._values.values()))
+                peak = peak_bytes(run.repeat, [*existing, *parameters])
+            if self._split:
+                left = run.left_bytes()
+
+        # 2. Count what it keeps. The peak contains that, and its output.
+        outputs = tensors_of(run.output)
+        saved, saves = self._storages.add(run.saved, outputs)
+        kept_bytes = dict(run.saved)
+        for address in run.argument_addresses:
+            kept_bytes.pop(address, None)
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            kept_bytes[storage.data_ptr()] = storage.nbytes()
+
+        block = Block(
+            name="",
+            forward=run.forward,
+            backward=run.backward,
+            parameters=sum(parameter.nbytes for parameter in parameters),
+            trained=sum(parameter.nbytes for parameter in trainable),
+            saved=saved,
+            saves=saves,
+            left=left,
+            transient=max(0, peak - sum(kept_bytes.values())),
+        )
+        return block, map_tensors(_as_leaf, run.output)
 
 
-def _measure(
-    node: fx.Node,
-    traced: Traced,
-    values: dict[fx.Node, Any],
-    device: torch.device,
-    storages: SavedTensors,
-    *,
-    first: bool,
-    split: bool,
-) -> dict[str, Any]:
-    root = traced.root
-    owner = root.get_submodule(str(node.target)) if node.op == "call_module" else None
-    parameters = [] if owner is None else list(owner.parameters())
-    if node.op == "get_attr" and isinstance(held := _attribute(root, str(node.target)), nn.Parameter):
-        parameters = [held]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    run = _Run(node, traced, values, trained, device)
-    with placed(owner, device):
-        run.once(storages)
-        most = moment(run.again, [*_tensors(list(values.values())), *parameters]) if first else 0
-        left = run.left() if split else 0
-    made = _tensors(run.output)
-    saved, saves = storages.add(run.seen, made)
-    kept = {place: size for place, size in run.seen.items() if place not in run.taken}
-    for tensor in made:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return {
-        "forward": run.forward,
-        "backward": run.backward,
-        "parameters": sum(parameter.nbytes for parameter in parameters),
-        "trained": sum(parameter.nbytes for parameter in trained),
-        "saved": saved,
-        "saves": saves,
-        "left": left,
-        "transient": max(0, most - sum(kept.values())),
-        "output": map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), run.output),
-    }
+def _parameters_of(node: fx.Node, root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the layer that a call runs, or the parameter that it looks up."""
+    layer = layer_of(node, root)
+    if layer is not None:
+        return list(layer.parameters())
+    if node.op != "get_attr":
+        return []
+    attribute = attribute_of(node, root)
+    if isinstance(attribute, nn.Parameter):
+        return [attribute]
+    return []
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class _Run:
-    """Runs one call and its backward.
+    """Run one call and its backward.
+
+    Args:
+        node: The call.
+        traced: The forward.
+        values: Values of the calls before.
+        trainable: Parameters of the call that require gradients.
+        device: Device of the measurement.
 
     Attributes:
         forward, backward: Seconds.
-        seen: The places of what the last forward saved, and their bytes.
-        taken: The places of what it was called with.
-        output: What it returned.
+        saved: Addresses of the storages that the last forward saved, and their bytes.
+        argument_addresses: Addresses of the storages of its arguments.
+        output: Value of the call.
     """
 
     def __init__(
@@ -159,213 +255,121 @@ class _Run:
         node: fx.Node,
         traced: Traced,
         values: dict[fx.Node, Any],
-        trained: Sequence[nn.Parameter],
+        trainable: Sequence[nn.Parameter],
         device: torch.device,
     ) -> None:
-        self.node, self.traced, self.values, self.trained, self.device = node, traced, values, trained, device
-        self.forward = self.backward = 0.0
-        self.seen: dict[int, int] = {}
-        self.taken: set[int] = set()
+        self.forward = 0.0
+        self.backward = 0.0
+        self.saved: dict[int, int] = {}
+        self.argument_addresses: set[int] = set()
         self.output: Any = None
+        self._node = node
+        self._traced = traced
+        self._values = values
+        self._trainable = trainable
+        self._device = device
 
-    def once(self, storages: SavedTensors) -> None:
-        """Measures it."""
-        self.output, self.seen = None, {}
-        args, kwargs, inputs = self._arguments()
-        given = _tensors((args, kwargs))
-        before, self.taken = versions(given), {tensor.untyped_storage().data_ptr() for tensor in given}
-        begin = now(self.device)
-        with storages.watch(self.seen):
-            self.output = _call(self.node, self.traced.root, args, kwargs, self.device)
-        self.forward = now(self.device) - begin
-        if versions(given) != before:
-            self.traced.writing.add(self.node)
-        self.backward = self._go_back(inputs)
+    def measure(self, storages: SavedTensors) -> None:
+        """Measure time and saved storages.
 
-    def again(self) -> None:
-        """Runs it without keeping anything."""
+        Args:
+            storages: Watches what is saved.
+        """
+        self.output = None
+        self.saved = {}
         args, kwargs, inputs = self._arguments()
-        kept, self.output = self.output, _call(self.node, self.traced.root, args, kwargs, self.device)
-        self._go_back(inputs)
-        self.output = kept
+        arguments = tensors_of((args, kwargs))
+        versions_before = versions(arguments)
+        self.argument_addresses = {tensor.untyped_storage().data_ptr() for tensor in arguments}
 
-    def left(self) -> int:
-        """What the first part of a backward leaves for the second, beside what is saved."""
+        begin = now(self._device)
+        with storages.watch(self.saved):
+            self.output = self._call(args, kwargs)
+        self.forward = now(self._device) - begin
+
+        # The graph does not show which layers change their arguments in place.
+        if versions(arguments) != versions_before:
+            self._traced.writing.add(self._node)
+        self.backward = self._run_backward(inputs)
+
+    def repeat(self) -> None:
+        """Run forward and backward once more, and keep nothing of it."""
         args, kwargs, inputs = self._arguments()
-        outputs = _tensors(_call(self.node, self.traced.root, args, kwargs, self.device))
-        parts = SplitBackward(inputs, outputs)
-        parts.of_inputs([torch.ones_like(output) if output.requires_grad else None for output in outputs])
-        return parts.nbytes
+        output = self.output
+        self.output = self._call(args, kwargs)
+        self._run_backward(inputs)
+        self.output = output
+
+    def left_bytes(self) -> int:
+        """Return the bytes that the first half of a split backward leaves for the second, beside what is saved."""
+        args, kwargs, inputs = self._arguments()
+        output = self._call(args, kwargs)
+        outputs = tensors_of(output)
+        gradients = [torch.ones_like(output) if output.requires_grad else None for output in outputs]
+        split = SplitBackward(inputs, outputs)
+        split.of_inputs(gradients)
+        return split.nbytes
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        return run_call(self._node, self._traced.root, args, kwargs, self._device)
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
+        """Return the arguments of the call as leaves of autograd, and the list of these leaves."""
+        node = self._node
         inputs: list[Tensor] = []
-        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), partial(_leaves, self.values, inputs))
-        if self.node in self.traced.writing or _may_write(self.node, self.traced.root):
-            args, kwargs = map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs)
+        as_leaves = partial(_leaves, self._values, inputs)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), as_leaves)
+        if node in self._traced.writing or _may_write(node, self._traced.root):
+            # Leaves and the values of earlier calls must not change.
+            args = map_tensors(torch.clone, args)
+            kwargs = map_tensors(torch.clone, kwargs)
         return args, kwargs, inputs
 
-    def _go_back(self, inputs: Sequence[Tensor]) -> float:
-        """Returns the seconds; that gradients are added to those of earlier micro-batches is part of it."""
-        outputs = [tensor for tensor in _tensors(self.output) if tensor.requires_grad]
-        leaves = [tensor for tensor in inputs if tensor.requires_grad]
-        if not outputs or not (leaves or self.trained):
+    def _run_backward(self, inputs: Sequence[Tensor]) -> float:
+        """Return the seconds of the backward."""
+        outputs = _requiring_grad(tensors_of(self.output))
+        leaves = _requiring_grad(inputs)
+        sources = [*leaves, *self._trainable]
+        if not outputs or not sources:
             return 0.0
         ones = [torch.ones_like(tensor) for tensor in outputs]
-        begin = now(self.device)
-        found = torch.autograd.grad(outputs, [*leaves, *self.trained], ones, allow_unused=True)
-        for gradient in found[len(leaves) :]:
-            if gradient is not None and gradient.layout is torch.strided and gradient.is_contiguous():
+
+        begin = now(self._device)
+        gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+        # A step also adds the gradients of weights to those of earlier micro-batches.
+        gradients_of_weights = gradients[len(leaves) :]
+        for gradient in gradients_of_weights:
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if gradient.is_contiguous():
                 gradient.add_(gradient)
-        return now(self.device) - begin
+        return now(self._device) - begin
+
+
+def _requiring_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _may_write(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a call may change its arguments; of layers that are not torch's own nobody knows before."""
-    whole = node.op == "call_module" and not type(root.get_submodule(str(node.target))).__module__.startswith("torch.")
-    return whole or writes_in_place(node, root)
+    """Return True if a call may change its arguments in place. A layer that is not torch's own always may."""
+    layer = layer_of(node, root)
+    if layer is not None and not type(layer).__module__.startswith("torch."):
+        return True
+    return writes_in_place(node, root)
 
 
-def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], used: fx.Node) -> Any:
-    """A value as leaves of autograd, which are noted."""
-
-    def leaf(tensor: Tensor) -> Tensor:
-        made = tensor.detach().requires_grad_(tensor.requires_grad)
-        inputs.append(made)
-        return made
-
-    return map_tensors(leaf, values[used])
-
-
-def _call(node: fx.Node, root: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Any:
-    if node.op == "call_module":
-        return root.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if node.op == "get_attr":
-        held = _attribute(root, str(node.target))
-        return held.detach().to(device).requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
-
-
-def _attribute(root: nn.Module, name: str) -> Any:
-    owner, _, own = name.rpartition(".")
-    return getattr(root.get_submodule(owner), own)
-
-
-@contextmanager
-def placed(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """A layer on the device, for a while."""
-    with ExitStack() as stack:
-        for tensor in () if owner is None else [*owner.parameters(), *owner.buffers()]:
-            if tensor.device != device:
-                stack.callback(move, tensor, tensor.device)
-                move(tensor, device)
-        yield
-
-
-def now(device: torch.device) -> float:
-    """The time in seconds, once a device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def compute_uncut(
-    traced: Traced,
-    tensors: Sequence[Tensor],
-    device: torch.device,
-    *,
-    place_layer: Placed = placed,
-    seen: Callable[[fx.Node, Any], None] | None = None,
-) -> Any:
-    """The output of a network that does not lie on any device yet: each layer is on one while it is called.
+def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], node: fx.Node) -> Any:
+    """Return a value with its tensors as leaves of autograd.
 
     Args:
-        traced: Its forward.
-        tensors: What it is called with.
-        device: Where.
-        place_layer: Makes a context in which a layer is there. Default: it is moved there and back.
-        seen: Receives each call and its value. Default: nothing does.
+        values: Values of the calls before.
+        inputs: Receives the leaves.
+        node: The call whose value to return.
     """
-    calls = traced.calls
-    (given,) = (node for node in traced.graph.nodes if node.op == "placeholder")
-    (output,) = (node for node in traced.graph.nodes if node.op == "output")
-    values: dict[fx.Node, Any] = {given: tuple(tensor.to(device) for tensor in tensors)}
-    for node, needed in zip(calls, crossing(traced, range(1, len(calls) + 1)), strict=True):
-        owner = traced.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with place_layer(owner, device):
-            values[node] = _call(node, traced.root, args, kwargs, device)
-        if seen is not None:
-            seen(node, values[node])
-        values = {kept: values[kept] for kept in needed}
-    return plain(fx.map_arg(output.args[0], values.__getitem__))
 
+    def as_input(tensor: Tensor) -> Tensor:
+        leaf = _as_leaf(tensor)
+        inputs.append(leaf)
+        return leaf
 
-def used_tensors(traced: Traced) -> set[int]:
-    """The parameters and buffers that a forward uses, by their ids."""
-    targets = {str(node.target) for node in traced.calls if node.op == "call_module"}
-    layers = [traced.root.get_submodule(target) for target in targets]
-    held = [_attribute(traced.root, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"]
-    return {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())} | set(map(id, held))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found
-
-
-def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block], list[int]]:
-    """Puts calls together until each takes a noticeable part of the time, so that few places to cut are left.
-
-    Where no module begins, only what takes such a part on both sides is kept apart.
-
-    Args:
-        blocks: One for each call.
-        stages: How many stages there will be. Default: 2.
-
-    Returns:
-        The merged blocks, and for each the index of the call after its last.
-    """
-    whole = sum(block.forward + block.backward for block in blocks)
-    merged: list[Block] = []
-    ends: list[int] = []
-    few, least = len(blocks) <= stages * _FINEST, whole / (stages * _FINEST)
-    first, seconds = 0, 0.0
-    for index, block in enumerate(blocks):
-        seconds += block.forward + block.backward
-        last = index == len(blocks) - 1
-        after = block if last else blocks[index + 1]
-        worth = after.named or min(seconds, after.forward + after.backward) >= least
-        if last or (block.may_end and worth and (few or seconds >= least)):
-            merged.append(_merged(blocks[first : index + 1]))
-            ends.append(index + 1)
-            first, seconds = index + 1, 0.0
-    return merged, ends
-
-
-def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
-    """Counts what follows the network to its last block, which so takes longer and keeps more."""
-    last = blocks[-1]
-    merged = replace(_merged([last, rest]), boundary=last.boundary, passing=last.passing, may_end=last.may_end)
-    return [*blocks[:-1], merged]
-
-
-def _merged(blocks: Sequence[Block]) -> Block:
-    return Block(
-        name=blocks[0].name,
-        named=blocks[0].named,
-        forward=sum(block.forward for block in blocks),
-        backward=sum(block.backward for block in blocks),
-        parameters=sum(block.parameters for block in blocks),
-        trained=sum(block.trained for block in blocks),
-        saved=sum(block.saved for block in blocks),
-        left=sum(block.left for block in blocks),
-        saves=frozenset().union(*(block.saves for block in blocks)),
-        boundary=blocks[-1].boundary,
-        passing=blocks[-1].passing,
-        transient=max(block.transient for block in blocks),
-        may_end=blocks[-1].may_end,
-    )
+    return map_tensors(as_input, values[node])

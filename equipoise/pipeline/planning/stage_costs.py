@@ -1,8 +1,10 @@
 """Cost of a stage: time and memory of consecutive blocks on a device."""
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TypeVar
 
 from equipoise.pipeline.schedule.schedule import Schedule, actions_of, occupancy, releases_activations, splits
 
@@ -11,21 +13,21 @@ __all__ = ["Block", "Costs", "Stage", "StageDevice"]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What cannot be cut further, measured for one micro-batch.
+    """Calls that stay together in one stage, measured for one micro-batch.
 
     Attributes:
         name: Its name.
         forward, backward: Seconds, on a device of slowness 1.
         parameters: Bytes of its parameters and buffers.
-        trained: Bytes of those parameters that are trained.
-        saved: Bytes that its forward keeps for its backward, and that no block before keeps.
-        saves: The numbers of their storages.
-        left: Bytes that the first part of a backward in two parts leaves for the second, beside what is saved.
+        trained: Bytes of its parameters that require gradients.
+        saved: Bytes that its forward keeps for its backward, without those that an earlier block keeps.
+        saves: Numbers of their storages.
+        left: Bytes that the first half of a split backward leaves for the second, beside what is saved.
         boundary: Bytes that pass to the next block, and to those after it.
         passing: The same by the numbers of their storages.
-        transient: Bytes beyond these at its worst moment.
-        may_end: Whether a stage may end with it.
-        named: Whether it begins with a module that people would know by its name.
+        transient: Bytes at the peak beyond these.
+        may_end: True if a stage may end with it.
+        named: True if it begins with a module, which users know by its name.
     """
 
     name: str
@@ -45,11 +47,11 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class StageDevice:
-    """What a stage has to do with.
+    """Speed and memory of the device of a stage.
 
     Attributes:
-        slowness: How many times longer than measured everything takes there.
-        memory: Bytes that may be planned with; None: no limit.
+        slowness: Time of a computation there, as a multiple of the measured time.
+        memory: Available bytes; None: no limit.
     """
 
     slowness: float = 1.0
@@ -58,18 +60,18 @@ class StageDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Consecutive blocks.
+    """Predicted costs of consecutive blocks.
 
     Attributes:
-        first, end: The first block, and the one after the last.
-        forward, backward: Predicted seconds for one micro-batch.
-        memory: Predicted bytes at the peak, of this stage alone.
+        first, end: Index of the first block, and of the one after the last.
+        forward, backward: Seconds for one micro-batch.
+        memory: Bytes at the peak, of this stage alone.
         parameters: Bytes of parameters and buffers.
         resting: Bytes of these and of the optimiser's state.
-        trained: Bytes of gradients, which are there from the first backward on.
-        held: Bytes of one micro-batch between its forward and its backward.
-        left: Bytes beyond these between the parts of a backward in two parts.
-        transient: Bytes beyond these at its worst moment.
+        trained: Bytes of gradients, which exist from the first backward on.
+        activations: Bytes of one micro-batch between its forward and its backward.
+        left: Bytes beyond these between the halves of a split backward.
+        transient: Bytes at the peak beyond these.
     """
 
     first: int
@@ -80,20 +82,38 @@ class Stage:
     parameters: int
     resting: int = 0
     trained: int = 0
-    held: int = 0
+    activations: int = 0
     left: int = 0
     transient: int = 0
 
 
+_Number = TypeVar("_Number", int, float)
+
+
+class _Sums(list[_Number]):
+    """Sums of the first 0, 1, 2, ... values.
+
+    Args:
+        values: The values.
+    """
+
+    def __init__(self, values: Sequence[_Number]) -> None:
+        super().__init__([0, *accumulate(values)])
+
+    def between(self, first: int, end: int) -> _Number:
+        """Return the sum of the values from `first` to the one before `end`."""
+        return self[end] - self[first]
+
+
 class Costs:
-    """Sums over blocks, so that a stage of any length is priced at once.
+    """Cumulative costs of blocks, from which the costs of any stage are two look-ups.
 
     Args:
         blocks: The blocks.
         devices: For each stage its device; see `StageDevice`.
-        schedule: How micro-batches are computed.
-        micro_batches: Their number.
-        stages_per_device: How many stages each device has.
+        schedule: The schedule.
+        micro_batches: Number of micro-batches.
+        stages_per_device: Number of stages on each device.
         state_factor: Bytes of gradients and the optimiser's state for each byte of a trained parameter.
     """
 
@@ -106,77 +126,168 @@ class Costs:
         stages_per_device: int,
         state_factor: float,
     ) -> None:
-        self.blocks, self.devices, self.state_factor = blocks, devices, state_factor
-        self._plan = (len(devices) // stages_per_device, micro_batches, stages_per_device)
+        self.blocks = blocks
+        self.devices = devices
+        self._state_factor = state_factor
         self._schedule = schedule
-        self.saver = {number: index for index, block in enumerate(blocks) for number in block.saves}
-        self.full = [occupancy(schedule, stage, *self._plan) for stage in range(len(devices))]
-        self.forward = [0.0, *accumulate(block.forward for block in blocks)]
-        self.backward = [0.0, *accumulate(block.backward for block in blocks)]
-        self.parameters = [0, *accumulate(block.parameters for block in blocks)]
-        self.trained = [0, *accumulate(block.trained for block in blocks)]
-        self.saved = [0, *accumulate(block.saved for block in blocks)]
-        self.left = [0, *accumulate(block.left for block in blocks)]
+        # Arguments of `actions_of` and `occupancy`.
+        stages = len(devices)
+        self._plan = (stages // stages_per_device, micro_batches, stages_per_device)
+        self._occupancies = []
+        for stage in range(stages):
+            self._occupancies.append(occupancy(schedule, stage, *self._plan))
+
+        # By the number of a storage, the index of the block that saves it.
+        self._saver: dict[int, int] = {}
+        for index, block in enumerate(blocks):
+            for number in block.saves:
+                self._saver[number] = index
+
+        # Sums over the first n blocks. A stage costs the difference of two of them.
+        self._forward = _Sums([block.forward for block in blocks])
+        self._backward = _Sums([block.backward for block in blocks])
+        self._parameters = _Sums([block.parameters for block in blocks])
+        self._trained = _Sums([block.trained for block in blocks])
+        self._saved = _Sums([block.saved for block in blocks])
+        self._left = _Sums([block.left for block in blocks])
+
+    def with_memory(self, memory: Sequence[int | None]) -> "Costs":
+        """Return the same costs with other limits of memory.
+
+        Args:
+            memory: For each stage the available bytes; None: no limit.
+        """
+        devices = []
+        for device, limit in zip(self.devices, memory, strict=True):
+            devices.append(replace(device, memory=limit))
+        costs = copy.copy(self)
+        costs.devices = devices
+        return costs
 
     def stage(self, stage: int, first: int, end: int, transient: int | None = None) -> Stage:
-        """What blocks from first to end come to as a stage."""
+        """Return the costs of a stage.
+
+        Args:
+            stage: Index of the stage.
+            first: Index of its first block.
+            end: Index of the block after its last.
+            transient: Bytes of the worst block's `transient`. Default: the maximum over the blocks.
+        """
         if transient is None:
             transient = max(block.transient for block in self.blocks[first:end])
+
+        # 1. Memory that is there from the beginning, and memory of one micro-batch.
+        parameters = self._parameters.between(first, end)
+        trained = self._trained.between(first, end)
+        resting = int(parameters + (self._state_factor - 1) * trained)
+        activations = self._activations(first, end)
+        if first:
+            left = self._left.between(first, end)
+        else:
+            # No stage waits for gradients of the network's inputs, so the first stage leaves its whole backward.
+            left = self.blocks[end - 1].boundary
+
+        # 2. The peak is either before the first backward, or later, when gradients exist.
+        numbers = self._occupancies[stage]
+        peak_before_gradients = numbers.most * activations
+        peak_with_gradients = numbers.later * activations + trained
+        peak = max(peak_before_gradients, peak_with_gradients)
+
         slowness = self.devices[stage].slowness
-        parameters = self.parameters[end] - self.parameters[first]
-        trained = self.trained[end] - self.trained[first]
-        full, held = self.full[stage], self._held(first, end)
-        # Nobody waits for gradients of the network's inputs, so all of the first stage's backward is left for later.
-        left = self.left[end] - self.left[first] if first else self.blocks[end - 1].boundary
-        resting = int(parameters + (self.state_factor - 1) * trained)
         return Stage(
             first=first,
             end=end,
-            forward=(self.forward[end] - self.forward[first]) * slowness,
-            backward=(self.backward[end] - self.backward[first]) * slowness,
-            memory=resting + max(full.most * held, full.later * held + trained) + full.between * left + transient,
+            forward=self._forward.between(first, end) * slowness,
+            backward=self._backward.between(first, end) * slowness,
+            memory=resting + peak + numbers.between * left + transient,
             parameters=parameters,
             resting=resting,
             trained=trained,
-            held=held,
+            activations=activations,
             left=left,
             transient=transient,
         )
 
     def seconds(self, stage: int, first: int, end: int) -> float:
-        """What they take, forward and backward."""
-        whole = self.forward[end] - self.forward[first] + self.backward[end] - self.backward[first]
-        return whole * self.devices[stage].slowness
+        """Return the seconds of a stage's forward and backward."""
+        forward = self._forward
+        backward = self._backward
+        # The order of this sum decides how it is rounded, and so which of two equal cuts is chosen.
+        seconds = forward[end] - forward[first] + backward[end] - backward[first]
+        return seconds * self.devices[stage].slowness
 
-    def _held(self, first: int, end: int) -> int:
-        """Bytes of one micro-batch between its forward and its backward: what is saved, and what came and went."""
-        held = self.saved[end] - self.saved[first]
+    def _activations(self, first: int, end: int) -> int:
+        """Return the bytes held per micro-batch: saved tensors, and the stage's inputs and outputs."""
+        nbytes = self._saved.between(first, end)
+
+        # 1. Storages that come in from the block before, and that go out after the last block.
         passing: dict[int, int] = {}
-        for block in [*self.blocks[max(0, first - 1) : first], self.blocks[end - 1]]:
-            passing |= block.passing
-            if not block.passing:
-                held += block.boundary
-        return held + sum(size for number, size in passing.items() if not first <= self.saver.get(number, -1) < end)
+        blocks_before = self.blocks[max(0, first - 1) : first]
+        for block in [*blocks_before, self.blocks[end - 1]]:
+            if block.passing:
+                passing |= block.passing
+            else:
+                nbytes += block.boundary
+
+        # 2. Those that a block of this stage saves have been counted.
+        for number, size in passing.items():
+            is_saved_here = first <= self._saver.get(number, -1) < end
+            if not is_saved_here:
+                nbytes += size
+        return nbytes
 
     def stages(self, cuts: Sequence[int]) -> list[Stage]:
-        """What the stages of a cut come to."""
-        return [self.stage(stage, first, end) for stage, (first, end) in enumerate(zip([0, *cuts], cuts, strict=False))]
+        """Return the costs of all stages of a cut.
+
+        Args:
+            cuts: For each stage the index of the block after its last.
+        """
+        stages = []
+        first = 0
+        for index, end in enumerate(cuts):
+            stages.append(self.stage(index, first, end))
+            first = end
+        return stages
 
     def peaks(self, stages: Sequence[Stage]) -> list[int]:
-        """For each device the bytes at the peak, all of its stages together."""
-        return [self._peak(device, stages) for device in range(self._plan[0])]
+        """Return for each device the bytes at the peak, all of its stages together."""
+        devices, _, _ = self._plan
+        peaks = []
+        for device in range(devices):
+            peaks.append(self._peak(device, stages))
+        return peaks
 
     def _peak(self, device: int, stages: Sequence[Stage]) -> int:
-        """Goes through a device's actions; stages are full at different times."""
-        now = peak = 0
-        learns: set[int] = set()
-        for stage, action in actions_of(self._schedule, device, *self._plan):
-            each, before, gone = stages[stage], now, releases_activations(self._schedule, action)
-            now += each.held * ((not action.backward) - gone)
-            if splits(self._schedule):
-                now += each.left * (action.backward - 2 * action.weights)
-            if gone and stage not in learns:
-                learns.add(stage)
-                now += each.trained
-            peak = max(peak, max(before, now) + each.transient)
-        return peak + sum(stage.resting for stage in stages[device :: self._plan[0]])
+        """Follow the actions of a device and return its peak: its stages are full at different times."""
+        live = 0
+        peak = 0
+        stages_with_gradients: set[int] = set()
+        for index, action in actions_of(self._schedule, device, *self._plan):
+            stage = stages[index]
+            live_before = live
+
+            # 1. Activations come with the forward, and go with the backward or with its second half.
+            is_release = releases_activations(self._schedule, action)
+            if not action.backward:
+                live += stage.activations
+            if is_release:
+                live -= stage.activations
+
+            # 2. The first half of a split backward leaves gradients for the second.
+            if splits(self._schedule) and action.weights:
+                live -= stage.left
+            elif splits(self._schedule) and action.backward:
+                live += stage.left
+
+            # 3. Gradients of parameters stay from the first backward on.
+            if is_release and index not in stages_with_gradients:
+                stages_with_gradients.add(index)
+                live += stage.trained
+            most = max(live_before, live)
+            peak = max(peak, most + stage.transient)
+
+        # 4. Parameters and the optimiser's state are there all the time.
+        devices, _, _ = self._plan
+        stages_of_device = stages[device::devices]
+        resting = sum(stage.resting for stage in stages_of_device)
+        return peak + resting

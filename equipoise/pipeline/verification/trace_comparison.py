@@ -22,8 +22,8 @@ from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.tracing import Traced, line_of_user
-from equipoise.pipeline.planning.loss_profile import containers_kept
-from equipoise.pipeline.planning.profile import compute_uncut
+from equipoise.pipeline.planning.loss_profile import preserve_containers
+from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.verification.layer_lending import is_of_torch, lent, lent_when_called
 from equipoise.pipeline.verification.output_comparison import Output, prints_of
 
@@ -133,7 +133,7 @@ class Comparison:
             return self._once(compute)
 
     def _once(self, compute: Callable[[], Any]) -> "Output":
-        with preserve_state(self._module), containers_kept(self._module), ExitStack() as stack:
+        with preserve_state(self._module), preserve_containers(self._module), ExitStack() as stack:
             if not self._keeps:
                 stack.enter_context(saved_tensors_hooks(_drop, _refuse))
             return Output(compute(), with_graph=self._same_graph)
@@ -146,7 +146,7 @@ class Comparison:
         ]
 
     def _call_traced(self, traced: Traced, seen: Callable[[fx.Node, Any], None] | None = None) -> Any:
-        return compute_uncut(traced, self._tensors(), self._device, place_layer=lent, seen=seen)
+        return compute_uncut(traced, self._tensors(), self._device, place_layer=lent, on_value=seen)
 
     def _call_forward(self, watch: Callable[[str, Any, Any], None] | None = None) -> Any:
         args, kwargs = self._structure.fill(self._tensors())

@@ -16,8 +16,9 @@ from equipoise import PipelineStrategy, StepError, Trainer
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.tracing import trace
-from equipoise.pipeline.planning.cut import CutOptions, _as_measured
+from equipoise.pipeline.planning.cut import CutOptions
 from equipoise.pipeline.planning.loss_profile import LossProfile
+from equipoise.pipeline.planning.measured_cut import _on_device_of_calls
 from equipoise.pipeline.planning.stage_costs import Block
 from tests.conftest import ignoring
 
@@ -245,12 +246,12 @@ def test_the_last_device_may_be_another(speeds: list[float] | None, expected: fl
     """What was measured there is as long on the first device as that is slower."""
     rest = Block(name="", forward=4.0, backward=4.0)
     apart = [torch.device("cpu", 0), torch.device("cpu", 1)]
-    found = _as_measured(rest, CutOptions(devices=apart, schedule="1f1b", micro_batches=2, speeds=speeds))
+    found = _on_device_of_calls(rest, CutOptions(devices=apart, schedule="1f1b", micro_batches=2, speeds=speeds))
     assert (found.forward, found.backward) == pytest.approx((expected, expected))
     same = CutOptions(devices=[apart[1]] * 2, schedule="1f1b", micro_batches=2, speeds=speeds)
-    assert _as_measured(rest, same) == rest
+    assert _on_device_of_calls(rest, same) == rest
     there = CutOptions(devices=apart, schedule="1f1b", micro_batches=2, speeds=speeds, measured_on=apart[1])
-    assert _as_measured(rest, there) == rest
+    assert _on_device_of_calls(rest, there) == rest
 
 
 def test_memory() -> None:
@@ -260,7 +261,7 @@ def test_memory() -> None:
     batch = torch.randn(16, 3)
 
     def step() -> StepResult:
-        made: Tensor = rest.answer()
+        made: Tensor = rest.network_output()
         return StepResult((torch.exp(module.head(made)) * batch).mean(), 1, None)
 
     rest = LossProfile(module, step, batch, torch.device("cpu"), nullcontext)

@@ -164,8 +164,8 @@ PLANS = [
 
 @pytest.mark.parametrize(("make", "schedule", "devices", "each"), PLANS)
 def test_predicted_peaks(make, schedule, devices, each, monkeypatch):
-    monkeypatch.setattr("equipoise.pipeline.planning.cut.choose_cuts", evenly)
-    monkeypatch.setattr("equipoise.pipeline.planning.cut.merge_blocks", unmerged)
+    monkeypatch.setattr("equipoise.pipeline.planning.measured_cut.choose_cuts", evenly)
+    monkeypatch.setattr("equipoise.pipeline.planning.measured_cut.merge_blocks", unmerged)
     torch.manual_seed(0)
     strategy = PipelineStrategy(micro_batches=MICRO_BATCHES, schedule=schedule, stages_per_device=each)
     watch = Watch(StageByStage(monkeypatch, devices), strategy, devices)
