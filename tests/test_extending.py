@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[1]
 STRATEGY, CALLBACK = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), flags=re.DOTALL)
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The '.*' does not have many workers", r"ignore:.*isinstance\(treespec, LeafSpec\)"
+    "ignore:The '.*' does not have many workers",
+    "ignore:Checkpoint directory .* exists and is not empty",
+    r"ignore:.*isinstance\(treespec, LeafSpec\)",
 )
 
 
@@ -98,7 +100,7 @@ def test_a_callback_that_stops_on_a_plateau_goes_on_from_a_checkpoint(tmp_path: 
     torch.manual_seed(0)
     begun.fit(Flat(), data(4), data(4))
     path = begun.checkpoint_callback.best_model_path
-    resumed = trainer(max_epochs=10, callbacks=make(patience=9), default_root_dir=tmp_path / "resumed", min_steps=1)
+    resumed = trainer(max_epochs=10, callbacks=make(patience=9), default_root_dir=tmp_path / "begun", min_steps=1)
     resumed.fit(Flat(), data(4), data(4), ckpt_path=path)
     assert resumed.global_step == whole.global_step
 
