@@ -1,7 +1,7 @@
 """Collect the facts of a run for the report, from the trainer, its module and its callbacks."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, read_memory
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
+from equipoise.memory.records import MemoryPoint
 from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.report.facts import checkpoint_callbacks, devices_of, shorten
 from equipoise.report.learning_curves import group_curves
@@ -18,7 +19,15 @@ from equipoise.report.page.record import PipelineStep, RunEvent, RunRecord, Stag
 from equipoise.report.page.scales import format_count, format_span
 from equipoise.report.throughput import Throughput
 
-__all__ = ["collect_record"]
+__all__ = ["collect_record", "pipeline_step"]
+
+Fact = tuple[str, str]
+
+# Peaks of devices that are listed one by one.
+_MOST_PEAKS = 3
+# Levels of nested hyperparameters, and characters of one value.
+_DEEPEST = 8
+_LONGEST_VALUE = 500
 
 
 def collect_record(
@@ -34,94 +43,208 @@ def collect_record(
     first_step: int,
     folder: Path,
 ) -> RunRecord:
-    """Puts together what is known of a fit.
+    """Collect the facts of a fit.
 
     Args:
-        trainer: Whose fit it is: ours or Lightning's.
-        module: What was trained.
+        trainer: The trainer of the fit: ours or Lightning's.
+        module: The trained module.
         curves: For every metric's name its values, by steps.
         epoch_ends: The last step of each epoch, by epochs done.
-        throughput: How fast it was.
-        share: The part of all samples that this process saw; None if nobody knows.
-        clock: When the fit began, as `time.monotonic` counts.
-        started: When it began, for people.
-        first_step: The step where it began.
-        folder: Where the run's files are.
+        throughput: Samples and batches over time.
+        share: Share of all samples that this process trained on; None if unknown.
+        clock: Begin of the fit, as `time.monotonic` counts.
+        started: Begin of the fit, as date and time.
+        first_step: The step at its begin.
+        folder: Folder of the run's files.
     """
-    timeline = getattr(_memory_logger(trainer), "timeline", ())
+    memory_logger = _memory_logger(trainer)
+    timeline = getattr(memory_logger, "timeline", ())
+    # The other processes trained on the rest of the samples.
+    factor = 1 / (share or 1.0)
     unit = "batches per second" if throughput.countless else "samples per second"
-    alone = trainer.world_size > 1 and share is None
+    facts = [
+        *_result_facts(trainer, module),
+        *_throughput_facts(throughput, factor, unit),
+        *_progress_facts(trainer, throughput),
+        *_setting_facts(trainer),
+        *_peak_facts(trainer, timeline),
+        *_checkpoint_facts(trainer),
+    ]
+    counts_one_process = trainer.world_size > 1 and share is None
+    throughput_unit = f"{unit} of the first process" if counts_one_process else unit
     return RunRecord(
         title=type(module).__name__,
         started=started,
         finished=datetime.now().astimezone(),
-        facts=dict(_facts(trainer, module, throughput, 1 / (share or 1.0), unit, timeline)),
+        facts=dict(facts),
         curves=group_curves(curves),
         epoch_ends=epoch_ends,
-        throughput=throughput.points(clock, 1 / (share or 1.0)),
-        throughput_unit=f"{unit} of the first process" if alone else unit,
+        throughput=throughput.points(clock, factor),
+        throughput_unit=throughput_unit,
         memory=list(timeline),
-        compositions=list(getattr(_memory_logger(trainer), "compositions", ())),
-        pipeline=_pipeline(trainer.strategy),
+        compositions=list(getattr(memory_logger, "compositions", ())),
+        pipeline=pipeline_step(trainer.strategy),
         events=_events(trainer, clock, first_step),
         configuration=_configuration(trainer, module, folder),
     )
 
 
 def _memory_logger(trainer: Any) -> Any:
-    """The first callback that keeps a time line of memory."""
-    return next((each for each in trainer.callbacks if isinstance(getattr(each, "timeline", None), list)), None)
+    """Return the first callback with a time line of memory, None without one."""
+    for callback in trainer.callbacks:
+        # Callbacks of others may use the name for something else.
+        if isinstance(getattr(callback, "timeline", None), list):
+            return callback
+    return None
 
 
-def _pipeline(strategy: Any) -> PipelineStep | None:
-    """The last step of a strategy that keeps one."""
+# The pipeline.
+
+
+def pipeline_step(strategy: Any) -> PipelineStep | None:
+    """Return the last step of a pipeline, None for other strategies and before the first step."""
     timeline = getattr(strategy, "timeline", None)
     if not isinstance(timeline, Timeline) or not timeline.spans:
         return None
     devices = [str(device) for device in getattr(strategy, "devices", ())]
-    names, rows = [f"stage {stage}" for stage in range(timeline.stages)], range(timeline.devices)
-    if len(devices) == timeline.devices:
-        names = [f"{name}, {devices[stage % len(devices)]}" for stage, name in enumerate(names)]
-    several = [f"device {row}" + (f", {devices[row]}" if len(devices) == len(rows) else "") for row in rows]
-    own = all(device == "cpu" for device in devices)
+    device_names: Sequence[str] = ()
+    if timeline.stages_per_device > 1:
+        device_names = _device_names(timeline, devices)
+    # Other devices compute asynchronously.
+    note = ""
+    if any(device != "cpu" for device in devices):
+        note = "Times are those at which the process gave devices their work, which they may do later."
     return PipelineStep(
-        spans=[
-            StageSpan(
-                stage=stage,
-                micro_batch=did.micro_batch,
-                backward=did.backward,
-                weights=did.weights,
-                begin=begin,
-                end=end,
-            )
-            for stage, did, begin, end in timeline.spans
-        ],
-        stages=names,
-        devices=several if timeline.stages_per_device > 1 else (),
+        spans=_spans(timeline),
+        stages=_stage_names(timeline, devices),
+        devices=device_names,
         schedule=str(getattr(strategy, "schedule", "")),
-        note="" if own else "Times are those at which the process gave devices their work, which they may do later.",
+        note=note,
     )
+
+
+def _spans(timeline: Timeline) -> list[StageSpan]:
+    spans = []
+    for stage, task, begin, end in timeline.spans:
+        span = StageSpan(
+            stage=stage,
+            micro_batch=task.micro_batch,
+            backward=task.backward,
+            weights=task.weights,
+            begin=begin,
+            end=end,
+        )
+        spans.append(span)
+    return spans
+
+
+def _stage_names(timeline: Timeline, devices: Sequence[str]) -> list[str]:
+    names = []
+    for stage in range(timeline.stages):
+        name = f"stage {stage}"
+        if len(devices) == timeline.devices:
+            # Stages lie on the devices in turn.
+            name += f", {devices[stage % len(devices)]}"
+        names.append(name)
+    return names
+
+
+def _device_names(timeline: Timeline, devices: Sequence[str]) -> list[str]:
+    names = []
+    for index in range(timeline.devices):
+        name = f"device {index}"
+        if len(devices) == timeline.devices:
+            name += f", {devices[index]}"
+        names.append(name)
+    return names
 
 
 # Facts.
 
 
-def _facts(
-    trainer: Any, module: Any, throughput: Throughput, factor: float, unit: str, timeline: Any
-) -> list[tuple[str, str]]:
-    facts = [
-        (f"best {callback.monitor}", format_count(float(callback.best_model_score)))
-        for callback in checkpoint_callbacks(trainer)
-        if callback.monitor and callback.best_model_score is not None
-    ]
+def _result_facts(trainer: Any, module: Any) -> list[Fact]:
+    facts = []
+    for callback in checkpoint_callbacks(trainer):
+        if callback.monitor and callback.best_model_score is not None:
+            score = float(callback.best_model_score)
+            facts.append((f"best {callback.monitor}", format_count(score)))
     facts.append(("parameters", _parameters(module)))
+    return facts
+
+
+def _parameters(module: Any) -> str:
+    total = 0
+    trainable = 0
+    for parameter in module.parameters():
+        size = parameter.numel()
+        total += size
+        if parameter.requires_grad:
+            trainable += size
+    text = format_count(total)
+    if trainable != total:
+        text += f", {format_count(trainable)} trained"
+    return text
+
+
+def _throughput_facts(throughput: Throughput, factor: float, unit: str) -> list[Fact]:
     count = throughput.batches if throughput.countless else throughput.samples
-    if throughput.seconds > 0 and count:
-        facts.append((unit, format_count(round(factor * count / throughput.seconds, 1))))
-    facts += [("epochs", f"{trainer.current_epoch:,}"), ("steps", f"{trainer.global_step:,}")]
+    # Without a batch there is no speed.
+    if throughput.seconds <= 0 or not count:
+        return []
+    per_second = factor * count / throughput.seconds
+    return [(unit, format_count(round(per_second, 1)))]
+
+
+def _progress_facts(trainer: Any, throughput: Throughput) -> list[Fact]:
+    facts = [
+        ("epochs", f"{trainer.current_epoch:,}"),
+        ("steps", f"{trainer.global_step:,}"),
+    ]
     if throughput.seconds > 0:
         facts.append(("time in training", format_span(throughput.seconds)))
-    facts += [("strategy", _strategy(trainer)), ("precision", str(trainer.precision)), *_peaks(trainer, timeline)]
+    return facts
+
+
+def _setting_facts(trainer: Any) -> list[Fact]:
+    strategy = trainer.strategy
+    # Lightning's strategies have no name.
+    name = str(getattr(strategy, "name", "") or type(strategy).__name__)
+    if trainer.world_size > 1:
+        name += f", {trainer.world_size} processes"
+    return [("strategy", name), ("precision", str(trainer.precision))]
+
+
+def _peak_facts(trainer: Any, timeline: Sequence[MemoryPoint]) -> list[Fact]:
+    """Return the peak of each device; with many devices, the highest alone."""
+    peaks = _peaks_of_timeline(timeline) or _peaks_now(trainer)
+    if len(peaks) > _MOST_PEAKS:
+        highest = max(peaks, key=lambda name: peaks[name])
+        return [(f"highest peak memory: {highest}", format_bytes(peaks[highest]))]
+    return [(f"peak memory, {name}", format_bytes(peak)) for name, peak in peaks.items()]
+
+
+def _peaks_of_timeline(timeline: Sequence[MemoryPoint]) -> dict[str, int]:
+    peaks: dict[str, int] = {}
+    for point in timeline:
+        # Some devices keep no peak.
+        nbytes = point.allocated if point.peak is None else point.peak
+        peaks[point.device] = max(peaks.get(point.device, 0), nbytes)
+    return peaks
+
+
+def _peaks_now(trainer: Any) -> dict[str, int]:
+    peaks = {}
+    for device in devices_of(trainer):
+        # Some kinds of devices have no readings.
+        with contextlib.suppress(ConfigurationError):
+            peak = read_memory(device).peak
+            if peak is not None:
+                peaks[str(device)] = peak
+    return peaks
+
+
+def _checkpoint_facts(trainer: Any) -> list[Fact]:
+    facts = []
     for callback in checkpoint_callbacks(trainer):
         if callback.best_model_path:
             kind = "best checkpoint" if callback.monitor else "checkpoint"
@@ -129,78 +252,95 @@ def _facts(
     return facts
 
 
-def _parameters(module: Any) -> str:
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
-    every, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
-    return format_count(every) + (f", {format_count(trained)} trained" if trained != every else "")
-
-
-def _strategy(trainer: Any) -> str:
-    name = getattr(trainer.strategy, "name", "") or type(trainer.strategy).__name__
-    return f"{name}, {trainer.world_size} processes" if trainer.world_size > 1 else str(name)
-
-
-def _peaks(trainer: Any, timeline: Any) -> list[tuple[str, str]]:
-    """The peak of each device, from the time line or else as it stands now; with many devices, the highest alone."""
-    peaks: dict[str, int] = {}
-    for point in timeline:
-        height = point.allocated if point.peak is None else point.peak
-        peaks[point.device] = max(peaks.get(point.device, 0), height)
-    if not peaks:
-        for device in devices_of(trainer):
-            with contextlib.suppress(ConfigurationError):  # a kind of device that has no readings
-                if (peak := read_memory(device).peak) is not None:
-                    peaks[str(device)] = peak
-    if len(peaks) > 3:
-        highest = max(peaks, key=lambda name: peaks[name])
-        return [(f"highest peak memory: {highest}", format_bytes(peaks[highest]))]
-    return [(f"peak memory, {name}", format_bytes(peak)) for name, peak in peaks.items()]
-
-
 # Events.
 
 
 def _events(trainer: Any, clock: float, first_step: int) -> list[RunEvent]:
-    """What callbacks have noted, in the order of time."""
+    """Return the events that callbacks have recorded, in the order of time."""
     events = []
     if first_step:
-        path = getattr(trainer, "ckpt_path", None)
-        text = f"Went on from {shorten(str(path))}." if path else "Went on from an earlier fit."
-        events.append(RunEvent(seconds=0.0, step=first_step, kind="resumed", text=text))
+        events.append(_resumption(trainer, first_step))
     for callback in trainer.callbacks:
-        noted = getattr(callback, "events", None)
-        for event in noted if isinstance(noted, list) else ():
-            if isinstance(event, OutOfMemoryEvent) and event.seconds >= clock:  # not of an earlier fit
-                events.append(_out_of_memory(event, clock))
-    leaks = getattr(_memory_logger(trainer), "leaks", ())
-    events += [RunEvent(seconds=leak.seconds, step=leak.step, kind="leak", text=str(leak)) for leak in leaks]
-    return sorted(events, key=lambda event: -1.0 if event.seconds is None else event.seconds)
+        recorded = getattr(callback, "events", None)
+        if isinstance(recorded, list):
+            events += _out_of_memory_events(recorded, clock)
+    for leak in getattr(_memory_logger(trainer), "leaks", ()):
+        event = RunEvent(
+            seconds=leak.seconds,
+            step=leak.step,
+            kind="leak",
+            text=str(leak),
+        )
+        events.append(event)
+
+    def time(event: RunEvent) -> float:
+        # Events of unknown time come first.
+        return -1.0 if event.seconds is None else event.seconds
+
+    return sorted(events, key=time)
 
 
-def _out_of_memory(event: OutOfMemoryEvent, clock: float) -> RunEvent:
-    return RunEvent(seconds=event.seconds - clock, step=event.step, kind="out of memory", text=str(event))
+def _resumption(trainer: Any, first_step: int) -> RunEvent:
+    path = getattr(trainer, "ckpt_path", None)
+    text = "Went on from an earlier fit."
+    if path:
+        text = f"Went on from {shorten(str(path))}."
+    return RunEvent(
+        seconds=0.0,
+        step=first_step,
+        kind="resumed",
+        text=text,
+    )
+
+
+def _out_of_memory_events(recorded: Sequence[object], clock: float) -> list[RunEvent]:
+    """Return the out-of-memory events among recorded ones, without those of an earlier fit."""
+    events = []
+    for record in recorded:
+        if isinstance(record, OutOfMemoryEvent) and record.seconds >= clock:
+            event = RunEvent(
+                seconds=record.seconds - clock,
+                step=record.step,
+                kind="out of memory",
+                text=str(record),
+            )
+            events.append(event)
+    return events
 
 
 # Configuration.
 
 
 def _configuration(trainer: Any, module: Any, folder: Path) -> str:
-    """The configuration that lies with the run's files, else the module's hyperparameters."""
-    # Where nobody named a folder, it is that of the program, and so is what lies there.
-    own = {path.resolve() for path in (folder, Path(trainer.default_root_dir))} - {Path.cwd().resolve()}
+    """Return the configuration beside the run's files, else the module's hyperparameters."""
+    working_directory = Path.cwd().resolve()
     for path in (folder, Path(trainer.default_root_dir)):
-        if path.resolve() in own and (path / "config.yaml").is_file():
-            return (path / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        file = path / "config.yaml"
+        # The working directory is the default: a file there may belong to another program.
+        if path.resolve() != working_directory and file.is_file():
+            return file.read_text(encoding="utf-8", errors="replace")
     return "\n".join(_lines(dict(module.hparams)))
 
 
 def _lines(values: Mapping[Any, Any], depth: int = 0) -> list[str]:
-    """A mapping as text that reads like YAML; what is no plain value as Python prints it."""
+    """Format a mapping like YAML; values that YAML does not have appear as Python prints them."""
     lines = []
+    indent = "  " * depth
     for name, value in values.items():
-        if isinstance(value, Mapping) and value and depth < 8:
-            lines += [f"{'  ' * depth}{name}:", *_lines(value, depth + 1)]
+        # A mapping may contain itself.
+        if isinstance(value, Mapping) and value and depth < _DEEPEST:
+            lines.append(f"{indent}{name}:")
+            lines += _lines(value, depth + 1)
         else:
-            text = f"tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            lines.append(f"{'  ' * depth}{name}: {text if len(text) <= 500 else text[:500] + '…'}")
+            lines.append(f"{indent}{name}: {_value(value)}")
     return lines
+
+
+def _value(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        text = f"tensor of {tuple(value.shape)}"
+    else:
+        text = repr(value)
+    if len(text) > _LONGEST_VALUE:
+        text = text[:_LONGEST_VALUE] + "…"
+    return text

@@ -17,50 +17,60 @@ __all__ = ["checkpoint_callbacks", "device_name", "devices_of", "format_duration
 
 
 def devices_of(trainer: Any) -> list[torch.device]:
-    """The devices that this process trains on, each once."""
+    """Return the devices on which this process trains, without repetition."""
     strategy = trainer.strategy
-    return list(dict.fromkeys(map(torch.device, getattr(strategy, "devices", None) or [strategy.root_device])))
+    # Lightning's strategies have a root device only.
+    names = getattr(strategy, "devices", None) or [strategy.root_device]
+    devices = [torch.device(name) for name in names]
+    return list(dict.fromkeys(devices))
 
 
 def device_name(device: torch.device) -> str:
-    """A device and what it is."""
+    """Return the name of a device and its kind."""
     if device.type == "cuda":
         return f"{device}, {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return str(device)
     threads = torch.get_num_threads()
-    return f"cpu, {platform.machine()}, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else str(device)
+    ending = "s" if threads > 1 else ""
+    return f"cpu, {platform.machine()}, {threads} thread{ending}"
 
 
 def checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
-    """The callbacks that save checkpoints."""
+    """Return the callbacks that save checkpoints."""
     return [callback for callback in trainer.callbacks if is_a(callback, ModelCheckpoint)]
 
 
 def format_duration(seconds: float) -> str:
-    """A time, short ones with three digits."""
+    """Format a time, below a minute with three digits."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 59.95 else format_time(seconds)
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    return format_time(seconds)
 
 
 def size_function(trainer: Any, module: Any) -> Callable[[Any], int | None]:
     """Return a function from the batch that `on_train_batch_end` receives to the number of samples of the step.
 
-    That function returns None where the number cannot be known.
+    That function returns None if the number is unknown.
 
     Args:
-        trainer: Whose fit it is.
+        trainer: The trainer of the fit.
         module: The user's module.
     """
+    # The hook receives only the last of the batches that such a step pulls.
     if takes_iterator(module, "training_step"):
-        return _cannot_tell  # the batch is only the last of those that the step has pulled
+        return _unknown_size
     return Splitter(module, getattr(trainer.strategy, "dim", 0)).size
 
 
-def _cannot_tell(batch: Any) -> None: ...
+def _unknown_size(batch: Any) -> None: ...
 
 
 def shorten(path: str) -> str:
-    """The path from where the user stands, if it lies below."""
+    """Return a path relative to the working directory, if it lies below it."""
     with contextlib.suppress(ValueError):
-        return str(Path(path).relative_to(Path.cwd()))
+        relative = Path(path).relative_to(Path.cwd())
+        return str(relative)
     return path

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +17,66 @@ __all__ = ["can_draw", "draw_curves", "group_curves", "split_name"]
 
 Curve = Mapping[float, float]
 
+# Words in the names of metrics, and the run stage that they mean.
 _STAGES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
 _LONG = {"acc": "accuracy"}
-_MOST = 12  # axes in one picture
-_MOST_EPOCHS = 5  # of which the end is marked
-_INK, _FAINT = "#333333", "#d9dce1"
+# Axes in one picture, and epochs of which the end is marked.
+_MOST_AXES = 12
+_MOST_EPOCHS = 5
+# Points of a line up to which each has a marker.
+_FEW_POINTS = 30
+_INK = "#333333"
+_FAINT = "#d9dce1"
 _COLOURS = {"train": "#8a94a6", "val": "#1f6fb2"}
-_OTHERS = ("#c8643c", "#4f9d69", "#8765a8", "#b39436")
+_OTHER_COLOURS = ("#c8643c", "#4f9d69", "#8765a8", "#b39436")
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Splits a metric's name into what is measured and where; the latter is empty if the name does not say.
+    """Split a metric's name into the measured quantity and the run stage; the latter may be empty.
+
+    Args:
+        name: The name, as it was logged.
+
+    Returns:
+        The quantity, and the run stage with the number of the loader.
 
     Example:
         >>> split_name("val_acc"), split_name("train/loss_epoch"), split_name("lr-Adam")
         (('accuracy', 'val'), ('loss', 'train'), ('lr-Adam', ''))
     """
+    # 1. Remove the suffixes that the trainer adds.
     name, _, loader = name.partition("/dataloader_idx_")
     name = re.sub(r"(?<=.)[/_.-](epoch|step)$", "", name)
+    # 2. Take out the first word that names a run stage.
     words = re.split(r"[/_.\s-]+", name)
-    stage = next((word for word in words if word.lower() in _STAGES), None)
-    if stage is not None and len(words) > 1:
-        words.remove(stage)
+    stage_word = None
+    for word in words:
+        if word.lower() in _STAGES:
+            stage_word = word
+            break
+    if stage_word is not None and len(words) > 1:
+        words.remove(stage_word)
         name = " ".join(filter(None, words)) or name
-    where = ([] if stage is None else [_STAGES[stage.lower()]]) + ([loader] if loader else [])
-    return _LONG.get(name.lower(), name), " ".join(where)
+    # 3. Put run stage and loader together.
+    run_stage = []
+    if stage_word is not None:
+        run_stage.append(_STAGES[stage_word.lower()])
+    if loader:
+        run_stage.append(loader)
+    return _LONG.get(name.lower(), name), " ".join(run_stage)
 
 
 def draw_curves(curves: Mapping[str, Curve], path: Path, *, epoch_ends: Mapping[int, int] | None = None) -> None:
-    """Draws learning curves into a PNG file; curves with no finite value are left out.
+    """Draw learning curves into a PNG file; curves without a finite value are left out.
 
     Args:
         curves: For every metric's name its values, by steps.
-        path: The file. Its folder is made if need be.
+        path: The file. Its folder is created if need be.
         epoch_ends: The last step of each epoch, by epochs done. Default: no epoch is marked.
 
     Raises:
@@ -68,28 +91,61 @@ def draw_curves(curves: Mapping[str, Curve], path: Path, *, epoch_ends: Mapping[
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    finite = {name: {x: y for x, y in curve.items() if math.isfinite(y)} for name, curve in curves.items()}
-    families = group_curves({name: curve for name, curve in finite.items() if curve})
-    shown = dict(list(families.items())[:_MOST])
-    columns = min(len(shown), 3 if len(shown) != 4 else 2)
-    rows = math.ceil(len(shown) / columns)
+    # 1. Choose the curves and the grid of axes.
+    families = group_curves(_finite_curves(curves))
+    drawn = dict(list(families.items())[:_MOST_AXES])
+    columns = _number_of_columns(len(drawn))
+    rows = math.ceil(len(drawn) / columns)
+    # 2. Create a figure with a canvas of its own, without pyplot.
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.03, hspace=0.05)
-    figure = Figure(figsize=(max(5.2, 4.4 * columns), 3.2 * rows), dpi=150, layout=layout, facecolor="white")
+    width = max(5.2, 4.4 * columns)
+    figure = Figure(
+        figsize=(width, 3.2 * rows),
+        dpi=150,
+        layout=layout,
+        facecolor="white",
+    )
     FigureCanvasAgg(figure)
-    for index, (family, members) in enumerate(shown.items()):
-        axes = figure.add_subplot(rows, columns, index + 1)
+    # 3. Draw; only the lowest axes name their unit.
+    for index, (family, members) in enumerate(drawn.items()):
+        axes = figure.add_subplot(
+            rows,
+            columns,
+            index + 1,
+        )
         _draw_family(axes, family, members)
         _draw_epochs(axes, epoch_ends or {})
-        if index >= len(shown) - columns:
+        if index >= len(drawn) - columns:
             axes.set_xlabel("step", color=_INK, fontsize=9)
-    if len(families) > len(shown):
-        figure.supxlabel(f"{len(shown)} of {len(families)} metrics", color=_INK, fontsize=9)
+    if len(families) > len(drawn):
+        figure.supxlabel(
+            f"{len(drawn)} of {len(families)} metrics",
+            color=_INK,
+            fontsize=9,
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
+def _finite_curves(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Return the finite values of each curve; leave out curves without any."""
+    finite_curves: dict[str, Curve] = {}
+    for name, curve in curves.items():
+        finite = {step: value for step, value in curve.items() if math.isfinite(value)}
+        if finite:
+            finite_curves[name] = finite
+    return finite_curves
+
+
+def _number_of_columns(number_of_axes: int) -> int:
+    # Four axes look better as a square than as three and one.
+    if number_of_axes == 4:
+        return 2
+    return min(number_of_axes, 3)
+
+
 def group_curves(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Groups curves by what they measure, then by what tells them apart; several curves first, losses before all.
+    """Group curves by quantity, then by run stage: losses first, then quantities with several curves.
 
     Args:
         curves: For every metric's name its values, by steps.
@@ -100,42 +156,91 @@ def group_curves(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     """
     families: dict[str, dict[str, Curve]] = {}
     for name, curve in curves.items():
-        family, where = split_name(name)
+        family, run_stage = split_name(name)
         if _has_steps(name, curves):
-            where = f"{where} (epoch)".strip()
+            run_stage = f"{run_stage} (epoch)".strip()
         members = families.setdefault(family, {})
-        members[name if where in members else where] = curve
-    order = sorted(families, key=lambda family: ("loss" not in family.lower(), len(families[family]) == 1))
-    return {family: families[family] for family in order}
+        # Two metrics of one meaning, such as "val_acc" and "val_accuracy", keep their names.
+        if run_stage in members:
+            members[name] = curve
+        else:
+            members[run_stage] = curve
+
+    def rank(family: str) -> tuple[bool, bool]:
+        is_loss = "loss" in family.lower()
+        is_single = len(families[family]) == 1
+        return not is_loss, is_single
+
+    return {family: families[family] for family in sorted(families, key=rank)}
 
 
 def _has_steps(name: str, curves: Mapping[str, Curve]) -> bool:
-    """Whether the curve of a name holds values of epochs, and another one those of steps: `loss` and `loss_step`."""
+    """Return whether a curve holds values of epochs and another one those of steps: `loss` and `loss_step`."""
     base, mark, loader = name.partition("/dataloader_idx_")
     return f"{base}_step{mark}{loader}" in curves
 
 
 def _draw_family(axes: Any, family: str, members: Mapping[str, Curve]) -> None:
-    """One axis."""
-    spare = iter(_OTHERS * len(members))
+    """Draw the curves of one quantity."""
+    spare_colours = cycle(_OTHER_COLOURS)
+    values: list[float] = []
     # Training lies below: where the two meet, validation is what one looks for.
-    for where, curve in sorted(members.items(), key=lambda item: item[0] != "train"):
-        colour = _COLOURS.get(where) or (_COLOURS["val"] if len(members) == 1 else next(spare))
-        xs = sorted(curve)
-        ys = [curve[x] for x in xs]
-        label = f"{where}  {format_value(ys[-1])}".strip()
-        axes.plot(xs, ys, color=colour, label=label, linewidth=1.8, marker="o", markersize=3.5 if len(xs) <= 30 else 0)
-        axes.plot(xs[-1:], ys[-1:], color=colour, marker="o", markersize=5)
-    _style(axes, family, [y for curve in members.values() for y in curve.values()])
+    for run_stage in sorted(members, key=lambda run_stage: run_stage != "train"):
+        if run_stage in _COLOURS:
+            colour = _COLOURS[run_stage]
+        elif len(members) == 1:
+            colour = _COLOURS["val"]
+        else:
+            colour = next(spare_colours)
+        _draw_curve(
+            axes,
+            run_stage,
+            members[run_stage],
+            colour,
+        )
+        values += members[run_stage].values()
+    _style(axes, family, values)
+
+
+def _draw_curve(axes: Any, run_stage: str, curve: Curve, colour: str) -> None:
+    """Draw a line with its last value in the legend and a larger marker at its end."""
+    steps = sorted(curve)
+    values = [curve[step] for step in steps]
+    last_value = format_value(values[-1])
+    marker_size = 0.0
+    if len(steps) <= _FEW_POINTS:
+        marker_size = 3.5
+    axes.plot(
+        steps,
+        values,
+        color=colour,
+        label=f"{run_stage}  {last_value}".strip(),
+        linewidth=1.8,
+        marker="o",
+        markersize=marker_size,
+    )
+    axes.plot(
+        steps[-1:],
+        values[-1:],
+        color=colour,
+        marker="o",
+        markersize=5,
+    )
 
 
 def _draw_epochs(axes: Any, epoch_ends: Mapping[int, int]) -> None:
     """Mark where epochs end by a faint line and a number above; of many epochs, some."""
     low, high = axes.get_xlim()
-    inside = {epoch: step for epoch, step in epoch_ends.items() if low <= step <= high}
-    every = math.ceil(len(inside) / _MOST_EPOCHS)
-    for epoch, step in list(inside.items())[every - 1 :: every] if inside else ():
-        axes.axvline(step, color=_FAINT, linewidth=0.7, linestyle=(0, (4, 4)), zorder=0)
+    visible = [(epoch, step) for epoch, step in epoch_ends.items() if low <= step <= high]
+    stride = max(1, math.ceil(len(visible) / _MOST_EPOCHS))
+    for epoch, step in visible[stride - 1 :: stride]:
+        axes.axvline(
+            step,
+            color=_FAINT,
+            linewidth=0.7,
+            linestyle=(0, (4, 4)),
+            zorder=0,
+        )
         axes.annotate(
             f"epoch {epoch:,}",
             (step, 1.0),
@@ -148,18 +253,40 @@ def _draw_epochs(axes: Any, epoch_ends: Mapping[int, int]) -> None:
 
 
 def _style(axes: Any, family: str, values: list[float]) -> None:
-    """Light and quiet: no frame, thin lines, whole steps."""
+    """Style the axes without a frame, with thin lines and whole steps."""
     from matplotlib.ticker import MaxNLocator
 
-    if "loss" in family.lower() and min(values) > 0 and max(values) > 100 * min(values):
+    is_loss = "loss" in family.lower()
+    if is_loss and min(values) > 0 and max(values) > 100 * min(values):
         axes.set_yscale("log")
-    axes.set_title(family, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=14)
+    axes.set_title(
+        family,
+        loc="left",
+        color=_INK,
+        fontsize=11,
+        fontweight="bold",
+        pad=14,
+    )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
-    axes.grid(axis="y", color=_FAINT, linewidth=0.7)
+    axes.grid(
+        axis="y",
+        color=_FAINT,
+        linewidth=0.7,
+    )
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=8.5, length=0)
+    axes.tick_params(
+        colors=_INK,
+        labelsize=8.5,
+        length=0,
+    )
     axes.margins(x=0.03)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, loc="best", handlelength=1.2)
+    axes.legend(
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=_INK,
+        loc="best",
+        handlelength=1.2,
+    )

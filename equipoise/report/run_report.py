@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -31,23 +32,28 @@ from equipoise.report.throughput import Throughput
 
 __all__ = ["RunReport"]
 
-_OFTEN = 60.0  # seconds between two reports of a run that goes on
+# Seconds between two reports of a run under way.
+_INTERVAL = 60.0
+# Characters at the begin of a report that contain its title.
+_TITLE_RANGE = 4000
 
 
 @dataclass(kw_only=True)
 class _Run:
-    """A fit as it is seen here.
+    """State of one fit.
 
     Attributes:
-        folder: Where the report goes.
-        trainer: Whose fit it is; None when it is over.
-        started: When it began, for people; `clock`: for the computer, as `monotonic` counts.
-        size_of: Tells the samples of a batch; None when the run is over.
-        throughput: How fast it is.
-        share: The part of all samples that this process sees; None as long as nobody has asked the others.
-        devices: Those of all processes.
-        first_step: Where it began; `last_step`: where it ended.
-        written: When the report was written last.
+        folder: Folder of the report.
+        trainer: The trainer of the fit; None when it is over.
+        started: Begin of the fit, as date and time.
+        clock: Begin of the fit, as `monotonic` counts.
+        size_of: Returns the number of samples of a batch, None if unknown; None when the fit is over.
+        throughput: Samples and batches over time.
+        share: Share of all samples that this process trains on; None while unknown.
+        devices: Devices of all processes.
+        first_step: The step at the begin.
+        last_step: The step at the end; -1 before.
+        written: Time of the last report.
     """
 
     folder: Path
@@ -62,19 +68,57 @@ class _Run:
     last_step: int = -1
     written: float = field(default_factory=lambda: monotonic())
 
+    @property
+    def is_over(self) -> bool:
+        """True after the end of the fit."""
+        return self.last_step >= 0
+
+    def attach(self, trainer: Any, module: Any) -> None:
+        """Begin to follow a trainer."""
+        self.trainer = trainer
+        self.size_of = size_function(trainer, module)
+        self.devices = _list_devices(trainer)
+
+    def begin_training(self, earlier: "_Run | None") -> None:
+        """Note the step at the begin; continue an earlier fit that ended at this step."""
+        step = self.trainer.global_step
+        self.first_step = step
+        if earlier is not None and earlier.last_step == step > 0:
+            self.started = earlier.started
+            self.clock = earlier.clock
+            self.throughput = earlier.throughput
+            self.first_step = earlier.first_step
+        self.throughput.begin(monotonic())
+
+    def count_all_processes(self) -> None:
+        """Compute the share of this process in the samples of all."""
+        strategy = self.trainer.strategy
+        samples = self.throughput.samples
+        counts = torch.tensor([samples, self.throughput.countless], device=strategy.root_device)
+        all_samples, countless = strategy.reduce(counts, reduce_op="sum").tolist()
+        self.share = None
+        if samples and not countless:
+            self.share = samples / all_samples
+
+    def end(self, step: int) -> None:
+        """End the fit, and release the trainer."""
+        self.last_step = step
+        self.size_of = None
+        self.trainer = None
+
 
 class RunReport(Callback):
-    """Writes `report.html` when a fit ends: learning curves, throughput, memory, what happened, devices, configuration.
+    """Writes `report.html` when a fit ends: learning curves, throughput, memory, events, devices, configuration.
 
-    The page is complete in itself and opens without a network. A fit that fails leaves one too, with the error; one
-    that goes on has its last state written at the beginning of an epoch, at most once a minute. It lies in the folder
-    of the first logger, else in `default_root_dir`. A `fast_dev_run` writes none. That a report cannot be written fails
-    no run: a warning says why.
+    The page contains all its parts and opens without a network. A fit that fails leaves one too, with the error. During
+    a fit, the report is written at the beginning of an epoch, at most once a minute. It lies in the folder of the first
+    logger, else in `default_root_dir`. A `fast_dev_run` writes none. A report that cannot be written does not fail the
+    run: a warning states the reason.
 
-    Memory over time, and what its peak was made of, come from a `MemoryLogger` among the callbacks, out-of-memory
-    events from an `OOMRecovery`, the picture of a pipeline's last step from its strategy. Learning curves are shared
-    with a `RunSummary` if there is one, else they are recorded here and are part of checkpoints, so those of a resumed
-    fit are whole. They go by step: what loggers are handed, at its step, also if there is no logger.
+    Memory over time and the tensors at its peak come from a `MemoryLogger` among the callbacks, out-of-memory events
+    from an `OOMRecovery`, the picture of a pipeline's last step from its strategy. Learning curves are shared with a
+    `RunSummary` if there is one. Otherwise they are recorded here and are part of checkpoints, so those of a resumed
+    fit are complete. They show the values that loggers receive, by step, also without a logger.
 
     Example:
         >>> from equipoise import RunReport, Trainer
@@ -90,156 +134,171 @@ class RunReport(Callback):
         self._earlier: _Run | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The curves; neither a fit under way nor the methods that Lightning lends to callbacks."""
-        kept = {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
-        return {**kept, "_run": None, "_earlier": None, "_shared": None}
+        """Return the curves, without a fit under way."""
+        state = dict(vars(self))
+        # Lightning's Trainer sets these methods on callbacks while it runs.
+        state.pop("log", None)
+        state.pop("log_dict", None)
+        state.update(_run=None, _earlier=None, _shared=None)
+        return state
 
     def state_dict(self) -> dict[str, Any]:
-        """The curves so far, unless somebody else keeps them."""
+        """Return the curves so far, unless a `RunSummary` records them."""
         if self._shared is not None:
             return {}
+        # The trainer writes the checkpoint of an epoch's end when the values of the epoch are final.
         if self._run is not None and self._run.trainer is not None:
-            # A checkpoint of an epoch's end is written when its values are known.
             self._recorded.take_epoch(self._run.trainer)
         return self._recorded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the curves of an earlier process."""
+        """Load the curves of an earlier process."""
         if state_dict:
             self._recorded.load_state_dict(state_dict)
 
-    # What is seen.
+    # Hooks.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         if stage != "fit":
             return
-        summary = next((callback for callback in trainer.callbacks if isinstance(callback, RunSummary)), None)
-        self._shared = None if summary is None else summary.recorded
-        # log_dir is agreed upon by all processes, so it is asked for while all are here.
-        self._earlier, self._run = self._run, _Run(folder=Path(trainer.log_dir or trainer.default_root_dir))
+        self._shared = _shared_curves(trainer)
+        # All processes agree on log_dir, so it is read while all of them run this hook.
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self._earlier = self._run
+        self._run = _Run(folder=folder)
+        # Remove the notes of an earlier failure.
         if trainer.is_global_zero:
-            _take_notes(self._run.folder)  # of an earlier failure
+            _take_notes(folder)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Looks at the devices."""
-        if (run := self._run) is not None:
-            run.trainer = trainer
-            run.size_of = size_function(trainer, pl_module)
-            run.devices = _list_devices(trainer)
+        """List the devices."""
+        if self._run is not None:
+            self._run.attach(trainer, pl_module)
             if self._shared is None:
                 self._recorded.on_fit_start(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Goes on with an earlier fit, if this one begins where that one ended."""
-        if (run := self._run) is not None:
-            run.first_step = trainer.global_step
-            if (earlier := self._earlier) is not None and earlier.last_step == trainer.global_step > 0:
-                run.started, run.clock, run.throughput = earlier.started, earlier.clock, earlier.throughput
-                run.first_step = earlier.first_step
-            run.throughput.begin(monotonic())
+        """Continue an earlier fit, if this one begins at its end."""
+        if self._run is not None:
+            self._run.begin_training(self._earlier)
             if self._shared is None:
                 self._recorded.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Writes down how things stand, if that was long ago."""
+        """Write a report, if the last one is a minute old."""
         if (run := self._run) is not None:
             if self._shared is None:
                 self._recorded.on_train_epoch_start(trainer)
-            if monotonic() - run.written >= _OFTEN:
+            if monotonic() - run.written >= _INTERVAL:
                 self._write(trainer, pl_module, "running")
             run.throughput.begin(monotonic())
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Counts the samples."""
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count the samples."""
         self._recorded.batches_done = batch_idx + 1
         if (run := self._run) is not None and run.size_of is not None:
             run.throughput.add(run.size_of(batch), monotonic())
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stops counting."""
-        if (run := self._run) is not None and not trainer.sanity_checking:
-            run.throughput.pause(monotonic())
+        """Stop the clock of training."""
+        if self._run is not None and not trainer.sanity_checking:
+            self._run.throughput.pause(monotonic())
             if self._shared is None:
                 self._recorded.on_validation_start(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Goes on counting."""
-        if (run := self._run) is not None and not trainer.sanity_checking:
+        """Start the clock of training again."""
+        if self._run is not None and not trainer.sanity_checking:
             if self._shared is None:
                 self._recorded.on_validation_end(trainer)
-            run.throughput.begin(monotonic())
+            self._run.throughput.begin(monotonic())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stops counting."""
-        if (run := self._run) is not None:
-            run.throughput.pause(monotonic())
+        """Stop the clock of training."""
+        if self._run is not None:
+            self._run.throughput.pause(monotonic())
             if self._shared is None:
                 self._recorded.on_train_epoch_end(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Takes the last values, and asks how many samples all processes saw."""
-        if (run := self._run) is None:
+        """Record the last values, and count the samples of all processes."""
+        if self._run is None:
             return
-        run.throughput.pause(monotonic())
+        self._run.throughput.pause(monotonic())
         if self._shared is None:
             self._recorded.take_epoch(trainer)
         if trainer.world_size > 1:
-            own = run.throughput.samples
-            counts = torch.tensor([own, run.throughput.countless], device=trainer.strategy.root_device)
-            samples, countless = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
-            run.share = None if countless or not own else own / samples
+            self._run.count_all_processes()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Writes the report."""
+        """Write the report."""
         self._recorded.leave(trainer)
-        self._conclude(trainer, pl_module, "interrupted" if trainer.received_sigterm else "finished")
+        outcome: Outcome = "finished"
+        if trainer.received_sigterm:
+            outcome = "interrupted"
+        self._conclude(trainer, pl_module, outcome)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Writes what there is, and the error."""
+        """Write a report with the error and the values up to now."""
         if trainer.state.fn != "fit":
             return
-        if self._run is None or self._run.last_step >= 0:  # it failed before anything was set up
+        # 1. A fit that failed before `setup` has no run yet.
+        if self._run is None or self._run.is_over:
+            # Wrong input is refused in one message, which needs no report.
             if isinstance(exception, (ConfigurationError, MisconfigurationException)):
-                return  # told in one message, before anything was done
-            folder = trainer.default_root_dir if trainer.world_size > 1 else trainer.log_dir
-            self._run = _Run(folder=Path(folder or trainer.default_root_dir))
+                return
+            self._run = _Run(folder=_folder_of_failure(trainer))
+        # 2. Record the last values.
         self._run.throughput.pause(monotonic())
-        (self._shared or self._recorded).on_exception(trainer)
+        curves = self._shared or self._recorded
+        curves.on_exception(trainer)
         if isinstance(exception, KeyboardInterrupt):
             self._conclude(trainer, pl_module, "interrupted")
             return
+        # 3. Write the report. The other processes pass their errors on to the main process.
         error = "".join(traceback.format_exception(exception))
-        if not trainer.is_global_zero and not _is_told(self._run.folder / "report.html", self._run.started):
-            _leave_note(self._run.folder, trainer.global_rank, error)
+        folder = self._run.folder
+        if not trainer.is_global_zero and not _has_report(folder / "report.html", self._run.started):
+            _leave_note(folder, trainer.global_rank, error)
         if trainer.is_global_zero and trainer.world_size > 1:
-            error += _take_notes(self._run.folder)
+            error += _take_notes(folder)
         self._conclude(trainer, pl_module, "failed", error)
 
-    # What is made of it.
+    # The report.
 
     def _conclude(self, trainer: Any, module: Any, outcome: Outcome, error: str = "") -> None:
-        if (run := self._run) is None or run.last_step >= 0:
+        run = self._run
+        if run is None or run.is_over:
             return
         path = self._write(trainer, module, outcome, error)
-        run.last_step, run.size_of, run.trainer, self._earlier = trainer.global_step, None, None, None
+        run.end(trainer.global_step)
+        self._earlier = None
         if path is not None:
-            rich.get_console().print(Text.assemble(("Report: ", "dim"), shorten(str(path))), soft_wrap=True)
+            line = Text.assemble(("Report: ", "dim"), shorten(str(path)))
+            rich.get_console().print(line, soft_wrap=True)
 
     def _write(self, trainer: Any, module: Any, outcome: Outcome, error: str = "") -> Path | None:
-        """Writes the report in the main process; returns where it is, None if there is none."""
+        """Write the report in the main process; return its path, None if there is no report."""
         run = self._run
         if run is None or not trainer.is_global_zero or trainer.fast_dev_run:
             return None
         run.written = monotonic()
         path = run.folder / "report.html"
-        recorded = self._shared or self._recorded
+        curves = self._shared or self._recorded
         try:
             record = collect_record(
                 trainer,
                 module,
-                curves=recorded.step_curves(),
-                epoch_ends=recorded.epoch_ends(),
+                curves=curves.step_curves(),
+                epoch_ends=curves.epoch_ends(),
                 throughput=run.throughput,
                 share=run.share,
                 clock=run.clock,
@@ -247,47 +306,79 @@ class RunReport(Callback):
                 first_step=run.first_step,
                 folder=run.folder,
             )
-            write_report(replace(record, outcome=outcome, error=error, devices=run.devices), path)
-        except Exception as failure:  # how a run went does not hang on what is told of it
+            record = replace(record, outcome=outcome, error=error, devices=run.devices)
+            write_report(record, path)
+        except Exception as failure:
+            # A failure to report must not make a run fail that has ended well.
             rank_zero_warn(f"The report could not be written: {type(failure).__name__}: {failure}")
             return None
         return path
 
 
-def _is_told(path: Path, since: datetime) -> bool:
-    """Whether the main process has written the report of this failure already, so that nobody would read a note."""
+def _shared_curves(trainer: Any) -> CurveHistory | None:
+    """Return the curves of the first `RunSummary`, None without one."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, RunSummary):
+            return callback.recorded
+    return None
+
+
+def _folder_of_failure(trainer: Any) -> Path:
+    """Return the folder of the report for a fit that failed before `setup`."""
+    folder = None
+    # Reading log_dir may need all processes.
+    if trainer.world_size == 1:
+        folder = trainer.log_dir
+    return Path(folder or trainer.default_root_dir)
+
+
+def _has_report(path: Path, since: datetime) -> bool:
+    """Return whether the main process has written the report of this failure; it reads no notes after that."""
     with contextlib.suppress(OSError), path.open(encoding="utf-8") as page:
-        return path.stat().st_mtime >= since.timestamp() and ": failed</title>" in page.read(4000)
+        is_new = path.stat().st_mtime >= since.timestamp()
+        return is_new and ": failed</title>" in page.read(_TITLE_RANGE)
     return False
 
 
 def _leave_note(folder: Path, rank: int, error: str) -> None:
-    """Tells the main process why this one failed: all that one sees is that somebody is gone."""
+    """Leave the error of this process for the main process, which only notices that a process has ended."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+        text = f"\nRank {rank} had failed before:\n\n{error}"
+        # The main process reads only complete notes.
         draft = folder / f".report-rank-{rank}.tmp"
-        draft.write_text(f"\nRank {rank} had failed before:\n\n{error}", encoding="utf-8", errors="replace")
+        draft.write_text(text, encoding="utf-8", errors="replace")
         draft.replace(draft.with_suffix(".txt"))
 
 
 def _take_notes(folder: Path) -> str:
-    """What other processes have left, the first to fail at the end; they are removed."""
-    told = []
-    for note in folder.glob(".report-rank-*.txt"):
+    """Read and remove the notes of other processes; return them in one text, the first to fail at the end."""
+    notes = []
+    for file in folder.glob(".report-rank-*.txt"):
         with contextlib.suppress(OSError):
-            told.append((note.stat().st_mtime_ns, note.read_text(encoding="utf-8", errors="replace")))
-            note.unlink()
-    return "".join(text for _, text in sorted(told, reverse=True))
+            text = file.read_text(encoding="utf-8", errors="replace")
+            notes.append((file.stat().st_mtime_ns, text))
+            file.unlink()
+    notes.sort(reverse=True)
+    return "".join(text for _, text in notes)
 
 
 def _list_devices(trainer: Any) -> list[DeviceInfo]:
-    """The devices of all processes, each once, and the CPUs of their machines."""
+    """Return the devices of all processes and the CPUs of their machines, without repetition."""
+    # 1. Gather the devices of all processes, with the names of their machines.
     node = platform.node()
-    infos = [(node, info) for info in list_devices({"cpu", *map(str, devices_of(trainer))})]
+    device_names = {str(device) for device in devices_of(trainer)}
+    device_names.add("cpu")
+    infos = [(node, info) for info in list_devices(device_names)]
     if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
-        infos = [each for some in gather_objects(infos) for each in some]
-    known: dict[tuple[str, str], tuple[str, DeviceInfo]] = {}
+        infos = list(chain.from_iterable(gather_objects(infos)))
+    # 2. Several processes may use one device.
+    distinct: dict[tuple[str, str], tuple[str, DeviceInfo]] = {}
     for name, info in infos:
-        known.setdefault((name, info.uuid or info.device), (name, info))
-    several = len({name for name, _ in known.values()}) > 1
-    return [replace(info, device=f"{name} {info.device}") if several else info for name, info in known.values()]
+        key = (name, info.uuid or info.device)
+        distinct.setdefault(key, (name, info))
+    # 3. Name the machine if there are several.
+    nodes = {name for name, _ in distinct.values()}
+    if len(nodes) == 1:
+        return [info for _, info in distinct.values()]
+    return [replace(info, device=f"{name} {info.device}") for name, info in distinct.values()]

@@ -7,17 +7,19 @@ from typing import Any
 __all__ = ["StepCurve"]
 
 _MOST_BUCKETS = 256
+# A bucket with more points than this is thinned.
+_FEW_POINTS = 2
 
 
 class StepCurve:
-    """Values by steps, thinned where there are many.
+    """Values by steps, thinned if there are many.
 
-    The steps are divided into buckets of equal width. Of the points of a bucket four at most stay: the least value, the
-    greatest, the last, and the first that is not a number. The width begins at 1 step, and doubles whenever there are
-    more than 256 buckets, so a curve holds 1024 points at most however long the run.
+    Buckets of equal width divide the steps. At most four points of a bucket stay: the least value, the greatest, the
+    last, and the first that is not a number. The width begins at 1 step, and doubles whenever there are more than 256
+    buckets, so a curve of any run has at most 1024 points.
 
     Attributes:
-        width: Steps of a bucket.
+        width: Number of steps of a bucket.
 
     Example:
         >>> curve = StepCurve()
@@ -29,32 +31,43 @@ class StepCurve:
 
     def __init__(self) -> None:
         self.width = 1
-        self._buckets: dict[int, dict[int, float]] = {}  # by the number of the bucket: values by step
+        # For the number of each bucket its values by step.
+        self._buckets: dict[int, dict[int, float]] = {}
 
     def add(self, step: int, value: float) -> None:
-        """Adds a value.
+        """Add a value.
 
         Args:
-            step: Where it stands. A value that stands there already is replaced.
+            step: Its step. It replaces an earlier value of this step.
             value: The value; it may be infinite or no number.
         """
         number = step // self.width
         bucket = self._buckets.setdefault(number, {})
         bucket[step] = value
-        if len(bucket) > 2:
+        if len(bucket) > _FEW_POINTS:
             self._buckets[number] = _thin(bucket)
+        # One step may lie many buckets further on.
         while len(self._buckets) > _MOST_BUCKETS:
             self._widen()
 
     def points(self) -> dict[int, float]:
         """Return the values by step, in the order of steps."""
-        together = {step: value for bucket in self._buckets.values() for step, value in bucket.items()}
-        return dict(sorted(together.items()))
+        points: dict[int, float] = {}
+        for bucket in self._buckets.values():
+            points.update(bucket)
+        return dict(sorted(points.items()))
 
     def drop_from(self, step: int) -> None:
-        """Forget the values at a step and beyond it."""
-        kept = {at: value for at, value in self.points().items() if at < step}
-        self._fill(kept)
+        """Forget the values of a step and later ones.
+
+        Args:
+            step: The first step to forget.
+        """
+        earlier = {}
+        for earlier_step, value in self.points().items():
+            if earlier_step < step:
+                earlier[earlier_step] = value
+        self._fill(earlier)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the width of buckets and the points."""
@@ -62,9 +75,14 @@ class StepCurve:
         return {"width": self.width, "steps": list(points), "values": list(points.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the points of an earlier process."""
+        """Load the points of an earlier process."""
         self.width = int(state_dict["width"])
-        self._fill(dict(zip(state_dict["steps"], state_dict["values"], strict=True)))
+        pairs = zip(
+            state_dict["steps"],
+            state_dict["values"],
+            strict=True,
+        )
+        self._fill(dict(pairs))
 
     def _widen(self) -> None:
         self.width *= 2
@@ -73,18 +91,27 @@ class StepCurve:
     def _fill(self, points: Mapping[int, float]) -> None:
         self._buckets = {}
         for step, value in points.items():
-            self._buckets.setdefault(step // self.width, {})[step] = value
+            number = step // self.width
+            bucket = self._buckets.setdefault(number, {})
+            bucket[step] = value
         for number, bucket in self._buckets.items():
             self._buckets[number] = _thin(bucket)
 
 
 def _thin(bucket: Mapping[int, float]) -> dict[int, float]:
     """Return the points of a bucket that stay."""
-    kept = {max(bucket)}
-    numbers = [step for step, value in bucket.items() if not math.isnan(value)]
+    numbers = []
+    not_numbers = []
+    for step, value in bucket.items():
+        if math.isnan(value):
+            not_numbers.append(step)
+        else:
+            numbers.append(step)
+    last_step = max(bucket)
+    steps = {last_step}
     if numbers:
-        kept.add(min(numbers, key=bucket.__getitem__))
-        kept.add(max(numbers, key=bucket.__getitem__))
-    if len(numbers) < len(bucket):
-        kept.add(min(step for step, value in bucket.items() if math.isnan(value)))
-    return {step: bucket[step] for step in sorted(kept)}
+        steps.add(min(numbers, key=bucket.__getitem__))
+        steps.add(max(numbers, key=bucket.__getitem__))
+    if not_numbers:
+        steps.add(min(not_numbers))
+    return {step: bucket[step] for step in sorted(steps)}

@@ -1,8 +1,26 @@
 """Training throughput over time, in a bounded number of points."""
 
+from typing import NamedTuple
+
 __all__ = ["Throughput"]
 
-_MOST = 1024  # stretches that are kept
+_MOST_STRETCHES = 1024
+
+
+class _Stretch(NamedTuple):
+    """Counts of a stretch of time.
+
+    Attributes:
+        end: Time of its end.
+        seconds: Its duration, without pauses.
+        samples: Samples trained on.
+        batches: Batches trained on.
+    """
+
+    end: float
+    seconds: float
+    samples: int
+    batches: int
 
 
 class Throughput:
@@ -11,27 +29,40 @@ class Throughput:
     All times are seconds of one clock.
 
     Attributes:
-        samples: Samples so far; `batches`: batches; `seconds`: the time they took.
-        countless: A batch's size could not be told, so batches are what can be counted.
-        interval: The length of a stretch.
+        samples: Samples so far.
+        batches: Batches so far.
+        seconds: Time that they took.
+        countless: True if the size of a batch was unknown, so that only batches can be counted.
+        interval: Duration of a stretch.
     """
 
     def __init__(self) -> None:
-        self.samples, self.batches, self.seconds, self.countless = 0, 0, 0.0, False
+        self.samples = 0
+        self.batches = 0
+        self.seconds = 0.0
+        self.countless = False
         self.interval = 0.2
-        self._stretches: list[tuple[float, float, int, int]] = []  # end, seconds, samples, batches
+        self._stretches: list[_Stretch] = []
+        # The present stretch: time of its begin, None in a pause; samples and batches before it.
         self._since: float | None = None
-        self._before = (0, 0)  # samples and batches when the present stretch began
+        self._samples_before = 0
+        self._batches_before = 0
 
     def begin(self, now: float) -> None:
-        """Training goes on from here."""
-        self._since, self._before = now, (self.samples, self.batches)
-
-    def add(self, size: int | None, now: float) -> None:
-        """A batch is done.
+        """Begin a stretch: training goes on.
 
         Args:
-            size: Its number of samples; None if nobody can tell.
+            now: The time.
+        """
+        self._since = now
+        self._samples_before = self.samples
+        self._batches_before = self.batches
+
+    def add(self, size: int | None, now: float) -> None:
+        """Count a batch.
+
+        Args:
+            size: Its number of samples; None if unknown.
             now: The time.
         """
         self.batches += 1
@@ -44,36 +75,67 @@ class Throughput:
             self.begin(now)
 
     def pause(self, now: float) -> None:
-        """Something else begins: validation, the end."""
+        """End a stretch: validation begins, or training ends.
+
+        Args:
+            now: The time.
+        """
         if self._since is not None:
             self._close(now)
         self._since = None
 
     def points(self, start: float, factor: float = 1.0) -> list[tuple[float, float]]:
-        """The line: seconds since a start, and so many samples (or batches, where samples cannot be told) per second.
+        """Return the throughput over time: seconds since a start, and samples per second.
+
+        Batches are counted instead of samples if the size of a batch was unknown.
 
         Args:
-            start: Where the line begins.
-            factor: What the numbers are multiplied by, for those of several processes. Default: 1.
+            start: Time of second 0.
+            factor: Factor for the throughput, such as the number of processes. Default: 1.
         """
-        return [
-            (end - seconds / 2 - start, factor * (batches if self.countless else samples) / seconds)
-            for end, seconds, samples, batches in self._stretches
-        ]
+        points = []
+        for stretch in self._stretches:
+            count = stretch.samples
+            if self.countless:
+                count = stretch.batches
+            middle = stretch.end - stretch.seconds / 2
+            points.append((middle - start, factor * count / stretch.seconds))
+        return points
 
     def _close(self, now: float) -> None:
         assert self._since is not None
-        seconds = now - self._since
-        samples, batches = self.samples - self._before[0], self.batches - self._before[1]
-        self.seconds += seconds
-        if not batches and seconds < self.interval:
+        stretch = _Stretch(
+            end=now,
+            seconds=now - self._since,
+            samples=self.samples - self._samples_before,
+            batches=self.batches - self._batches_before,
+        )
+        self.seconds += stretch.seconds
+        # A short stretch without a batch tells nothing.
+        if not stretch.batches and stretch.seconds < self.interval:
             return
-        if seconds < self.interval / 2 and self._stretches and self._stretches[-1][0] == self._since:
-            last = self._stretches.pop()  # too short to tell anything by itself
-            seconds, samples, batches = seconds + last[1], samples + last[2], batches + last[3]
-        if seconds > 0:
-            self._stretches.append((now, seconds, samples, batches))
-        if len(self._stretches) >= _MOST:
-            pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
-            self._stretches = [(b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]) for a, b in pairs]
-            self.interval *= 2
+        if stretch.seconds < self.interval / 2 and self._continues_last():
+            stretch = _joined(self._stretches.pop(), stretch)
+        if stretch.seconds > 0:
+            self._stretches.append(stretch)
+        if len(self._stretches) >= _MOST_STRETCHES:
+            self._halve()
+
+    def _continues_last(self) -> bool:
+        """Return whether the present stretch began where the last one ended."""
+        return bool(self._stretches) and self._stretches[-1].end == self._since
+
+    def _halve(self) -> None:
+        """Join pairs of stretches; later ones have twice the duration."""
+        pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+        self._stretches = [_joined(first, second) for first, second in pairs]
+        self.interval *= 2
+
+
+def _joined(first: _Stretch, second: _Stretch) -> _Stretch:
+    return _Stretch(
+        end=second.end,
+        seconds=first.seconds + second.seconds,
+        samples=first.samples + second.samples,
+        batches=first.batches + second.batches,
+    )

@@ -331,7 +331,13 @@ class _Drawing:
             texts.append(tag("text", size, x=5, y=29, class_="small"))
         tip = tag("title", self._tip(record))
         style = f"cell {style_of(record.category)}"
-        element = _placed(box, tip, _background(), *texts, class_=style)
+        element = _placed(
+            box,
+            tip,
+            _background(),
+            *texts,
+            class_=style,
+        )
         self.elements.append(element)
 
     def _tip(self, record: TensorRecord) -> str:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy
 from equipoise.pipeline.planning.cut import CutOptions, table_of
 from equipoise.pipeline.schedule.schedule import actions_of
-from equipoise.report.collect import _pipeline
+from equipoise.report.collect import pipeline_step
 from tests.conftest import ignoring
 from tests.strategies.pipeline.test_checkpoints import Save, resume, same_weights
 from tests.strategies.pipeline.test_faults import Failing
@@ -160,7 +160,7 @@ def test_the_table_and_the_report():
     assert "with 4 of them under 'interleaved_1f1b' devices idle" in told
     assert told.count("cpu ") >= 8
     assert all(0 < peak <= sum(stage.memory for stage in cut.stages[at::2]) for at, peak in enumerate(cut.peaks))
-    step = _pipeline(strategy)
+    step = pipeline_step(strategy)
     assert step is not None
     assert step.devices == ["device 0, cpu", "device 1, cpu"]
     assert step.stages == [f"stage {stage}, cpu" for stage in range(6)]
