@@ -28,6 +28,9 @@ _NEVER = ("sys", "os", "posix", "nt")
 # Pickles of protocol 2 keep the names of Python 2.
 _MODULES_OF_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
+# Functions that create an object of the class which is their first argument.
+_CREATE_FIRST_ARGUMENT = ("<stand-in for copyreg._reconstructor>", "<stand-in for copyreg.__newobj__>")
+
 
 class SafeGlobals:
     """Finds what the names in a file stand for, and carries out the calls that are allowed.
@@ -40,26 +43,32 @@ class SafeGlobals:
     """
 
     def __init__(self) -> None:
-        self._of_the_user = _allowed_by_the_user()
+        self._user_values = _user_values()
 
     def find(self, module: str, name: str) -> Any:
-        """Return the object that a name stands for, or a stand-in; nothing is imported because a file names it."""
+        """Return the object that a name stands for, or a stand-in; the name in the file never causes an import."""
         module = _MODULES_OF_PYTHON_2.get(module, module)
-        full = f"{module}.{name}"
+        full_name = f"{module}.{name}"
+        stand_in = StandIn(module, name)
         if module in _NEVER:
-            return StandIn(module, name)
-        for table in (self._of_the_user, VALUES, _of_torch()):
-            if full in table:
-                return table[full]
+            return stand_in
+
+        # 1. Names that need no further package.
+        for table in (self._user_values, VALUES, _torch_values()):
+            if full_name in table:
+                return table[full_name]
+
+        # 2. Names of packages that may not be installed.
         package = module.split(".")[0]
+        table = {}
         if package in ("omegaconf", "typing"):
-            return _of_omegaconf().get(full, StandIn(module, name))
-        if package == "numpy":
-            return numpy_values().get(full, StandIn(module, name))
-        return StandIn(module, name)
+            table = _omegaconf_values()
+        elif package == "numpy":
+            table = numpy_values()
+        return table.get(full_name, stand_in)
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """Return what a call in the file makes.
+        """Return the result of a call in the file.
 
         Raises:
             CheckpointError: If the function may not be called.
@@ -68,9 +77,12 @@ class SafeGlobals:
             raise CheckpointError(f"the arguments of a call are a {type(arguments).__name__}")
         if isinstance(function, StandIn):
             return _stand_in_for_result(function, arguments)
-        if _is_one_of(function, self._of_the_user.values()):
+        if _is_one_of(function, self._user_values.values()):
             return function(*arguments)
-        constructor = CONSTRUCTORS.get(id(function)) or numpy_constructors().get(id(function))
+        identity = id(function)
+        constructor = CONSTRUCTORS.get(identity)
+        if constructor is None:
+            constructor = numpy_constructors().get(identity)
         if constructor is None:
             raise CheckpointError(f"it calls {function!r}, which is not allowed")
         return constructor(*arguments)
@@ -103,10 +115,10 @@ class SafeGlobals:
         if kind is collections.OrderedDict:
             _set_metadata(value, state)
         elif kind is Namespace:
-            vars(value).update(_names_only(state))
+            vars(value).update(_checked_attributes(state))
         elif self._is_allowed_class(kind):
             _set_state_of_class(value, state)
-        elif _is_of_numpy(value):
+        elif _is_numpy_value(value):
             set_numpy_state(value, state)
         else:
             raise CheckpointError(f"it sets the state of a {kind.__name__}, which is not allowed")
@@ -114,52 +126,72 @@ class SafeGlobals:
     def _is_allowed_class(self, kind: Any) -> bool:
         if not isinstance(kind, type):
             return False
-        if _is_one_of(kind, self._of_the_user.values()):
+        if _is_one_of(kind, self._user_values.values()):
             return True
-        return kind.__module__.startswith("omegaconf.") and _is_one_of(kind, _of_omegaconf().values())
+        # OmegaConf is imported only where a class of its own is in question.
+        if not kind.__module__.startswith("omegaconf."):
+            return False
+        return _is_one_of(kind, _omegaconf_values().values())
 
 
-def _is_one_of(value: Any, known: typing.Iterable[Any]) -> bool:
-    return any(value is one for one in known)
+def _is_one_of(value: Any, candidates: typing.Iterable[Any]) -> bool:
+    # Compare identities: an object of the file could define `==`.
+    return any(value is candidate for candidate in candidates)
 
 
 # Tables
 
 
-def _allowed_by_the_user() -> dict[str, Any]:
-    """Return what `torch.serialization.add_safe_globals` has allowed, by full name."""
-    allowed: dict[str, Any] = {}
+def _user_values() -> dict[str, Any]:
+    """Return the values allowed by `torch.serialization.add_safe_globals`, by full name."""
+    values: dict[str, Any] = {}
     for entry in torch.serialization.get_safe_globals():
         if isinstance(entry, tuple):
             value, name = entry
-            allowed[name] = value
+            values[name] = value
         else:
-            allowed[f"{entry.__module__}.{entry.__qualname__}"] = entry
-    return allowed
+            values[_full_name(entry)] = entry
+    return values
+
+
+def _full_name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @cache
-def _of_torch() -> dict[str, Any]:
+def _torch_values() -> dict[str, Any]:
     """Return the dtypes, and the types of storages, which stand for dtypes."""
-    values: dict[str, Any] = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    values: dict[str, Any] = {}
+    for value in vars(torch).values():
+        if isinstance(value, torch.dtype):
+            values[str(value)] = value
+    # Storages were defined in each of these modules, one after the other.
     for module in ("torch", "torch.storage", "torch.cuda"):
-        values.update({f"{module}.{name}": dtype for name, dtype in STORAGE_TYPES.items()})
+        for name, dtype in STORAGE_TYPES.items():
+            values[f"{module}.{name}"] = dtype
     return values
 
 
 @cache
-def _of_omegaconf() -> dict[str, Any]:
+def _omegaconf_values() -> dict[str, Any]:
     """Return OmegaConf's containers and their parts; empty if it is not installed."""
     try:
         base = import_module("omegaconf.base")
     except ModuleNotFoundError:
         return {}
-    nodes = vars(import_module("omegaconf.nodes")).values()
-    classes = [value for value in nodes if isinstance(value, type) and issubclass(value, base.Node)]
-    classes += [base.ContainerMetadata, base.Metadata]
-    classes += [import_module("omegaconf").DictConfig, import_module("omegaconf").ListConfig]
-    values: dict[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in classes}
-    values.update({f"typing.{name}": getattr(typing, name) for name in ("Any", "Dict", "List")})
+    omegaconf = import_module("omegaconf")
+    nodes = import_module("omegaconf.nodes")
+
+    classes = [base.ContainerMetadata, base.Metadata]
+    classes += [omegaconf.DictConfig, omegaconf.ListConfig]
+    for value in vars(nodes).values():
+        if isinstance(value, type) and issubclass(value, base.Node):
+            classes.append(value)
+
+    values = {_full_name(kind): kind for kind in classes}
+    # The metadata of a container names the types of its keys and items.
+    for name in ("Any", "Dict", "List"):
+        values[f"typing.{name}"] = getattr(typing, name)
     return values
 
 
@@ -167,24 +199,26 @@ def _of_omegaconf() -> dict[str, Any]:
 
 
 def _stand_in_for_result(function: StandIn, arguments: tuple[Any, ...]) -> StandIn:
-    """Return the stand-in for what a call would have made, named as well as can be."""
-    name = repr(function)
-    first = arguments[0] if arguments else None
-    if not isinstance(first, StandIn):
+    """Return the stand-in for the result of a call: the class that is created, or else the function."""
+    if not arguments:
         return function
-    if name in ("<stand-in for copyreg._reconstructor>", "<stand-in for copyreg.__newobj__>"):
+    first = arguments[0]
+    creates_first = repr(function) in _CREATE_FIRST_ARGUMENT
+    if creates_first and isinstance(first, StandIn):
         return first
     return function
 
 
 def _set_metadata(value: collections.OrderedDict[Any, Any], state: Any) -> None:
     """Set the versions of modules, the one attribute that a state of weights has."""
-    metadata = _names_only(state).get("_metadata")
+    attributes = _checked_attributes(state)
+    metadata = attributes.get("_metadata")
     if metadata is not None:
         vars(value)["_metadata"] = metadata
 
 
-def _names_only(state: Any) -> dict[str, Any]:
+def _checked_attributes(state: Any) -> dict[str, Any]:
+    # A string of a derived class could define `__hash__`, so its type is compared exactly.
     if not isinstance(state, dict) or any(type(key) is not str for key in state):
         raise CheckpointError("the state of an object is no dictionary of names")
     return state
@@ -195,14 +229,23 @@ def _set_state_of_class(value: Any, state: Any) -> None:
     if hasattr(value, "__setstate__"):
         value.__setstate__(state)
         return
-    slots: dict[str, Any] = {}
+    attributes = state
+    slots: Any = {}
+    # Pickle writes a pair where the class has `__slots__`.
     if isinstance(state, tuple) and len(state) == 2:
-        state, slots = state
-    vars(value).update(_names_only(state or {}))
-    for name, item in _names_only(slots or {}).items():
+        attributes, slots = state
+    attributes = _checked_attributes(attributes or {})
+    vars(value).update(attributes)
+    slots = _checked_attributes(slots or {})
+    for name, item in slots.items():
         setattr(value, name, item)
 
 
-def _is_of_numpy(value: Any) -> bool:
-    values = numpy_values() if type(value).__module__.startswith("numpy") else {}
-    return bool(values) and isinstance(value, values["numpy.ndarray"] | values["numpy.dtype"])
+def _is_numpy_value(value: Any) -> bool:
+    module = type(value).__module__
+    if not module.startswith("numpy"):
+        return False
+    values = numpy_values()
+    if not values:
+        return False
+    return isinstance(value, values["numpy.ndarray"] | values["numpy.dtype"])

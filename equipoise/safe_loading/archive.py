@@ -20,9 +20,18 @@ from equipoise.safe_loading.unpickler import load_pickle
 
 __all__ = ["check_archive", "is_archive", "read_archive", "read_legacy"]
 
-_CHUNK = 1 << 20  # bytes that are read at once
+# Bytes that are read at once.
+_CHUNK = 1 << 20
+
+# The bit of a member's attributes that marks a folder; torch does not read the content of such a member.
+_FOLDER_BIT = 0x10
+
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
+
+_NOT_OF_TORCH = "it is no file of torch"
+_BAD_IDENTIFIER = "it names a storage in a way that is not allowed"
+_BAD_VIEW = "a part of a storage is damaged"
 
 
 def is_archive(file: IO[bytes]) -> bool:
@@ -36,16 +45,17 @@ def is_archive(file: IO[bytes]) -> bool:
 
 
 def read_archive(file: IO[bytes]) -> Any:
-    """Return what a zip archive of torch holds, with all tensors on the CPU.
+    """Return the content of a zip archive of torch, with all tensors on the CPU.
 
     Args:
         file: The archive.
 
     Raises:
-        CheckpointError: If it is damaged, with what is wrong. Damage may raise other errors as well.
+        CheckpointError: If it is damaged; the message names the damage. Damage may raise other errors as well.
     """
     with zipfile.ZipFile(file) as archive:
-        reader = _ArchiveReader(archive, _size_of(file))
+        size = _size_of(file)
+        reader = _ArchiveReader(archive, size)
         return reader.read()
 
 
@@ -56,7 +66,8 @@ def check_archive(file: IO[bytes]) -> None:
         CheckpointError: If it is damaged.
     """
     with zipfile.ZipFile(file) as archive:
-        _ArchiveReader(archive, _size_of(file))
+        size = _size_of(file)
+        _ArchiveReader(archive, size)
         damaged = archive.testzip()
     if damaged is not None:
         raise CheckpointError(f"{damaged!r} in it is not what was written")
@@ -80,67 +91,102 @@ class _ArchiveReader:
         self.archive = archive
         self.storages: dict[str, torch.UntypedStorage] = {}
         self.members = {member.filename: member for member in archive.infolist()}
-        if len(self.members) != len(archive.infolist()):
-            raise CheckpointError("it holds two members of one name")
-        if sum(member.file_size for member in archive.infolist()) > size:
-            raise CheckpointError("its members are larger than it is itself")
-        folder_bit = 0x10  # torch does not read the content of a member that is marked as a folder
-        for name, member in self.members.items():
-            if member.compress_type != zipfile.ZIP_STORED or member.external_attr & folder_bit:
-                raise CheckpointError(f"{name!r} in it is not stored as torch stores it")
-        pickles = [name for name in self.members if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise CheckpointError("it holds no 'data.pkl'")
-        self.folder = pickles[0].removesuffix("data.pkl")
+        self._check_members(size)
+        self.folder = self._find_folder()
         if f"{self.folder}constants.pkl" in self.members:
             raise CheckpointError("it is a program of TorchScript")
-        self.foreign_byte_order = self._byte_order() != sys.byteorder
+        byte_order = self._byte_order()
+        self.is_foreign_byte_order = byte_order != sys.byteorder
+
+    def _check_members(self, size: int) -> None:
+        """Refuse an archive that is not as torch writes it."""
+        members = self.archive.infolist()
+        if len(self.members) != len(members):
+            raise CheckpointError("it holds two members of one name")
+        total = sum(member.file_size for member in members)
+        if total > size:
+            raise CheckpointError("its members are larger than it is itself")
+        for member in members:
+            is_compressed = member.compress_type != zipfile.ZIP_STORED
+            is_folder = member.external_attr & _FOLDER_BIT
+            if is_compressed or is_folder:
+                raise CheckpointError(f"{member.filename!r} in it is not stored as torch stores it")
+
+    def _find_folder(self) -> str:
+        """Return the folder that holds all members, with a slash at its end."""
+        pickles = []
+        for name in self.members:
+            if name.count("/") == 1 and name.endswith("/data.pkl"):
+                pickles.append(name)
+        if len(pickles) != 1:
+            raise CheckpointError("it holds no 'data.pkl'")
+        return pickles[0].removesuffix("data.pkl")
 
     def read(self) -> Any:
-        """Return what the archive holds."""
+        """Return the object that the archive holds."""
         content = self.archive.read(f"{self.folder}data.pkl")
-        value = load_pickle(io.BytesIO(content), self._storage)
+        stream = io.BytesIO(content)
+        value = load_pickle(stream, self._find_storage)
         self._check_rest()
         return value
 
     def _byte_order(self) -> str:
-        if f"{self.folder}byteorder" not in self.members:
+        name = f"{self.folder}byteorder"
+        # Older versions of torch write no byte order.
+        if name not in self.members:
             return "little"
-        order = self.archive.read(f"{self.folder}byteorder").decode()
+        order = self.archive.read(name).decode()
         if order not in ("little", "big"):
             raise CheckpointError(f"its byte order is {order!r}")
         return order
 
-    def _storage(self, identifier: Any) -> Storage | StandIn:
+    def _find_storage(self, identifier: Any) -> Storage | StandIn:
         """Return the storage that a pickle names by kind, type, key, device and number of elements."""
+        # 1. Check the identifier.
         kind, dtype, key, _, count = identifier
-        if kind == "storage" and isinstance(dtype, StandIn):
-            return dtype  # of quantised tensors
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or type(count) is not int:
-            raise CheckpointError("it names a storage in a way that is not allowed")
-        if key not in self.storages:
-            self.storages[key] = self._read_storage(key, dtype)
-        storage = self.storages[key]
-        if storage.nbytes() != count * dtype.itemsize:
-            raise CheckpointError(f"storage {key!r} has {storage.nbytes()} bytes, not {count} elements of {dtype}")
+        if kind != "storage":
+            raise CheckpointError(_BAD_IDENTIFIER)
+        if isinstance(dtype, StandIn):
+            # The storage of a quantised tensor.
+            return dtype
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(_BAD_IDENTIFIER)
+        if type(key) is not str:
+            raise CheckpointError(_BAD_IDENTIFIER)
+        if type(count) is not int:
+            raise CheckpointError(_BAD_IDENTIFIER)
+
+        # 2. Read the storage, unless an earlier tensor shares it.
+        storage = self.storages.get(key)
+        if storage is None:
+            storage = self._read_storage(key, dtype)
+            self.storages[key] = storage
+
+        # 3. Compare the sizes.
+        size = storage.nbytes()
+        if size != count * dtype.itemsize:
+            raise CheckpointError(f"storage {key!r} has {size} bytes, not {count} elements of {dtype}")
         return Storage(storage, dtype)
 
     def _read_storage(self, key: str, dtype: torch.dtype) -> torch.UntypedStorage:
         name = f"{self.folder}data/{key}"
         if name not in self.members:
             raise CheckpointError(f"it lacks {name!r}")
-        content = torch.empty(self.members[name].file_size, dtype=torch.uint8)
+        size = self.members[name].file_size
+        content = torch.empty(size, dtype=torch.uint8)
         with self.archive.open(name) as member:
             _fill(content, member)
         storage = content.untyped_storage()
-        if self.foreign_byte_order:
+        if self.is_foreign_byte_order:
             storage.byteswap(dtype)  # type: ignore[no-untyped-call]
         return storage
 
     def _check_rest(self) -> None:
-        """Compare the check sums of the members that nothing has read."""
+        """Compare the check sums of the members that are not read as storages."""
         for name in self.members:
-            if name.removeprefix(f"{self.folder}data/") not in self.storages:
+            key = name.removeprefix(f"{self.folder}data/")
+            if key not in self.storages:
+                # `zipfile` compares the check sum of a member when it reads it.
                 self.archive.read(name)
 
 
@@ -150,43 +196,60 @@ def _fill(content: torch.Tensor, file: Any) -> None:
     Raises:
         CheckpointError: If the file ends before.
     """
-    buffer = bytearray(min(_CHUNK, max(len(content), 1)))
-    window = torch.frombuffer(buffer, dtype=torch.uint8)
+    # torch takes no empty buffer, so it has one byte at least.
+    size = len(content)
+    buffer_size = min(_CHUNK, max(size, 1))
+    buffer = bytearray(buffer_size)
+    buffer_view = memoryview(buffer)
+    buffer_tensor = torch.frombuffer(buffer, dtype=torch.uint8)
     start = 0
-    while start < len(content):
-        count = file.readinto(memoryview(buffer)[: len(content) - start])
+    while start < size:
+        bytes_left = size - start
+        count = file.readinto(buffer_view[:bytes_left])
         if not count:
             raise CheckpointError("it is truncated")
-        content[start : start + count] = window[:count]
-        start += count
+        end = start + count
+        content[start:end] = buffer_tensor[:count]
+        start = end
 
 
 # The format of before torch 1.6
 
 
 def read_legacy(file: IO[bytes]) -> Any:
-    """Return what a file in the format of before torch 1.6 holds, with all tensors on the CPU.
+    """Return the content of a file in the format of before torch 1.6, with all tensors on the CPU.
 
     Args:
         file: The file, whose position is its beginning.
 
     Raises:
-        CheckpointError: If it is none, or is damaged. Damage may raise other errors as well.
+        CheckpointError: If it is no such file, or is damaged. Damage may raise other errors as well.
     """
-    if load_pickle(file) != _MAGIC_NUMBER or load_pickle(file) != _LEGACY_VERSION:
-        raise CheckpointError("it is no file of torch")
-    load_pickle(file)  # facts about the machine that wrote it
-    storages = _LegacyStorages(_size_of_rest(file))
+    # 1. The format.
+    if load_pickle(file) != _MAGIC_NUMBER:
+        raise CheckpointError(_NOT_OF_TORCH)
+    if load_pickle(file) != _LEGACY_VERSION:
+        raise CheckpointError(_NOT_OF_TORCH)
+
+    # 2. Facts about the machine that wrote the file; they are not needed.
+    load_pickle(file)
+
+    # 3. The objects, with empty storages.
+    size = _size_of_rest(file)
+    storages = _LegacyStorages(size)
     value = load_pickle(file, storages.find)
-    storages.read(file, load_pickle(file))
+
+    # 4. The keys of the storages, and their content.
+    keys = load_pickle(file)
+    storages.read(file, keys)
     return value
 
 
 def _size_of_rest(file: IO[bytes]) -> int:
     position = file.tell()
-    size = file.seek(0, io.SEEK_END) - position
+    end = file.seek(0, io.SEEK_END)
     file.seek(position)
-    return size
+    return end - position
 
 
 class _LegacyStorages:
@@ -204,29 +267,45 @@ class _LegacyStorages:
         """Return the storage that a pickle names by kind, type, key, device, number of elements and view."""
         kind, *rest = identifier
         if kind == "module" and isinstance(rest[0], StandIn):
-            return rest[0]  # classes of modules are named in this way, together with their source code
+            # Classes of modules are named in this way, together with their source code.
+            return rest[0]
         if kind != "storage" or len(rest) != 5:
-            raise CheckpointError("it names a storage in a way that is not allowed")
+            raise CheckpointError(_BAD_IDENTIFIER)
         dtype, key, _, count, view = rest
-        if not isinstance(dtype, torch.dtype) or type(count) is not int or count < 0:
-            raise CheckpointError("it names a storage in a way that is not allowed")
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(_BAD_IDENTIFIER)
+        if type(count) is not int or count < 0:
+            raise CheckpointError(_BAD_IDENTIFIER)
         if key not in self.storages:
-            self.bytes_left -= count * dtype.itemsize
-            if self.bytes_left < 0:
-                raise CheckpointError("its storages are larger than it is itself")
-            content = torch.zeros(count * dtype.itemsize, dtype=torch.uint8)
-            self.storages[key] = Storage(content.untyped_storage(), dtype)
+            storage = self._allocate(dtype, count)
+            self.storages[key] = storage
+        storage = self.storages[key]
         if view is None:
-            return self.storages[key]
-        return self._part(self.storages[key], *view)
+            return storage
+        _, start, view_count = view
+        return self._view(storage, start, view_count)
 
-    def _part(self, whole: Storage, _: Any, start: int, count: int) -> Storage:
-        size = whole.dtype.itemsize
-        if type(start) is not int or type(count) is not int or not 0 <= start <= start + count:
-            raise CheckpointError("a part of a storage is damaged")
-        if (start + count) * size > whole.untyped.nbytes():
+    def _allocate(self, dtype: torch.dtype, count: int) -> Storage:
+        """Return an empty storage of `count` elements, which `read` fills later."""
+        size = count * dtype.itemsize
+        self.bytes_left -= size
+        if self.bytes_left < 0:
+            raise CheckpointError("its storages are larger than it is itself")
+        content = torch.zeros(size, dtype=torch.uint8)
+        return Storage(content.untyped_storage(), dtype)
+
+    def _view(self, storage: Storage, start: int, count: int) -> Storage:
+        """Return `count` elements of a storage."""
+        for number in (start, count):
+            if type(number) is not int or number < 0:
+                raise CheckpointError(_BAD_VIEW)
+        itemsize = storage.dtype.itemsize
+        first = start * itemsize
+        end = first + count * itemsize
+        if end > storage.untyped.nbytes():
             raise CheckpointError("a part of a storage is larger than the storage")
-        return Storage(whole.untyped[start * size : (start + count) * size], whole.dtype)
+        part = storage.untyped[first:end]
+        return Storage(part, storage.dtype)
 
     def read(self, file: IO[bytes], keys: Any) -> None:
         """Fill the storages from the rest of the file, in the order of their keys."""
@@ -234,8 +313,10 @@ class _LegacyStorages:
             raise CheckpointError("its storages are not those that its objects use")
         for key in keys:
             storage = self.storages[key]
-            content = torch.empty(0, dtype=torch.uint8).set_(storage.untyped)
-            (count,) = struct.unpack("<q", file.read(8))
+            empty = torch.empty(0, dtype=torch.uint8)
+            content = empty.set_(storage.untyped)
+            header = file.read(8)
+            (count,) = struct.unpack("<q", header)
             if count * storage.dtype.itemsize != len(content):
                 raise CheckpointError(f"storage {key!r} has {count} elements, which is not what its tensors use")
             _fill(content, file)

@@ -15,17 +15,22 @@ from equipoise.safe_loading.stand_in import StandIn
 
 __all__ = ["numpy_constructors", "numpy_values", "set_numpy_state"]
 
-_KINDS = "biufcmMSU"  # of items that are plain bytes
+# The kinds of dtypes whose items are plain bytes.
+_KINDS = "biufcmMSU"
+
 _UNITS = (b"generic", b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs", b"as")
-_MOST_UNITS = 1 << 31  # numpy counts them in 32 bits
+
+# Numpy counts units in 32 bits.
+_MOST_UNITS = 1 << 31
 
 
-# What calls make
+# Functions that a file calls
 
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
     numpy = import_module("numpy")
-    if isinstance(kind, StandIn):  # a derived class, such as that of matrices
+    # A derived class, such as that of matrices.
+    if isinstance(kind, StandIn):
         return kind
     if kind is not numpy.ndarray:
         raise CheckpointError(f"an array is of the class {kind!r}")
@@ -33,28 +38,41 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
 
 
 def _dtype(code: Any, align: bool = False, copy: bool = False) -> Any:
-    if type(code) is not str:  # a class, such as that of records
+    # The code is a class for arrays of records, for example.
+    if type(code) is not str:
         return StandIn("numpy", "dtype")
-    dtype = import_module("numpy").dtype(code, copy=True)  # not the one that others share, as its state may be set
-    if dtype.kind not in (*_KINDS, "O"):  # it has fields
+    # Numpy shares one object for each dtype. Its state may be set below, so a copy is needed.
+    numpy = import_module("numpy")
+    dtype = numpy.dtype(code, copy=True)
+    # All other dtypes have fields.
+    if not _is_supported(dtype):
         return StandIn("numpy", "dtype")
     return dtype
+
+
+def _is_supported(dtype: Any) -> bool:
+    """Return whether the items of a dtype are plain bytes or objects."""
+    return dtype.kind == "O" or dtype.kind in _KINDS
 
 
 def _scalar(dtype: Any, content: bytes) -> Any:
     numpy = import_module("numpy")
     if isinstance(dtype, StandIn):
         return StandIn("numpy", "void")
-    if not isinstance(dtype, numpy.dtype) or dtype.kind not in _KINDS or len(content) != dtype.itemsize:
+    fits = False
+    if isinstance(dtype, numpy.dtype) and dtype.kind in _KINDS:
+        fits = len(content) == dtype.itemsize
+    if not fits:
         raise CheckpointError(f"a number of numpy is {content!r} of type {dtype!r}")
-    return numpy.ndarray((1,), dtype, content)[0]
+    array = numpy.ndarray((1,), dtype, content)
+    return array[0]
 
 
 # States
 
 
 def set_numpy_state(value: Any, state: Any) -> None:
-    """Set the state of an array or a dtype that a file has made.
+    """Set the state of an array or a dtype that a file has created.
 
     Args:
         value: The array, still empty, or the dtype.
@@ -63,7 +81,8 @@ def set_numpy_state(value: Any, state: Any) -> None:
     Raises:
         CheckpointError: If it is not such a tuple.
     """
-    if isinstance(value, import_module("numpy").dtype):
+    numpy = import_module("numpy")
+    if isinstance(value, numpy.dtype):
         _set_dtype(value, state)
     else:
         _set_array(value, state)
@@ -71,46 +90,86 @@ def set_numpy_state(value: Any, state: Any) -> None:
 
 def _set_dtype(dtype: Any, state: Any) -> None:
     """Set the byte order, and the unit of times."""
+    # 1. Check the state.
     order = state[1]
-    if order not in ("<", ">", "|", "=") or any(part is not None for part in state[2:5]):
+    fields = state[2:5]
+    if order not in ("<", ">", "|", "="):
         raise CheckpointError("the type of an array is damaged")
-    unit = _checked_unit(state) if dtype.kind in "mM" else None
+    if any(field is not None for field in fields):
+        raise CheckpointError("the type of an array is damaged")
+    unit = None
+    if dtype.kind in "mM":
+        unit = _checked_unit(state)
+
+    # 2. Nothing needs to be set in most cases: the dtype was created from its code.
     if unit is None and order != ">":
         return
-    if dtype is import_module("numpy").dtype(dtype.str):
+    numpy = import_module("numpy")
+    if dtype is numpy.dtype(dtype.str):
         raise CheckpointError("the type of an array is one that others share")
+
+    # 3. Set the state, as numpy writes it: version, byte order, three descriptions of fields, size, alignment, flags,
+    #    and for times the metadata.
+    no_fields = (None, None, None)
     if unit is None:
-        dtype.__setstate__((3, order, None, None, None, dtype.itemsize, dtype.alignment, 0))
+        dtype.__setstate__((3, order, *no_fields, dtype.itemsize, dtype.alignment, 0))
     else:
-        dtype.__setstate__((4, order, None, None, None, -1, -1, 0, ({}, unit)))
+        metadata: tuple[Any, ...] = ({}, unit)
+        dtype.__setstate__((4, order, *no_fields, -1, -1, 0, metadata))
 
 
 def _checked_unit(state: Any) -> tuple[bytes, int, int, int] | None:
     """Return the unit of times and how many of it are one step, with a divisor and a count of events."""
     if len(state) < 9:
         return None
-    _, (name, *counts) = state[8]
-    if name not in _UNITS or len(counts) != 3 or any(type(n) is not int or not 0 < n < _MOST_UNITS for n in counts):
+    _, (name, *numbers) = state[8]
+    if name not in _UNITS or len(numbers) != 3:
         raise CheckpointError("the unit of an array of times is damaged")
-    count, divisor, events = counts
+    for number in numbers:
+        if type(number) is not int or not 0 < number < _MOST_UNITS:
+            raise CheckpointError("the unit of an array of times is damaged")
+    count, divisor, events = numbers
     return name, count, divisor, events
 
 
 def _set_array(array: Any, state: Any) -> None:
+    """Set the shape, the dtype and the content of an array."""
     numpy = import_module("numpy")
-    _, shape, dtype, in_columns, content = state
+    _, shape, dtype, is_column_major, content = state
+
+    # 1. An array of an unsupported dtype becomes an array with one stand-in.
     if isinstance(dtype, StandIn):
-        array.__setstate__((1, (), numpy.dtype("O"), False, [StandIn("numpy", "ndarray")]))
+        objects = numpy.dtype("O")
+        items = [StandIn("numpy", "ndarray")]
+        array.__setstate__((1, (), objects, False, items))
         return
-    sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or not isinstance(dtype, numpy.dtype) or dtype.kind not in (*_KINDS, "O"):
+
+    # 2. Check the state.
+    is_dtype = isinstance(dtype, numpy.dtype) and _is_supported(dtype)
+    if not is_dtype or not _is_shape(shape):
         raise CheckpointError(f"an array has the shape {shape!r} and the type {dtype!r}")
-    fits = type(content) is bytes  # numpy compares the sizes
-    if dtype.kind == "O":
-        fits = type(content) is list and len(content) == math.prod(shape)  # numpy does not compare these
-    if type(in_columns) is not bool or not fits:
+    if type(is_column_major) is not bool:
         raise CheckpointError("the content of an array is damaged")
-    array.__setstate__((1, shape, dtype, in_columns, content))
+    if not _is_content(content, dtype, shape):
+        raise CheckpointError("the content of an array is damaged")
+
+    # 3. Set it.
+    array.__setstate__((1, shape, dtype, is_column_major, content))
+
+
+def _is_shape(shape: Any) -> bool:
+    if not isinstance(shape, tuple):
+        return False
+    return all(type(size) is int and size >= 0 for size in shape)
+
+
+def _is_content(content: Any, dtype: Any, shape: tuple[int, ...]) -> bool:
+    # Numpy compares the number of bytes with the shape, but not the number of objects.
+    if dtype.kind != "O":
+        return type(content) is bytes
+    if type(content) is not list:
+        return False
+    return len(content) == math.prod(shape)
 
 
 # Tables
@@ -131,7 +190,13 @@ def numpy_values() -> dict[str, Any]:
 
 @cache
 def numpy_constructors() -> dict[int, Callable[..., Any]]:
-    """Return what a call of numpy's names calls, by identity."""
-    functions: dict[int, Callable[..., Any]] = {id(_empty_array): _empty_array, id(_scalar): _scalar}
+    """Return the function that replaces each of numpy's in a call, by the identity of the value in the file."""
     values = numpy_values()
-    return {**functions, id(values["numpy.dtype"]): _dtype} if values else {}
+    if not values:
+        return {}
+    dtype_class = values["numpy.dtype"]
+    return {
+        id(_empty_array): _empty_array,
+        id(_scalar): _scalar,
+        id(dtype_class): _dtype,
+    }

@@ -18,9 +18,36 @@ from equipoise.safe_loading.tensor_formats import REBUILD
 
 __all__ = ["CONSTRUCTORS", "VALUES", "check_key"]
 
-_PATHS = [getattr(pathlib, f"{pure}{kind}Path") for pure in ("", "Pure") for kind in ("", "Posix", "Windows")]
-_BUILTINS = [bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple]
-_CONTAINERS = [collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque]
+_PATHS: tuple[type[Any], ...] = (
+    pathlib.Path,
+    pathlib.PosixPath,
+    pathlib.WindowsPath,
+    pathlib.PurePath,
+    pathlib.PurePosixPath,
+    pathlib.PureWindowsPath,
+)
+_BUILTINS: tuple[type[Any], ...] = (
+    bool,
+    bytearray,
+    bytes,
+    complex,
+    dict,
+    float,
+    frozenset,
+    int,
+    list,
+    set,
+    str,
+    tuple,
+)
+_CONTAINERS: tuple[type[Any], ...] = (
+    collections.Counter,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.deque,
+)
+
+# A key of a dictionary with more parts than this is refused.
 _MOST_PARTS_OF_A_KEY = 1_000
 
 
@@ -30,13 +57,14 @@ def check_key(key: Any) -> None:
     Raises:
         CheckpointError: If it is nested so deeply that hashing it would not end.
     """
-    waiting = [key]
+    # Count the parts without recursion, and stop early.
+    pending = [key]
     for _ in range(_MOST_PARTS_OF_A_KEY):
-        if not waiting:
+        if not pending:
             return
-        part = waiting.pop()
+        part = pending.pop()
         if isinstance(part, tuple | frozenset):
-            waiting += part
+            pending += part
     raise CheckpointError("a key of a dictionary is nested too deeply")
 
 
@@ -65,18 +93,24 @@ def _counter(counts: Any = ()) -> collections.Counter[Any]:
 
 
 def _ordered_dict(pairs: Any = ()) -> collections.OrderedDict[Any, Any]:
-    made: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+    result: collections.OrderedDict[Any, Any] = collections.OrderedDict()
     for key, value in pairs:
         check_key(key)
-        made[key] = value
-    return made
+        result[key] = value
+    return result
 
 
 def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
-    known = factory is None or any(factory is kind for kind in (*_BUILTINS, *_CONTAINERS))
-    if not known and not isinstance(factory, StandIn):
+    if not _is_factory(factory):
         raise CheckpointError(f"a defaultdict has the factory {factory!r}")
     return collections.defaultdict(factory)
+
+
+def _is_factory(factory: Any) -> bool:
+    """Return whether a dictionary may call this for its missing items."""
+    if factory is None or isinstance(factory, StandIn):
+        return True
+    return any(factory is kind for kind in _BUILTINS + _CONTAINERS)
 
 
 def _deque(values: Any = (), length: int | None = None) -> collections.deque[Any]:
@@ -101,7 +135,12 @@ def _bytes(content: Any = b"") -> bytes:
 
 
 def _bytearray(content: Any = b"", encoding: str = "latin-1") -> bytearray:
-    return bytearray(_encode(content, encoding) if isinstance(content, str) else _bytes(content))
+    # Pickles of protocol 2 hold bytes as text.
+    if isinstance(content, str):
+        encoded = _encode(content, encoding)
+    else:
+        encoded = _bytes(content)
+    return bytearray(encoded)
 
 
 def _complex(real: float = 0.0, imaginary: float = 0.0) -> complex:
@@ -121,7 +160,8 @@ def _size(sizes: Any = ()) -> torch.Size:
 
 
 def _layout(name: str) -> torch.layout:
-    layout = getattr(torch, name.removeprefix("torch."), None)
+    attribute = name.removeprefix("torch.")
+    layout = getattr(torch, attribute, None)
     if not isinstance(layout, torch.layout):
         raise CheckpointError(f"{name!r} is no layout of tensors")
     return layout
@@ -129,6 +169,7 @@ def _layout(name: str) -> torch.layout:
 
 # Tables
 
+# Names in a file, with the values that they stand for.
 VALUES: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"collections.{kind.__name__}": kind for kind in _CONTAINERS},
@@ -145,9 +186,15 @@ VALUES: dict[str, Any] = {
     "torch.serialization._get_layout": _layout,
 }
 
-_CALLED_AS_THEY_ARE: tuple[Callable[..., Any], ...] = (_encode, _layout, torch.device, *REBUILD.values())
+_CALLED_AS_THEY_ARE: tuple[Callable[..., Any], ...] = (
+    _encode,
+    _layout,
+    torch.device,
+    *REBUILD.values(),
+)
 
-# What a call of a value of the table calls, by its identity; the rest of the values cannot be called.
+# The function that is called in place of a value of the table above, by the identity of that value.
+# Values that are not among these keys cannot be called.
 CONSTRUCTORS: dict[int, Callable[..., Any]] = {
     **{id(kind): _path for kind in _PATHS},
     **{id(function): function for function in _CALLED_AS_THEY_ARE},

@@ -4,6 +4,7 @@ A stand-in keeps the name of the class and nothing else. It can be kept, copied 
 error that says how to get the object itself.
 """
 
+import collections
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,7 +13,7 @@ from equipoise.errors import CheckpointError
 __all__ = ["StandIn", "class_in_place_of", "stand_ins_in"]
 
 # A file may nest its objects as deeply, and in as many places, as it likes.
-_MOST_FOUND = 1000
+_MOST_STAND_INS = 1000
 _MOST_KEYS = 20
 _LONGEST_KEY = 200
 
@@ -61,7 +62,8 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # protocols ask for these, and cope without
+            # Protocols such as copying look for these, and do without them.
+            raise AttributeError(name)
         _refuse(self, f"its attribute `{name}` is read")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -69,7 +71,7 @@ class StandIn:
 
 
 def class_in_place_of(value: StandIn) -> str:
-    """Return the full name of what a stand-in takes the place of, such as "torch.nn.modules.loss.L1Loss"."""
+    """Return the full name of the class that a stand-in replaces, such as "torch.nn.modules.loss.L1Loss"."""
     return f"{value._module}.{value._name}"
 
 
@@ -90,15 +92,16 @@ def _refusing_operator(name: str) -> Any:
 
 
 for _operator in _OPERATORS:
-    setattr(StandIn, f"__{_operator}__", _refusing_operator(f"__{_operator}__"))
+    _method = f"__{_operator}__"
+    setattr(StandIn, _method, _refusing_operator(_method))
 
 
 def stand_ins_in(value: Any, path: str = "") -> dict[str, str]:
-    """Return where in nested containers stand-ins are, with the names of their classes.
+    """Return the places of stand-ins in nested containers, with the names of their classes.
 
     Args:
-        value: Dictionaries, lists and tuples; other objects are not searched.
-        path: Where `value` itself is. Default: at the top.
+        value: Dictionaries, lists, tuples, sets and arrays of objects; other objects are not searched.
+        path: The place of `value` itself, a prefix of the result's keys. Default: empty.
 
     Example:
         >>> stand_ins_in({"mine": [1, StandIn("torch.nn", "ReLU")]})
@@ -106,28 +109,33 @@ def stand_ins_in(value: Any, path: str = "") -> dict[str, str]:
     """
     if isinstance(value, StandIn):
         return {path: class_in_place_of(value)}
-    found: dict[str, str] = {}
-    seen = {id(value)}  # a container may hold itself, or one container many times
-    containers = [_Container(value, None, None)]
-    for container in containers:  # the list grows
+    class_names: dict[str, str] = {}
+    # A container may hold itself, or one container many times.
+    visited = {id(value)}
+    top = _Container(value, None, None)
+    pending = collections.deque([top])
+    while pending:
+        container = pending.popleft()
         for key, child in _items_of(container.value):
             if isinstance(child, StandIn):
-                found[path + _place_in(container, key)] = class_in_place_of(child)
-                if len(found) == _MOST_FOUND:
-                    return found
-            elif _is_container(child) and id(child) not in seen:
-                seen.add(id(child))
-                containers.append(_Container(child, container, key))
-    return found
+                place = path + _place_in(container, key)
+                class_names[place] = class_in_place_of(child)
+                if len(class_names) == _MOST_STAND_INS:
+                    return class_names
+            elif _is_container(child) and id(child) not in visited:
+                visited.add(id(child))
+                inner = _Container(child, container, key)
+                pending.append(inner)
+    return class_names
 
 
 class _Container(NamedTuple):
     """A container that is searched.
 
     Attributes:
-        value: It.
-        parent: The one that holds it; None: the whole.
-        key: Where it is in there.
+        value: The container itself.
+        parent: The container that holds it; None: the search began with it.
+        key: Its key or index in the parent.
     """
 
     value: Any
@@ -136,39 +144,58 @@ class _Container(NamedTuple):
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | list | tuple | set | frozenset) or _is_array_of_objects(value)
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return True
+    return _is_array_of_objects(value)
 
 
 def _is_array_of_objects(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", None) == "O"
+    # By name, as numpy may not be installed.
+    if type(value).__module__ != "numpy":
+        return False
+    dtype = getattr(value, "dtype", None)
+    return getattr(dtype, "kind", None) == "O"
 
 
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a container with their keys or indices; none for another object."""
     if isinstance(value, dict):
         return value.items()
     if _is_array_of_objects(value):
         return enumerate(value.flat)
-    return enumerate(value) if _is_container(value) else ()
+    if _is_container(value):
+        return enumerate(value)
+    return ()
 
 
 def _place_in(container: _Container, key: Any) -> str:
-    """Return the keys that lead to an item, without the first of very many."""
+    """Return the keys that lead to an item; the first of very many are left out."""
+    # 1. The keys from the item to the top.
     keys = [key]
-    above: _Container | None = container
-    while above is not None and above.parent is not None:
+    above = container
+    while above.parent is not None:
         if len(keys) == _MOST_KEYS:
             keys.append(...)
             break
         keys.append(above.key)
         above = above.parent
-    return "".join(f"[{_shown(each)}]" for each in reversed(keys))
+
+    # 2. The same from the top to the item.
+    keys.reverse()
+    parts = [f"[{_format_key(item)}]" for item in keys]
+    return "".join(parts)
 
 
-def _shown(key: Any) -> str:
+def _format_key(key: Any) -> str:
     """Return a key as a program writes it, if that is short for certain."""
-    if isinstance(key, str | bytes) and len(key) > _LONGEST_KEY:
-        return f"{key[:_LONGEST_KEY]!r}..."
-    simple = key is None or key is ... or isinstance(key, str | bytes | float)
-    if simple or (isinstance(key, int) and key.bit_length() < 64):
+    if key is None or key is ...:
+        return repr(key)
+    if isinstance(key, float):
+        return repr(key)
+    if isinstance(key, str | bytes):
+        if len(key) > _LONGEST_KEY:
+            return f"{key[:_LONGEST_KEY]!r}..."
+        return repr(key)
+    if isinstance(key, int) and key.bit_length() < 64:
         return repr(key)
     return f"a {type(key).__name__}"

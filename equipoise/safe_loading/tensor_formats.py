@@ -64,7 +64,7 @@ def _rebuild_tensor_v2(
 ) -> Tensor:
     """Build a tensor on a storage; hooks, which torch does not write either, are left out."""
     tensor = _view(storage, storage.dtype, offset, size, stride)
-    return _finished(tensor, requires_grad, metadata)
+    return _apply_flags(tensor, requires_grad, metadata)
 
 
 def _rebuild_tensor_v3(
@@ -79,37 +79,56 @@ def _rebuild_tensor_v3(
 ) -> Tensor:
     """Build a tensor of a newer dtype, whose storage has none."""
     tensor = _view(storage, dtype, offset, size, stride)
-    return _finished(tensor, requires_grad, metadata)
+    return _apply_flags(tensor, requires_grad, metadata)
 
 
 def _view(storage: Storage, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    sizes = _counts(size)
-    strides = _counts(stride)
-    (start,) = _counts((offset,))
+    """Return a tensor on a storage, after a check that the storage is large enough."""
+    # 1. Check the numbers by themselves.
+    sizes = _checked_counts(size)
+    strides = _checked_counts(stride)
+    (start,) = _checked_counts((offset,))
     if len(sizes) != len(strides):
         raise CheckpointError(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
+
+    # 2. Compare the end of the tensor, in elements, with that of the storage. A tensor without elements needs none.
     end = start
     if all(sizes):
-        end += 1 + sum((count - 1) * step for count, step in zip(sizes, strides, strict=True))
+        end += 1
+        for count, step in zip(sizes, strides, strict=True):
+            end += (count - 1) * step
     if end * dtype.itemsize > storage.untyped.nbytes():
         raise CheckpointError(f"a tensor of shape {sizes} is larger than its storage")
-    empty = torch.empty(0, dtype=dtype, device=storage.untyped.device)
+
+    # 3. Build the tensor.
+    device = storage.untyped.device
+    empty = torch.empty(0, dtype=dtype, device=device)
     return empty.set_(storage.untyped, start, sizes, strides)
 
 
-def _counts(values: Sequence[int]) -> tuple[int, ...]:
+def _checked_counts(values: Sequence[int]) -> tuple[int, ...]:
     """Return sizes, strides or offsets after a check that each is a non-negative integer."""
-    if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
+    if not _are_counts(values):
         raise CheckpointError(f"sizes, strides and offsets of tensors must be non-negative integers, not {values!r}")
     return tuple(values)
 
 
-def _finished(tensor: Tensor, requires_grad: bool, metadata: dict[str, bool] | None) -> Tensor:
-    """Apply the lazy conjugation and negation that a tensor was written under."""
-    if metadata is not None and metadata.get("conj"):
+def _are_counts(values: Any) -> bool:
+    if not isinstance(values, tuple | list):
+        return False
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _apply_flags(tensor: Tensor, requires_grad: bool, metadata: dict[str, bool] | None) -> Tensor:
+    """Apply the lazy conjugation and negation under which a tensor was written, and `requires_grad`."""
+    if metadata is None:
+        metadata = {}
+    if metadata.get("conj"):
         tensor = tensor.conj()
-    if metadata is not None and metadata.get("neg"):
-        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():  # its elements repeat
+    if metadata.get("neg"):
+        # The result takes memory for each element, though elements may repeat in the storage.
+        size = tensor.numel() * tensor.itemsize
+        if size > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"a negated tensor of shape {tuple(tensor.shape)} is larger than its storage")
         tensor = torch.neg(tensor)
     return tensor.requires_grad_(bool(requires_grad))
@@ -117,12 +136,13 @@ def _finished(tensor: Tensor, requires_grad: bool, metadata: dict[str, bool] | N
 
 def _rebuild_parameter(data: Tensor, requires_grad: bool, hooks: Any) -> nn.Parameter:
     """Build a parameter."""
-    return nn.Parameter(_checked(data), bool(requires_grad))
+    tensor = _checked_tensor(data)
+    return nn.Parameter(tensor, bool(requires_grad))
 
 
 def _rebuild_parameter_with_state(data: Tensor, requires_grad: bool, hooks: Any, state: Any) -> nn.Parameter:
     """Build a parameter that had attributes."""
-    parameter = nn.Parameter(_checked(data), bool(requires_grad))
+    parameter = _rebuild_parameter(data, requires_grad, hooks)
     _set_attributes(parameter, state)
     return parameter
 
@@ -131,7 +151,7 @@ def _rebuild_from_type_v2(function: Any, kind: Any, arguments: Sequence[Any], st
     """Build a tensor of a derived class, or one with attributes; a class that is not allowed becomes a plain tensor."""
     if isinstance(function, StandIn):
         return function
-    if not any(function is known for known in REBUILD.values()):
+    if not any(function is allowed for allowed in REBUILD.values()):
         raise CheckpointError(f"a tensor cannot be built by {function!r}")
     tensor = function(*arguments)
     _set_attributes(tensor, state)
@@ -140,19 +160,35 @@ def _rebuild_from_type_v2(function: Any, kind: Any, arguments: Sequence[Any], st
 
 def _set_attributes(tensor: Tensor, state: Any) -> None:
     """Set the attributes that a user gave a tensor, and none that torch gives a meaning."""
-    attributes = state[0] if isinstance(state, tuple) and state else state
-    if isinstance(attributes, dict):
-        vars(tensor).update({key: value for key, value in attributes.items() if not hasattr(Tensor, str(key))})
+    attributes = state
+    # A pair where the class has `__slots__`; those are left out.
+    if isinstance(state, tuple) and state:
+        attributes = state[0]
+    if not isinstance(attributes, dict):
+        return
+    for key, value in attributes.items():
+        if not hasattr(Tensor, str(key)):
+            vars(tensor)[key] = value
 
 
 def _rebuild_sparse_tensor(layout: torch.layout, data: Sequence[Any]) -> Tensor:
     """Build a sparse tensor; torch checks its indices."""
     if layout is torch.sparse_coo:
         indices, values, size = data[:3]
-        return torch.sparse_coo_tensor(_checked(indices), _checked(values), _counts(size), check_invariants=True)
+        return torch.sparse_coo_tensor(
+            _checked_tensor(indices),
+            _checked_tensor(values),
+            _checked_counts(size),
+            check_invariants=True,
+        )
     compressed, plain, values, size = data
     return torch.sparse_compressed_tensor(
-        _checked(compressed), _checked(plain), _checked(values), _counts(size), layout=layout, check_invariants=True
+        _checked_tensor(compressed),
+        _checked_tensor(plain),
+        _checked_tensor(values),
+        _checked_counts(size),
+        layout=layout,
+        check_invariants=True,
     )
 
 
@@ -160,11 +196,13 @@ def _rebuild_meta_tensor_no_storage(
     dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], requires_grad: bool
 ) -> Tensor:
     """Build a tensor without values."""
-    tensor = torch.empty_strided(_counts(size), _counts(stride), dtype=dtype, device="meta")
+    sizes = _checked_counts(size)
+    strides = _checked_counts(stride)
+    tensor = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
     return tensor.requires_grad_(bool(requires_grad))
 
 
-def _checked(value: Any) -> Tensor:
+def _checked_tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise CheckpointError(f"a tensor is expected, not {type(value).__name__}")
     return value

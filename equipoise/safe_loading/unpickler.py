@@ -18,11 +18,11 @@ __all__ = ["load_pickle"]
 
 
 def load_pickle(file: IO[bytes], load_storage: Callable[[Any], Any] | None = None) -> Any:
-    """Return the object that a pickle describes, with stand-ins for whatever is not plain data.
+    """Return the object that a pickle describes, with stand-ins for everything that is not plain data.
 
     Args:
-        file: Where it begins; afterwards the position is behind its end.
-        load_storage: Returns the storage that an identifier in the pickle names. None: it may name none.
+        file: The file, at the beginning of the pickle; afterwards its position is behind the end of the pickle.
+        load_storage: Returns the storage that an identifier in the pickle names. None: the pickle may name none.
 
     Raises:
         CheckpointError: If an instruction is damaged or not allowed. Damage may raise other errors as well.
@@ -39,33 +39,46 @@ def load_pickle(file: IO[bytes], load_storage: Callable[[Any], Any] | None = Non
 
 
 class _Machine:
-    """The stack, the memory and the instructions."""
+    """The stack, the memory and the instructions.
+
+    Every instruction is a method with one argument, which many of them do not need.
+    """
 
     def __init__(self, load_storage: Callable[[Any], Any] | None) -> None:
         self.load_storage = load_storage
         self.globals = SafeGlobals()
         self.stack: list[Any] = []
-        self.stacks_below: list[list[Any]] = []  # one for each mark
+        # One for each mark.
+        self.stacks_below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
 
     def execute(self, name: str, argument: Any) -> None:
         """Carry out one instruction."""
         if name in _PUSHES_ITS_ARGUMENT:
             self.stack.append(argument)
-        elif name in _MAKES:
-            self.stack.append(_MAKES[name]())
+        elif name in _PUSHES_NEW_VALUE:
+            new_value = _PUSHES_NEW_VALUE[name]()
+            self.stack.append(new_value)
         elif name in _READS_MEMO:
-            self.stack.append(self.memo[argument])
+            value = self.memo[argument]
+            self.stack.append(value)
         elif name in _WRITES_MEMO:
-            self.memo[len(self.memo) if argument is None else argument] = self.stack[-1]
+            self._memorize(argument)
         elif name in _INSTRUCTIONS:
-            _INSTRUCTIONS[name](self, argument)
+            instruction = _INSTRUCTIONS[name]
+            instruction(self, argument)
         elif name not in _WITHOUT_EFFECT:
             raise CheckpointError(f"it holds the instruction {name}, which is not allowed")
 
     def result(self) -> Any:
-        """Return what is left on the stack at the end."""
+        """Return the object that the pickle describes, after the last instruction."""
         return self.stack.pop()
+
+    def _memorize(self, index: int | None) -> None:
+        # MEMOIZE has no argument and means the next index.
+        if index is None:
+            index = len(self.memo)
+        self.memo[index] = self.stack[-1]
 
     # The stack
 
@@ -75,20 +88,20 @@ class _Machine:
         self.stack = []
 
     def above_mark(self) -> list[Any]:
-        """Return the items since the last mark and forget it."""
+        """Return the items since the last mark and remove the mark."""
         items = self.stack
         self.stack = self.stacks_below.pop()
         return items
 
     def pop(self, argument: Any) -> None:
-        """Forget the topmost item, or the mark."""
+        """Remove the topmost item, or the mark."""
         if self.stack:
             self.stack.pop()
         else:
             self.above_mark()
 
     def pop_mark(self, argument: Any) -> None:
-        """Forget everything since the mark."""
+        """Remove everything since the mark."""
         self.above_mark()
 
     def duplicate(self, argument: Any) -> None:
@@ -106,23 +119,23 @@ class _Machine:
         self.stack.append(items)
 
     def make_tuple(self, argument: Any) -> None:
-        """Make a tuple of what is above the mark."""
+        """Make a tuple of the items above the mark."""
         items = tuple(self.above_mark())
         self.stack.append(items)
 
     def make_list(self, argument: Any) -> None:
-        """Make a list of what is above the mark."""
+        """Make a list of the items above the mark."""
         items = self.above_mark()
         self.stack.append(items)
 
     def make_dict(self, argument: Any) -> None:
-        """Make a dictionary of what is above the mark."""
+        """Make a dictionary of the items above the mark."""
         items = self.above_mark()
         self.stack.append({})
         self._set_items(items)
 
     def make_frozenset(self, argument: Any) -> None:
-        """Make a frozen set of what is above the mark."""
+        """Make a frozen set of the items above the mark."""
         items = self.above_mark()
         for item in items:
             check_key(item)
@@ -134,8 +147,9 @@ class _Machine:
         self._extend([item])
 
     def append_all(self, argument: Any) -> None:
-        """Append what is above the mark to a list."""
-        self._extend(self.above_mark())
+        """Append the items above the mark to a list."""
+        items = self.above_mark()
+        self._extend(items)
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -151,21 +165,25 @@ class _Machine:
         self._set_items([key, value])
 
     def set_all_items(self, argument: Any) -> None:
-        """Set what is above the mark in a dictionary."""
-        self._set_items(self.above_mark())
+        """Set the items above the mark in a dictionary."""
+        items = self.above_mark()
+        self._set_items(items)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is StandIn:
+        kind = type(target)
+        if kind is StandIn:
             return
-        if type(target) not in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
-            raise CheckpointError(f"it sets items of a {type(target).__name__}")
-        for key, value in zip(items[::2], items[1::2], strict=True):
+        if kind not in _DICTIONARIES:
+            raise CheckpointError(f"it sets items of a {kind.__name__}")
+        keys = items[::2]
+        values = items[1::2]
+        for key, value in zip(keys, values, strict=True):
             check_key(key)
             target[key] = value
 
     def add_all(self, argument: Any) -> None:
-        """Add what is above the mark to a set."""
+        """Add the items above the mark to a set."""
         items = self.above_mark()
         target = self.stack[-1]
         if type(target) is not set:
@@ -177,47 +195,55 @@ class _Machine:
     # Names, calls, objects
 
     def find_global(self, argument: str) -> None:
-        """Put what a name stands for."""
+        """Push the object that a name stands for."""
         module, name = argument.split(" ", 1)
-        self.stack.append(self.globals.find(module, name))
+        value = self.globals.find(module, name)
+        self.stack.append(value)
 
     def find_stacked_global(self, argument: Any) -> None:
-        """Put what a name on the stack stands for."""
+        """Push the object that a name on the stack stands for."""
         name = self.stack.pop()
         module = self.stack.pop()
         if type(module) is not str or type(name) is not str:
             raise CheckpointError("the name of a class is no string")
-        self.stack.append(self.globals.find(module, name))
+        value = self.globals.find(module, name)
+        self.stack.append(value)
 
     def call(self, argument: Any) -> None:
         """Call a function, if that is allowed."""
         arguments = self.stack.pop()
         function = self.stack.pop()
-        self.stack.append(self.globals.call(function, arguments))
+        result = self.globals.call(function, arguments)
+        self.stack.append(result)
 
     def call_named(self, argument: str) -> None:
-        """Call what a name stands for with what is above the mark."""
+        """Call the function that a name stands for with the items above the mark."""
         arguments = tuple(self.above_mark())
         module, name = argument.split(" ", 1)
-        self.stack.append(self.globals.call(self.globals.find(module, name), arguments))
+        function = self.globals.find(module, name)
+        result = self.globals.call(function, arguments)
+        self.stack.append(result)
 
     def call_first(self, argument: Any) -> None:
-        """Call the first item above the mark with the others."""
+        """Call the first item above the mark with the items that follow."""
         function, *arguments = self.above_mark()
-        self.stack.append(self.globals.call(function, tuple(arguments)))
+        result = self.globals.call(function, tuple(arguments))
+        self.stack.append(result)
 
     def create(self, argument: Any) -> None:
         """Create an object of a class."""
         arguments = self.stack.pop()
         kind = self.stack.pop()
-        self.stack.append(self.globals.create(kind, arguments, {}))
+        value = self.globals.create(kind, arguments, {})
+        self.stack.append(value)
 
     def create_with_options(self, argument: Any) -> None:
         """Create an object of a class with keyword arguments."""
         options = self.stack.pop()
         arguments = self.stack.pop()
         kind = self.stack.pop()
-        self.stack.append(self.globals.create(kind, arguments, options))
+        value = self.globals.create(kind, arguments, options)
+        self.stack.append(value)
 
     def build(self, argument: Any) -> None:
         """Set the state of the topmost object."""
@@ -225,13 +251,23 @@ class _Machine:
         self.globals.set_state(self.stack[-1], state)
 
     def find_storage(self, argument: Any) -> None:
-        """Put the storage that the topmost item names."""
+        """Push the storage that the topmost item names."""
         identifier = self.stack.pop()
         if self.load_storage is None:
             raise CheckpointError("it refers to a storage where there is none")
-        self.stack.append(self.load_storage(identifier))
+        storage = self.load_storage(identifier)
+        self.stack.append(storage)
 
 
+# Classes whose items a pickle may set.
+_DICTIONARIES: tuple[type[Any], ...] = (
+    dict,
+    collections.OrderedDict,
+    collections.Counter,
+    collections.defaultdict,
+)
+
+# Names of instructions, as `pickletools` writes them.
 _NUMBERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
 _TEXTS = ("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
 _BYTES = ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8")
@@ -239,7 +275,9 @@ _PUSHES_ITS_ARGUMENT = frozenset((*_NUMBERS, *_TEXTS, *_BYTES))
 _READS_MEMO = frozenset(("GET", "BINGET", "LONG_BINGET"))
 _WRITES_MEMO = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _WITHOUT_EFFECT = frozenset(("PROTO", "FRAME", "STOP"))
-_MAKES: dict[str, Callable[[], Any]] = {
+
+# Instructions that push a new value.
+_PUSHES_NEW_VALUE: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
     "NEWFALSE": lambda: False,
@@ -248,6 +286,8 @@ _MAKES: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_SET": set,
 }
+
+# All other instructions that are allowed.
 _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "MARK": _Machine.mark,
     "POP": _Machine.pop,
