@@ -13,8 +13,12 @@ from equipoise.trainer.checkpointing.file import check_is_file
 
 __all__ = ["build", "build_trainer", "check_values", "chosen_checkpoint", "overrides", "plain_values"]
 
-# What the trainer takes and the configuration has as a group of its own.
-_GROUPS_OF_THE_TRAINER = {"callbacks": "callbacks=[NAME]", "logger": "logger=[NAME]", "strategy": "strategy=NAME"}
+# Arguments of the trainer that are groups of their own in the configuration, with the way to choose them.
+_GROUPS_OF_THE_TRAINER = {
+    "callbacks": "callbacks=[NAME]",
+    "logger": "logger=[NAME]",
+    "strategy": "strategy=NAME",
+}
 _PACKAGES_OF_LOGGERS = {
     "CometLogger": "comet-ml",
     "MLFlowLogger": "mlflow",
@@ -41,7 +45,7 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Check a whole configuration before anything is built: its keys, what it names, and the arguments beside it.
+    """Check a whole configuration before anything is built: its keys, the targets, and their arguments.
 
     Args:
         values: The configuration, as `plain_values` returns it.
@@ -52,35 +56,51 @@ def check_values(values: Mapping[str, Any]) -> None:
     check_keys(values)
     trainer = values["trainer"]
     if isinstance(trainer, dict):
-        for name, way_out in _GROUPS_OF_THE_TRAINER.items():
-            if name in trainer:
-                raise ConfigurationError(
-                    f"'trainer.{name}' is not a key of the trainer: {name} is a group of its own, chosen by {way_out},"
-                    f" and its options are keys below it, as in {name}.NAME.KEY=VALUE."
-                )
+        _check_no_groups(trainer)
     for key, part in _parts(values):
         if not isinstance(part, dict) or "_target_" not in part:
             raise ConfigurationError(f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.")
         check_targets(part, key)
 
 
+def _check_no_groups(trainer: Mapping[str, Any]) -> None:
+    """Refuse keys of the trainer that are groups of the configuration."""
+    for name, way_out in _GROUPS_OF_THE_TRAINER.items():
+        if name in trainer:
+            raise ConfigurationError(
+                f"'trainer.{name}' is not a key of the trainer: {name} is a group of its own, chosen by {way_out},"
+                f" and its options are keys below it, as in {name}.NAME.KEY=VALUE."
+            )
+
+
 def _parts(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every part that is built, under its place in the configuration."""
-    if values.get("data"):
-        yield "data", values["data"]
+    """Yield every part that is built, with its place in the configuration."""
+    data = values.get("data")
+    if data:
+        yield "data", data
     yield "module", values["module"]
     for group in ("callbacks", "logger"):
         members = values[group] or {}
         if not isinstance(members, dict):
             raise ConfigurationError(f"{group} must be a mapping of names to what to build; it is {values[group]!r}.")
-        yield from ((f"{group}.{name}", node) for name, node in members.items() if node is not None)
-    if values["strategy"] is not None and not isinstance(values["strategy"], str):
-        yield "strategy", values["strategy"]
+        yield from _members(values, group)
+    strategy = values["strategy"]
+    # A text is the name of a strategy, which the trainer builds.
+    if strategy is not None and not isinstance(strategy, str):
+        yield "strategy", strategy
     yield "trainer", values["trainer"]
 
 
+def _members(values: Mapping[str, Any], group: str) -> Iterator[tuple[str, Any]]:
+    """Yield the members of a group with their places, without those that the user has set to null."""
+    members = values[group] or {}
+    for name, node in members.items():
+        if node is not None:
+            yield f"{group}.{name}", node
+
+
 def build(values: Mapping[str, Any], key: str, **more: Any) -> Any:
-    """Build what a part of the configuration names, from its values and from objects that exist already.
+    """Build the object that a part of the configuration names, from its values and from objects that exist already.
 
     Args:
         values: The part, as `check_values` has accepted it.
@@ -92,9 +112,12 @@ def build(values: Mapping[str, Any], key: str, **more: Any) -> Any:
     """
     check_targets(values, key, more)
     try:
-        return hydra.utils.instantiate(values, _partial_=True, _convert_="all")(**more)
+        # A partial function first: Hydra would copy the objects among the further arguments.
+        constructor = hydra.utils.instantiate(values, _partial_=True, _convert_="all")
+        return constructor(**more)
     except ModuleNotFoundError as error:
-        package = _PACKAGES_OF_LOGGERS.get(values["_target_"].rpartition(".")[2])
+        class_name = values["_target_"].rpartition(".")[2]
+        package = _PACKAGES_OF_LOGGERS.get(class_name)
         if package is None:
             raise
         raise ConfigurationError(
@@ -108,49 +131,58 @@ def build_trainer(values: Mapping[str, Any]) -> Any:
     Args:
         values: The whole configuration, as `check_values` has accepted it.
     """
-    strategy = values["strategy"]
+    # 1. The objects that the trainer uses.
     more: dict[str, Any] = {}
     for group in ("callbacks", "logger"):
-        members = (values[group] or {}).items()
-        more[group] = [build(node, f"{group}.{name}") for name, node in members if node is not None]
-    more["logger"] = more["logger"] or False
+        more[group] = [build(node, key) for key, node in _members(values, group)]
+    # An empty list would mean the trainer's default logger.
+    if not more["logger"]:
+        more["logger"] = False
+    strategy = values["strategy"]
     if isinstance(strategy, str):
         more["strategy"] = strategy
     elif strategy is not None:
         more["strategy"] = build(strategy, "strategy")
+
+    # 2. The trainer itself.
     trainer = dict(values["trainer"])
-    trainer["default_root_dir"] = trainer.get("default_root_dir") or values["output_dir"]
+    if not trainer.get("default_root_dir"):
+        trainer["default_root_dir"] = values["output_dir"]
     return build(trainer, "trainer", **more)
 
 
 def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
     """Return the checkpoint that a run begins from.
 
-    "best" and "last" are those of an earlier run, since this one has none yet.
+    "best" and "last" mean checkpoints of an earlier run, as this one has none yet.
 
     Args:
         values: The whole configuration.
 
     Returns:
-        A path; "last" where `fit` finds no earlier run, which the trainer warns of; None for none.
+        A path; "last" if `fit` finds no earlier run, which the trainer warns of; None for no checkpoint.
 
     Raises:
         ConfigurationError: If no earlier run left a checkpoint to evaluate.
         CheckpointError: If the path is not that of a file.
     """
-    which: str | None = values["ckpt_path"]
-    if which in ("best", "last"):
-        found = find_checkpoint(which, values)
-        if found is None and values["stage"] != "fit":
+    choice: str | None = values["ckpt_path"]
+    if choice in ("best", "last"):
+        path = find_checkpoint(choice, values)
+        if path is not None:
+            return str(path)
+        if values["stage"] != "fit":
             raise ConfigurationError(
-                f"ckpt_path={which}, but no earlier run of this module left a checkpoint under outputs. Give a path."
+                f"ckpt_path={choice}, but no earlier run of this module left a checkpoint under outputs. Give a path."
             )
-        return which if found is None else str(found)
-    if isinstance(which, str):
-        check_is_file(which)
-    return which
+        return choice
+    if isinstance(choice, str):
+        check_is_file(choice)
+    return choice
 
 
 def overrides(instance: Any, base: type[Any], name: str) -> bool:
-    """Return whether the class of an object has a method of its own in place of that of a base."""
-    return getattr(type(instance), name, None) is not getattr(base, name, None)
+    """Return whether the class of an object overrides a method of a base."""
+    method = getattr(type(instance), name, None)
+    base_method = getattr(base, name, None)
+    return method is not base_method

@@ -3,8 +3,8 @@
     equipoise fit key=value ──→ main ──→ Hydra composes ──┐
     a hydra.main of your own ──→ Hydra composes ──────────┴──→ run ──→ builds data, module, callbacks, Trainer ──→ fits
 
-Configurations are looked for in the user's folders, then in `equipoise/conf`, then among the structured ones, which are
-made here from the constructors of the trainer, the strategies and the callbacks.
+Hydra looks for configurations in the user's folders, then in `equipoise/conf`, then among the structured ones. Those
+are derived here from the constructors of the trainer, the strategies and the callbacks.
 """
 
 import contextlib
@@ -59,9 +59,10 @@ _NOT_OFFERED = {
 
 
 class _SearchPath(SearchPathPlugin):
-    """Puts the package's configurations behind the user's."""
+    """Places the package's configurations behind the user's."""
 
-    folders: ClassVar[Sequence[Path]] = ()  # the user's, after the primary one
+    # The user's folders, after the primary one.
+    folders: ClassVar[Sequence[Path]] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in self.folders:
@@ -70,20 +71,29 @@ class _SearchPath(SearchPathPlugin):
 
 
 def _register() -> None:
-    """Makes structured configurations of the trainer, and of every strategy and callback that has a public name."""
+    """Register structured configurations of the trainer, and of every strategy and callback with a public name."""
     store = ConfigStore.instance()
+    public_classes = [getattr(equipoise, name) for name in equipoise.__all__]
+
+    # 1. The trainer.
     trainer = config_class(equipoise.Trainer, leave_out=("strategy", "callbacks", "logger"))
     store.store(name="trainer", group="trainer", node=trainer)
+
+    # 2. Strategies.
     store.store(name="auto", group="strategy", node={"strategy": "auto"}, package="_global_")
-    own = [getattr(equipoise, name) for name in equipoise.__all__]
-    for strategy in own:
+    for strategy in public_classes:
         if issubclass(strategy, equipoise.Strategy) and strategy.name:
-            store.store(name=strategy.name, group="strategy", node=config_class(strategy))
-    offered = [getattr(lightning_callbacks, name) for name in lightning_callbacks.__all__ if name not in _NOT_OFFERED]
-    for callback in (*offered, *own):
+            node = config_class(strategy)
+            store.store(name=strategy.name, group="strategy", node=node)
+
+    # 3. Callbacks, Lightning's first: one of Equipoise replaces one of the same name.
+    classes = [getattr(lightning_callbacks, name) for name in lightning_callbacks.__all__ if name not in _NOT_OFFERED]
+    for callback in classes + public_classes:
         if issubclass(callback, lightning_callbacks.Callback) and callback is not equipoise.Callback:
             name = option_name(callback)
-            store.store(name=name, group="callbacks", node=config_class(callback), package=f"callbacks.{name}")
+            node = config_class(callback)
+            store.store(name=name, group="callbacks", node=node, package=f"callbacks.{name}")
+
     Plugins.instance().register(_SearchPath)
 
 
@@ -94,12 +104,12 @@ _register()
 
 
 def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
-    """Composes a configuration from a command line and runs it, once or as a sweep.
+    """Compose a configuration from a command line and run it, once or as a sweep.
 
     Args:
         stage: "fit", "validate", "test" or "predict".
         arguments: Overrides and flags, as Hydra takes them.
-        folders: The folders to look in for configurations, the one with the primary `config.yaml` first.
+        folders: The folders with configurations, the one with the primary `config.yaml` first.
 
     Raises:
         ConfigurationError: If the command line or the configuration is wrong; it names the nearest right key or option.
@@ -108,19 +118,14 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     failures: list[Exception] = []
 
     def task(config: DictConfig) -> float | list[float] | None:
-        sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            # Hydra names the trial that failed, after all trials have ended.
+            return _run_trial(config, stage)
         try:
-            if sweeping:
-                check_sweep(config)
-            if stage != "fit" and config.get("ckpt_path") is None:
-                _announce_fresh_weights(stage)
-            metrics = run(config, stage)
-            return sweep_value(config, metrics) if sweeping else None
+            _run_once(config, stage)
         except Exception as error:
-            if sweeping:
-                raise  # Hydra says which job it was, once all are done
             failures.append(error)
-            return None
+        return None
 
     try:
         if is_sweep(arguments):
@@ -133,17 +138,41 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if "--help" not in arguments:
             raise ConfigurationError(explain(error, folders)) from error
-        _hydra(task, ["--help"], folders, "equipoise")  # help without what is missing
+        # The package's configuration shows the help even where the user's cannot be composed.
+        _hydra(task, ["--help"], folders, "equipoise")
     except ValueError as error:
         if "Config group override must be" not in str(error):
             raise
-        group, _, option = next(
-            a for a in (a.partition("=") for a in arguments) if a[0] in GROUPS and a[2] not in options(a[0], folders)
-        )
-        hint = did_you_mean(option, options(group, folders))
-        raise ConfigurationError(
-            f"There is no {option} in the group {group!r}{hint} (~{group} leaves the group out.)"
-        ) from error
+        message = _explain_unknown_option(arguments, folders)
+        if message is None:
+            raise
+        raise ConfigurationError(message) from error
+
+
+def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
+    """Run one trial of a sweep and return its value."""
+    check_sweep(config)
+    metrics = _run_once(config, stage)
+    return sweep_value(config, metrics)
+
+
+def _run_once(config: DictConfig, stage: str) -> dict[str, float]:
+    if stage != "fit" and config.get("ckpt_path") is None:
+        _announce_fresh_weights(stage)
+    return run(config, stage)
+
+
+def _explain_unknown_option(arguments: Sequence[str], folders: Sequence[Path]) -> str | None:
+    """Return the message for the first argument that chooses an unknown option of a group; None if none does."""
+    for argument in arguments:
+        group, _, option = argument.partition("=")
+        if group not in GROUPS:
+            continue
+        group_options = options(group, folders)
+        if option not in group_options:
+            hint = did_you_mean(option, group_options)
+            return f"There is no {option} in the group {group!r}{hint} (~{group} leaves the group out.)"
+    return None
 
 
 def _announce_fresh_weights(stage: str) -> None:
@@ -155,7 +184,9 @@ def _announce_fresh_weights(stage: str) -> None:
 
 
 def complete(arguments: Sequence[str], folders: Sequence[Path]) -> None:
-    """Prints what a shell asks for to complete a command line, which it gives in the environment.
+    """Print completions for a shell, or the script that installs them.
+
+    The shell passes the command line in environment variables.
 
     Args:
         arguments: Hydra's, such as `install=bash` or `query=bash`.
@@ -179,28 +210,32 @@ def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequenc
     try:
         with _paths_of(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
             config = hydra.compose("config", overrides=list(arguments))
-            print("\n\n".join(describe_key(config, key) for key in keys))
+            descriptions = [describe_key(config, key) for key in keys]
+            print("\n\n".join(descriptions))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(explain(error, folders)) from error
 
 
 def _first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:
-    """Checks a sweep before it begins."""
+    """Check a sweep before it begins."""
     _SearchPath.folders = folders[1:]
     with _paths_of(folders):
         check_first_trial(arguments, str(folders[0]), "config")
 
 
 def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_name: str = "config") -> None:
-    """Runs Hydra on these arguments, as if they had been this program's."""
+    """Run Hydra on these arguments, as if they were the arguments of this program."""
     _SearchPath.folders = folders[1:]
     argv = sys.argv
     full_error = os.environ.pop("HYDRA_FULL_ERROR", None)
     try:
         sys.argv = ["equipoise", *arguments]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra is to raise its errors, not to print them
+        # Hydra raises its errors then, instead of printing them.
+        os.environ["HYDRA_FULL_ERROR"] = "1"
         with _paths_of(folders):
-            hydra.main(version_base="1.3", config_path=str(folders[0]), config_name=config_name)(task)()
+            decorate = hydra.main(version_base="1.3", config_path=str(folders[0]), config_name=config_name)
+            run_task = decorate(task)
+            run_task()
     finally:
         sys.argv = argv
         del os.environ["HYDRA_FULL_ERROR"]
@@ -210,7 +245,7 @@ def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_
 
 @contextlib.contextmanager
 def _paths_of(folders: Sequence[Path]) -> Iterator[None]:
-    """Put the folders beside those of the configurations on Python's path, for what a `_target_` names."""
+    """Put the parents of the folders on Python's path, so that a `_target_` can be imported from there."""
     path = sys.path.copy()
     sys.path[:0] = [str(folder.parent) for folder in folders]
     try:
@@ -223,14 +258,14 @@ def _paths_of(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
-    """Builds what a composed configuration names and runs it, for the command and for a `hydra.main` of your own.
+    """Build the objects of a composed configuration and run them, for the command and for a `hydra.main` of your own.
 
     Args:
         config: A configuration that has `equipoise` in its defaults list.
         stage: "fit", "validate", "test" or "predict". Default: the configuration's `stage`.
 
     Returns:
-        The metrics the run ended with, those of the test included if `test` is true.
+        The last metrics of the run, including those of the test if `test` is true.
 
     Raises:
         ConfigurationError: If a value is missing, a `_target_` cannot be imported, or does not take an argument.
@@ -242,6 +277,8 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         ... def main(config):
         ...     run(config)
     """
+    # 1. Check all values, then build the objects.
+    data = None
     try:
         values = plain_values(config)
         if stage is not None:
@@ -251,7 +288,8 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
             check_values(values)
             values["ckpt_path"] = chosen_checkpoint(values)
         _prepare(output, values)
-        data = build(values["data"], "data") if values.get("data") else None
+        if values.get("data"):
+            data = build(values["data"], "data")
         module = build(values["module"], "module")
         trainer = build_trainer(values)
     except (HydraException, OmegaConfBaseException) as error:
@@ -259,40 +297,57 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
     loader = _LOADERS[values["stage"]]
     if data is None and not overrides(module, LightningModule, loader):
         raise ConfigurationError(f"There are no data: choose some with data=NAME, or define {loader} in the module.")
+
+    # 2. Run them, without two of Lightning's warnings.
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Experiment logs directory .* exists and is not empty"
-        )  # it is this run's own
+        # The folder is this run's own.
+        warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
         if values["stage"] != "fit":
-            warnings.filterwarnings("ignore", "The dirpath has changed")  # nothing is saved there
-        return _work(trainer, module, data, values)
+            # Nothing is saved there.
+            warnings.filterwarnings("ignore", "The dirpath has changed")
+        return _run_stages(trainer, module, data, values)
 
 
 def _prepare(output: Path, values: Mapping[str, Any]) -> None:
     """Begin the folder of the run, and seed."""
     output.mkdir(parents=True, exist_ok=True)
+    # A resumed run appends to the metrics of the earlier one; all others begin a new file.
     if values["stage"] != "fit" or values["ckpt_path"] in (None, "last", "best"):
-        keep_metrics(output)  # a run that is resumed goes on in the file
-    OmegaConf.save(OmegaConf.create(dict(values)), output / "config.yaml")
+        keep_metrics(output)
+    config = OmegaConf.create(dict(values))
+    OmegaConf.save(config, output / "config.yaml")
     if values["seed"] is not None:
         seed_everything(values["seed"], workers=True)
 
 
-def _work(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> dict[str, float]:
+def _run_stages(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> dict[str, float]:
     """Run the stage, and the test that `test` asks for after a fit; return the metrics of both."""
+    # 1. The stage itself.
     stage = values["stage"]
-    result = getattr(trainer, stage)(module, datamodule=data, ckpt_path=values["ckpt_path"])
+    run_stage = getattr(trainer, stage)
+    result = run_stage(module, datamodule=data, ckpt_path=values["ckpt_path"])
     metrics = dict(trainer.callback_metrics)
+
+    # 2. Predictions are saved, as the command has nothing to return them to.
     if stage == "predict" and result:
         predictions = Path(values["output_dir"], "predictions.pt")
         torch.save(result, predictions)
         print(f"Predictions: {shorten(str(predictions))}")
+
+    # 3. The test after a fit.
     if stage == "fit" and values["test"]:
-        owner, base = (module, LightningModule) if data is None else (data, LightningDataModule)
-        if overrides(owner, base, "test_dataloader") and overrides(module, LightningModule, "test_step"):
+        if _has_test(module, data):
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
             trainer.test(module, datamodule=data, ckpt_path=best or None)
             metrics.update(trainer.callback_metrics)
         else:
             warnings.warn("test=true, but there is no test_step or no test_dataloader: no test is run.", stacklevel=2)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _has_test(module: Any, data: Any) -> bool:
+    if not overrides(module, LightningModule, "test_step"):
+        return False
+    if data is None:
+        return overrides(module, LightningModule, "test_dataloader")
+    return overrides(data, LightningDataModule, "test_dataloader")

@@ -11,101 +11,150 @@ from equipoise.memory.devices import DeviceInfo, format_bytes, list_devices
 
 __all__ = ["show_devices"]
 
-_BAR = 12  # characters
-_SHORTEST = 0.1  # seconds
+# Width of a bar, in characters.
+_BAR = 12
+
+# Shortest time between two readings, in seconds.
+_SHORTEST = 0.1
 
 
 def show_devices(arguments: Sequence[str]) -> None:
-    """Runs the command.
+    """Run the command.
 
     Args:
-        arguments: Nothing, or `--watch` with or without seconds between readings, as `--watch=0.5` or `--watch 0.5`.
+        arguments: None, or `--watch`, optionally with seconds between readings, as `--watch=0.5` or `--watch 0.5`.
 
     Raises:
-        ConfigurationError: If the arguments are others.
+        ConfigurationError: If there are other arguments.
     """
     seconds = _interval(arguments)
-    if seconds is None:
-        from rich.console import Console
-
-        Console().print(_table(list_devices()))
+    if seconds is not None:
+        _watch(seconds)
         return
-    _watch(seconds)
+    from rich.console import Console
+
+    table = _table(list_devices())
+    Console().print(table)
 
 
 def _interval(arguments: Sequence[str]) -> float | None:
-    """The seconds between readings; None: read once."""
+    """Return the seconds between readings; None: read once."""
     if not arguments:
         return None
+
+    # 1. The text after `--watch=` or `--watch `.
     flag, equals, value = arguments[0].partition("=")
-    given = [value] if equals else list(arguments[1:])
-    if flag != "--watch" or len(given) > 1 or (equals and len(arguments) > 1):
+    values = list(arguments[1:])
+    if equals:
+        values.insert(0, value)
+    if flag != "--watch" or len(values) > 1:
         raise ConfigurationError(
             f"equipoise devices takes no arguments but --watch; it was given {' '.join(arguments)}."
         )
+    if not values:
+        return 1.0
+
+    # 2. The number.
     try:
-        seconds = float(given[0]) if given else 1.0
+        seconds = float(values[0])
     except ValueError:
+        # A text is as wrong as zero seconds.
         seconds = 0.0
     if not _SHORTEST <= seconds < threading.TIMEOUT_MAX:
-        raise ConfigurationError(f"--watch takes seconds from {_SHORTEST} on, such as --watch=2, not {given[0]}.")
+        raise ConfigurationError(f"--watch takes seconds from {_SHORTEST} on, such as --watch=2, not {values[0]}.")
     return seconds
 
 
 def _watch(seconds: float) -> None:
-    """Reads again and again, until Ctrl-C."""
+    """Read the devices repeatedly, until Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
     class Quiet(Console):
-        def on_broken_pipe(self) -> None:  # whoever read has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        def on_broken_pipe(self) -> None:
+            # The reader of the pipe, such as `head`, has ended. Python must not fail when it flushes the output.
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, sys.stdout.fileno())
             raise SystemExit(0)
 
-    console, never = Quiet(), threading.Event()
-    least: dict[str, int] = {}
+    console = Quiet()
+    clock = threading.Event()
+    least_free: dict[str, int] = {}
 
     def read() -> Any:
         devices = list_devices()
-        for info in devices:
-            if info.memory_free is not None:
-                least[info.device] = min(info.memory_free, least.get(info.device, info.memory_free))
-        return _watched(devices, least)
+        _update_least_free(least_free, devices)
+        return _live_table(devices, least_free)
 
     try:
-        if not (console.is_terminal and sys.stdout.isatty()):  # a file or a pipe gets one table after the other
-            while True:
-                console.print(read())
-                sys.stdout.flush()
-                never.wait(seconds)
+        is_interactive = console.is_terminal and sys.stdout.isatty()
+        # A file or a pipe receives one table after another.
+        while not is_interactive:
+            console.print(read())
+            sys.stdout.flush()
+            clock.wait(seconds)
         with Live(read(), console=console, auto_refresh=False) as live:
             while True:
-                never.wait(seconds)
+                clock.wait(seconds)
                 live.update(read(), refresh=True)
-    except KeyboardInterrupt:  # how one ends watching
+    except KeyboardInterrupt:
+        # The way to end watching.
         return
 
 
+def _update_least_free(least_free: dict[str, int], devices: Sequence[DeviceInfo]) -> None:
+    for info in devices:
+        if info.memory_free is None:
+            continue
+        previous = least_free.get(info.device, info.memory_free)
+        least_free[info.device] = min(info.memory_free, previous)
+
+
 def _table(devices: Sequence[DeviceInfo]) -> Any:
+    """Return the table that is printed once."""
     from rich.box import SIMPLE
     from rich.table import Table
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = " is not set: every device is visible" if visible is None else f"={visible}: no other devices are visible"
-    table = Table(box=SIMPLE, caption=f"index: as in trainer.devices=[0]. CUDA_VISIBLE_DEVICES{shown}.")
+    visibility = " is not set: every device is visible"
+    if visible is not None:
+        visibility = f"={visible}: no other devices are visible"
+    table = Table(box=SIMPLE, caption=f"index: as in trainer.devices=[0]. CUDA_VISIBLE_DEVICES{visibility}.")
     for column in ("device", "index", "physical", "name"):
         table.add_column(column, overflow="fold", no_wrap=column != "name")
     for column in ("memory", "free", "compute\ncapability", "cores"):
         table.add_column(column, justify="right", no_wrap=True)
     for info in devices:
-        capability = ".".join(map(str, info.compute_capability)) if info.compute_capability else None
-        memory = (_size(info.memory_total), _size(info.memory_free))
-        cells = (info.device, info.index, info.physical, info.name, *memory, capability, info.cores)
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+        cells = _cells(info)
+        table.add_row(*cells)
     return table
 
 
-def _watched(devices: Sequence[DeviceInfo], least: dict[str, int]) -> Any:
+def _cells(info: DeviceInfo) -> list[str]:
+    capability = None
+    if info.compute_capability:
+        capability = ".".join(map(str, info.compute_capability))
+    values = (
+        info.device,
+        info.index,
+        info.physical,
+        info.name,
+        _size(info.memory_total),
+        _size(info.memory_free),
+        capability,
+        info.cores,
+    )
+    cells = []
+    for value in values:
+        if value is None:
+            cells.append("-")
+        else:
+            cells.append(str(value))
+    return cells
+
+
+def _live_table(devices: Sequence[DeviceInfo], least_free: dict[str, int]) -> Any:
+    """Return the table that is shown while devices are watched."""
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -116,15 +165,36 @@ def _watched(devices: Sequence[DeviceInfo], least: dict[str, int]) -> Any:
         table.add_column(column, justify="right", no_wrap=True, min_width=10)
     table.add_column("", no_wrap=True, min_width=_BAR + 5)
     for info in devices:
-        used = None if info.memory_free is None else info.memory_total - info.memory_free
-        share = 0.0 if used is None else used / max(1, info.memory_total)
-        full = round(share * _BAR)
-        colour = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
-        sizes = map(_size, (info.memory_total, used, least.get(info.device)))
-        bar = f"[{colour}]{'█' * full}[/][dim]{'░' * (_BAR - full)}[/] {share:4.0%}"
-        table.add_row(info.device, info.name, *sizes, bar)
+        used = None
+        share = 0.0
+        if info.memory_free is not None:
+            used = info.memory_total - info.memory_free
+            share = used / max(1, info.memory_total)
+        table.add_row(
+            info.device,
+            info.name,
+            _size(info.memory_total),
+            _size(used),
+            _size(least_free.get(info.device)),
+            _bar(share),
+        )
     return table
 
 
+def _bar(share: float) -> str:
+    """Return a bar of coloured characters for a share from 0 to 1."""
+    colour = "green"
+    if share > 0.95:
+        colour = "red"
+    elif share > 0.8:
+        colour = "yellow"
+    full = round(share * _BAR)
+    full_part = "█" * full
+    empty_part = "░" * (_BAR - full)
+    return f"[{colour}]{full_part}[/][dim]{empty_part}[/] {share:4.0%}"
+
+
 def _size(nbytes: int | None) -> str:
-    return "-" if nbytes is None else format_bytes(nbytes)
+    if nbytes is None:
+        return "-"
+    return format_bytes(nbytes)

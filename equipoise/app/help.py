@@ -13,6 +13,12 @@ from equipoise.errors import ConfigurationError
 
 __all__ = ["arguments_in", "describe_key"]
 
+# The indented lines below "Args:".
+_SECTION = re.compile(r"^(?:Args|Arguments|Parameters):\n((?:[ \t]+.*\n|\s*\n)*)", flags=re.MULTILINE)
+
+# The first line of an entry: names, a type in parentheses, a text.
+_ENTRY = re.compile(r"([\w*, ]+?)(?: \([^)]*\))?:(?: (.*))?$")
+
 _MEANINGS = {
     "trainer": "The group of the trainer's arguments.",
     "strategy": "How a step is computed on the devices: strategy=NAME.",
@@ -39,75 +45,121 @@ def describe_key(config: DictConfig, key: str) -> str:
         key: The key, such as "trainer.max_epochs", or a part, such as "module".
 
     Returns:
-        Several lines: the key with type, default and present value, then its meaning. For a part, what it builds and
-        the meaning of every argument.
+        Several lines: the key with type, default and present value, then its meaning. For a part, the class that it
+        builds and the meaning of every argument.
 
     Raises:
         ConfigurationError: If there is no such key; it names the nearest one.
     """
-    if key in GROUPS and key not in config:  # precision and experiment leave no key of their own
+    # 1. Precision and experiment are groups, but leave no key of their own.
+    if key in GROUPS and key not in config:
         return f"{key}\n  {_MEANINGS[key]}"
+
+    # 2. Find the mapping that holds the key.
     parent, _, name = key.rpartition(".")
-    holder = OmegaConf.select(config, parent) if parent else config
-    if not OmegaConf.is_dict(holder) or (name not in holder and _parameter(holder, name) is None):
-        names = [str(each) for each in holder] if OmegaConf.is_dict(holder) else []
-        hint = did_you_mean(name, [*names, *([] if parent else GROUPS)], parent and parent + ".")
-        raise ConfigurationError(f"There is no key {key!r} in the configuration{hint}")
-    lines = [_headline(holder, key, name)]
-    meaning = _meanings_of(holder).get(name) or (_MEANINGS.get(key) if not parent else None)
+    mapping = config
+    if parent:
+        mapping = OmegaConf.select(config, parent)
+    if not _has_key(mapping, name):
+        raise ConfigurationError(f"There is no key {key!r} in the configuration{_nearest_key(mapping, parent, name)}")
+
+    # 3. Describe the key, then the part below it, if it has one.
+    lines = [_headline(mapping, key, name)]
+    meaning = _meanings_of(mapping).get(name)
+    if not meaning and not parent:
+        meaning = _MEANINGS.get(key)
     if meaning:
-        lines.append(textwrap.fill(meaning, 100, initial_indent="  ", subsequent_indent="  "))
-    value = holder.get(name) if name in holder else None
-    if isinstance(value, DictConfig):
-        lines += _describe_part(value, key)
+        lines.append(_indented(meaning))
+    if name in mapping and isinstance(mapping.get(name), DictConfig):
+        lines += _describe_part(mapping[name], key)
     return "\n".join(lines)
 
 
-def _headline(holder: DictConfig, key: str, name: str) -> str:
-    parameter = _parameter(holder, name)
+def _has_key(mapping: Any, name: str) -> bool:
+    """Return whether a mapping has a key, or the class that it builds takes such an argument."""
+    if not OmegaConf.is_dict(mapping):
+        return False
+    if name in mapping:
+        return True
+    return _parameter(mapping, name) is not None
+
+
+def _nearest_key(mapping: Any, parent: str, name: str) -> str:
+    """Return the hint for a key that does not exist."""
+    names: list[str] = []
+    if OmegaConf.is_dict(mapping):
+        names = [str(key) for key in mapping]
+    if not parent:
+        return did_you_mean(name, [*names, *GROUPS])
+    return did_you_mean(name, names, f"{parent}.")
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  ")
+
+
+def _headline(mapping: DictConfig, key: str, name: str) -> str:
+    """Return one line: the key, the type and default of the argument, and the present value."""
     facts = []
-    if parameter is not None:
-        if parameter.annotation is not parameter.empty:
-            facts.append(f"type {_shown_type(parameter.annotation)}")
-        if parameter.default is not parameter.empty:
-            facts.append(f"default {_shown(parameter.default)}")
-    value = OmegaConf.to_container(holder).get(name) if name in holder else None  # type: ignore[union-attr]
-    if name in holder and not isinstance(value, dict):
-        facts.append(f"here {_shown(value)}")
-    return f"{key}: {', '.join(facts)}" if facts else key
+    parameter = _parameter(mapping, name)
+    if parameter is not None and parameter.annotation is not parameter.empty:
+        facts.append(f"type {_format_type(parameter.annotation)}")
+    if parameter is not None and parameter.default is not parameter.empty:
+        facts.append(f"default {_format_value(parameter.default)}")
+    if name in mapping:
+        # Without resolving: an interpolation is shown as it is written.
+        values: Any = OmegaConf.to_container(mapping)
+        value = values.get(name)
+        if not isinstance(value, dict):
+            facts.append(f"here {_format_value(value)}")
+    if not facts:
+        return key
+    return f"{key}: {', '.join(facts)}"
 
 
 def _describe_part(part: DictConfig, key: str) -> Iterator[str]:
-    """Yield what a part builds and the lines of its arguments."""
+    """Yield the class that a part builds, and the lines of its arguments."""
     target = _target(part)
     if target is None:
-        yield f"  holds: {', '.join(map(str, part)) or 'nothing'}"
+        names = ", ".join(map(str, part))
+        yield f"  holds: {names or 'nothing'}"
         return
+
+    # 1. The class and the first paragraph of its docstring.
     yield f"  builds {part['_target_']}"
-    summary = (inspect.getdoc(target) or "").partition("\n\n")[0]
+    docstring = inspect.getdoc(target) or ""
+    summary = docstring.partition("\n\n")[0]
     if summary:
-        yield textwrap.fill(" ".join(summary.split()), 100, initial_indent="  ", subsequent_indent="  ")
+        words = summary.split()
+        yield _indented(" ".join(words))
+
+    # 2. Its arguments, in the order of the signature.
     meanings = _meanings_of(part)
     for name in inspect.signature(target).parameters:
-        if name in part or name in meanings:
-            yield ""
-            yield _headline(part, f"{key}.{name}", name)
-            if name in meanings:
-                yield textwrap.fill(meanings[name], 100, initial_indent="  ", subsequent_indent="  ")
+        if name not in part and name not in meanings:
+            continue
+        yield ""
+        yield _headline(part, f"{key}.{name}", name)
+        if name in meanings:
+            yield _indented(meanings[name])
 
 
 def _target(part: DictConfig) -> Callable[..., Any] | None:
-    return locate(part["_target_"], "_target_") if "_target_" in part else None
+    if "_target_" not in part:
+        return None
+    return locate(part["_target_"], "_target_")
 
 
-def _parameter(holder: DictConfig, name: str) -> inspect.Parameter | None:
-    target = _target(holder)
+def _parameter(mapping: DictConfig, name: str) -> inspect.Parameter | None:
+    target = _target(mapping)
     if target is None:
         return None
     try:
-        return inspect.signature(target).parameters.get(name)
-    except ValueError:  # a builtin without a signature
+        signature = inspect.signature(target)
+    except ValueError:
+        # Some builtins have no signature.
         return None
+    return signature.parameters.get(name)
 
 
 def _meanings_of(part: DictConfig) -> dict[str, str]:
@@ -115,10 +167,14 @@ def _meanings_of(part: DictConfig) -> dict[str, str]:
     target = _target(part)
     if target is None:
         return {}
-    meanings = arguments_in(inspect.getdoc(target) or "")
+    docstrings = [inspect.getdoc(target)]
     if isinstance(target, type):
         constructor = vars(target).get("__init__")
-        meanings = {**arguments_in(inspect.getdoc(constructor) or ""), **meanings}
+        docstrings.insert(0, inspect.getdoc(constructor))
+    meanings: dict[str, str] = {}
+    # The docstring of the class comes last, because it counts more.
+    for docstring in docstrings:
+        meanings.update(arguments_in(docstring or ""))
     return meanings
 
 
@@ -131,27 +187,38 @@ def arguments_in(docstring: str) -> dict[str, str]:
     Returns:
         The text of each name, in one line.
     """
-    match = re.search(r"^(?:Args|Arguments|Parameters):\n((?:[ \t]+.*\n|\s*\n)*)", f"{docstring}\n", flags=re.MULTILINE)
+    section = _SECTION.search(f"{docstring}\n")
+    if section is None:
+        return {}
     meanings: dict[str, str] = {}
+    # Names of the present entry, which may describe several.
     names: list[str] = []
-    for line in textwrap.dedent(match[1]).splitlines() if match else ():
-        entry = re.match(r"([\w*, ]+?)(?: \([^)]*\))?:(?: (.*))?$", line)
-        if entry and not line.startswith(" "):
+    for line in textwrap.dedent(section[1]).splitlines():
+        entry = None
+        if not line.startswith(" "):
+            entry = _ENTRY.match(line)
+        if entry is not None:
             names = [name.strip(" *") for name in entry[1].split(",")]
-            meanings.update(dict.fromkeys(names, entry[2] or ""))
-        else:
-            meanings.update({name: f"{meanings[name]} {line.strip()}".strip() for name in names})
+            for name in names:
+                meanings[name] = entry[2] or ""
+            continue
+        for name in names:
+            text = f"{meanings[name]} {line.strip()}"
+            meanings[name] = text.strip()
     return meanings
 
 
-def _shown_type(annotation: Any) -> str:
+def _format_type(annotation: Any) -> str:
+    """Return a type without the modules of its names."""
     if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
         return annotation.__name__
     return re.sub(r"\b(?:[a-zA-Z_]\w*\.)+(?=\w)", "", str(annotation))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as a configuration writes it."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -14,52 +14,91 @@ __all__ = ["find_checkpoint", "keep_metrics", "without_empty_folder"]
 
 
 def find_checkpoint(which: str, values: Mapping[str, Any]) -> Path | None:
-    """The newest checkpoint of an earlier run, or the best one of that run.
+    """Return the newest checkpoint of an earlier run, or the best one of that run.
 
-    Looks in the run's own folder first, which holds checkpoints if it was named by hand and used before, then under
-    `outputs` and `multirun` where the run stands. There, runs of another module are passed over.
+    The run's folder comes first: it holds checkpoints if the user named it and has used it before. Then come the
+    folders `outputs` and `multirun` in the working folder, without runs of another module.
 
     Args:
         which: "last" or "best".
-        values: The configuration of the run that asks, resolved.
+        values: The configuration of the present run, resolved.
 
     Returns:
         The checkpoint, or None if there is none.
     """
-    earlier = [path for root in ("outputs", "multirun") for path in Path(root).glob("**/*.ckpt")]
-    newest = next(iter(_newest_first(Path(values["output_dir"]).glob("**/*.ckpt"))), None) or next(
-        (path for path in _newest_first(earlier) if _same_module(path, values)), None
-    )
-    return newest if newest is None or which == "last" else _best(newest) or newest
+    newest = _newest_checkpoint(values)
+    if newest is None or which == "last":
+        return newest
+    return _best_of_run(newest) or newest
+
+
+def _newest_checkpoint(values: Mapping[str, Any]) -> Path | None:
+    # 1. In the run's folder.
+    output = Path(values["output_dir"])
+    checkpoints = _newest_first(output.glob("**/*.ckpt"))
+    if checkpoints:
+        return checkpoints[0]
+
+    # 2. In the folders of all runs.
+    earlier: list[Path] = []
+    for folder in (Path("outputs"), Path("multirun")):
+        earlier += folder.glob("**/*.ckpt")
+    for checkpoint in _newest_first(earlier):
+        if _is_of_same_module(checkpoint, values):
+            return checkpoint
+    return None
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def _same_module(checkpoint: Path, values: Mapping[str, Any]) -> bool:
-    """Whether the run that wrote a checkpoint trained the same module."""
-    found = next((path for folder in checkpoint.parents if (path := folder / "config.yaml").is_file()), None)
-    try:
-        earlier = yaml.safe_load(found.read_text(encoding="utf-8")) if found else None
-    except yaml.YAMLError:  # that run was killed as it wrote
+def _is_of_same_module(checkpoint: Path, values: Mapping[str, Any]) -> bool:
+    """Return whether the run that wrote a checkpoint trained the same module."""
+    module = _module_of_run(checkpoint)
+    if not isinstance(module, dict):
         return False
-    module = earlier.get("module") if isinstance(earlier, dict) else None
-    return isinstance(module, dict) and module.get("_target_") == values["module"]["_target_"]
+    target: str = values["module"]["_target_"]
+    return module.get("_target_") == target
 
 
-def _best(checkpoint: Path) -> Path | None:
-    """The best checkpoint of the run that wrote this one, if it still lies there."""
-    callbacks = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True).get("callbacks", {})
-    for key, state in sorted(callbacks.items(), key=lambda item: item[1].get("monitor") is None):
-        if key.startswith("ModelCheckpoint") and state.get("best_model_path"):
-            best = checkpoint.parent / Path(state["best_model_path"]).name  # the folder may have been moved
-            return best if best.is_file() else None
+def _module_of_run(checkpoint: Path) -> Any:
+    """Return the configuration of the module in the run that wrote a checkpoint; None if it cannot be read."""
+    files = [folder / "config.yaml" for folder in checkpoint.parents]
+    for file in files:
+        if not file.is_file():
+            continue
+        text = file.read_text(encoding="utf-8")
+        try:
+            config = yaml.safe_load(text)
+        except yaml.YAMLError:
+            # The run was killed while it wrote the file.
+            return None
+        if isinstance(config, dict):
+            return config.get("module")
+        return None
+    return None
+
+
+def _best_of_run(checkpoint: Path) -> Path | None:
+    """Return the best checkpoint of the run that wrote this one, if it still exists."""
+    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    callbacks = content.get("callbacks", {}).items()
+    # Callbacks that monitor a value come first.
+    for key, state in sorted(callbacks, key=lambda item: item[1].get("monitor") is None):
+        best_path = state.get("best_model_path")
+        if not key.startswith("ModelCheckpoint") or not best_path:
+            continue
+        # The user may have moved the folder, so only the name of the file counts.
+        best = checkpoint.parent / Path(best_path).name
+        if best.is_file():
+            return best
+        return None
     return None
 
 
 def keep_metrics(output: Path) -> None:
-    """Puts the metrics of an earlier run in the same folder aside, which the CSV logger would delete.
+    """Rename the metrics of an earlier run in the same folder, which the CSV logger would delete.
 
     Args:
         output: The folder; `metrics.csv` becomes `metrics_0.csv`, or the next number that is free.
@@ -73,8 +112,8 @@ def keep_metrics(output: Path) -> None:
 def without_empty_folder(output: Path) -> Iterator[None]:
     """Remove the folder of a run that is refused before it begins, if it is empty.
 
-    Hydra makes it before it hands over. Folders above it, such as that of the day, are removed if they are empty too,
-    up to the working folder.
+    Hydra creates the folder before it calls the task. Folders above it, such as that of the day, are removed if they
+    are empty too, up to the working folder.
 
     Args:
         output: The folder of the run.
@@ -82,10 +121,11 @@ def without_empty_folder(output: Path) -> Iterator[None]:
     try:
         yield
     except Exception:
-        here = Path.cwd()
-        with contextlib.suppress(OSError):  # one that is not empty
-            for folder in (output.absolute(), *output.absolute().parents):
-                if here not in folder.parents:
-                    break
+        working_folder = Path.cwd()
+        folder = output.absolute()
+        # The first folder that is not empty raises an error, which ends the loop.
+        with contextlib.suppress(OSError):
+            while working_folder in folder.parents:
                 folder.rmdir()
+                folder = folder.parent
         raise

@@ -9,6 +9,7 @@ Hydra's own sweeper tries every combination and reads no values. Optuna and othe
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -24,14 +25,20 @@ from equipoise.errors import ConfigurationError, StepError
 __all__ = ["check_first_trial", "check_sweep", "is_sweep", "sweep_value"]
 
 _FLAGS = ("--multirun", "-m")
-_FLAGS_WITHOUT_RUN = ("--cfg", "-c", "--help", "--hydra-help", "--info", "-i")  # they print, and start no trial
+
+# Flags with which Hydra prints something and starts no trial.
+_FLAGS_WITHOUT_RUN = ("--cfg", "-c", "--help", "--hydra-help", "--info", "-i")
+
+# Modes of a checkpoint callback, by directions of a sweeper.
 _MODES = {"minimize": "min", "maximize": "max"}
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
     """Return whether a command line starts a sweep."""
     flags = {argument.partition("=")[0] for argument in arguments}
-    return not flags.isdisjoint(_FLAGS) and flags.isdisjoint(_FLAGS_WITHOUT_RUN)
+    if not flags.isdisjoint(_FLAGS_WITHOUT_RUN):
+        return False
+    return not flags.isdisjoint(_FLAGS)
 
 
 def check_first_trial(arguments: Sequence[str], folder: str, config_name: str) -> None:
@@ -46,11 +53,14 @@ def check_first_trial(arguments: Sequence[str], folder: str, config_name: str) -
         ConfigurationError: As `check_sweep`.
         HydraException: If the configuration cannot be composed.
     """
-    for argument, following in pairwise([*arguments, ""]):
+    # 1. The name of the primary configuration: the argument after the flag, or joined to it.
+    for argument, next_argument in pairwise([*arguments, ""]):
         if argument in ("--config-name", "-cn"):
-            config_name = following
+            config_name = next_argument
         elif argument.startswith("--config-name="):
             config_name = argument.partition("=")[2]
+
+    # 2. The first trial.
     with hydra.initialize_config_dir(folder, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         overrides = _first_overrides(arguments)
@@ -63,19 +73,28 @@ def _first_overrides(arguments: Sequence[str]) -> list[str]:
     parser = OverridesParser.create()
     overrides = []
     for argument in arguments:
-        if argument.startswith("-") or ("=" not in argument and argument[:1] not in ("~", "+")):
-            continue  # a flag, or the value of a flag
+        if not _is_override(argument):
+            continue
         override = parser.parse_override(argument)
         if not override.is_sweep_override():
             overrides.append(argument)
         elif override.is_discrete_sweep():
-            first = next(iter(override.sweep_string_iterator()))
-            overrides.append(f"{override.get_key_element()}={first}")
+            key = override.get_key_element()
+            values = iter(override.sweep_string_iterator())
+            first = next(values)
+            overrides.append(f"{key}={first}")
     return overrides
 
 
+def _is_override(argument: str) -> bool:
+    """Return whether an argument is neither a flag nor the value of a flag."""
+    if argument.startswith("-"):
+        return False
+    return "=" in argument or argument.startswith(("~", "+"))
+
+
 def check_sweep(config: DictConfig, sweeper: DictConfig | None = None) -> None:
-    """Check that a run of a sweep will have the value that the sweeper asks for.
+    """Check that a run of a sweep will have the value that the sweeper needs.
 
     Args:
         config: The configuration of a run of the sweep.
@@ -85,11 +104,16 @@ def check_sweep(config: DictConfig, sweeper: DictConfig | None = None) -> None:
         ConfigurationError: If there is no objective, if the sweeper expects another number of them, or if it searches
             in the opposite direction.
     """
-    sweeper = HydraConfig.get().sweeper if sweeper is None else sweeper
+    if sweeper is None:
+        sweeper = HydraConfig.get().sweeper
     if not _reads_values(sweeper):
         return
+
+    # 1. There is an objective.
     objective = config.get("objective")
-    check_objective(list(objective) if OmegaConf.is_list(objective) else objective)
+    if OmegaConf.is_list(objective):
+        objective = list(objective)
+    check_objective(objective)
     objectives = _objectives(config)
     if not objectives:
         raise ConfigurationError(
@@ -98,6 +122,8 @@ def check_sweep(config: DictConfig, sweeper: DictConfig | None = None) -> None:
             " value, such as objective=val_loss, or monitor one:"
             " callbacks=[model_checkpoint] callbacks.model_checkpoint.monitor=val_loss."
         )
+
+    # 2. The sweeper expects as many, and searches in the right direction.
     directions = _directions(sweeper)
     if not directions:
         return
@@ -114,57 +140,84 @@ def check_sweep(config: DictConfig, sweeper: DictConfig | None = None) -> None:
 def _check_directions(config: DictConfig, objectives: Sequence[str], directions: Sequence[str]) -> None:
     """Compare the directions of the sweeper with the modes of checkpoints that monitor the same values."""
     modes = _monitored(config)
-    wanted = []
+    right_directions = []
     for objective, direction in zip(objectives, directions, strict=True):
         mode = modes.get(objective)
-        wanted.append(next((word for word in _MODES if _MODES[word] == mode), direction))
-    for objective, direction, right in zip(objectives, directions, wanted, strict=True):
-        if direction in _MODES and direction != right:
-            value = f"[{','.join(wanted)}]" if len(wanted) > 1 else right
-            raise ConfigurationError(
-                f"The sweep would {direction} {objective!r}, but a checkpoint callback monitors it with"
-                f" mode={_MODES[right]}. Add hydra.sweeper.direction={value}, or change the mode of the callback."
-            )
+        right_directions.append(_direction_of_mode(mode, direction))
+
+    for objective, direction, right in zip(objectives, directions, right_directions, strict=True):
+        # Some sweepers have further directions, which have no mode.
+        if direction not in _MODES or direction == right:
+            continue
+        value = right
+        if len(right_directions) > 1:
+            value = f"[{','.join(right_directions)}]"
+        raise ConfigurationError(
+            f"The sweep would {direction} {objective!r}, but a checkpoint callback monitors it with"
+            f" mode={_MODES[right]}. Add hydra.sweeper.direction={value}, or change the mode of the callback."
+        )
+
+
+def _direction_of_mode(mode: str | None, default: str) -> str:
+    """Return the direction of a sweeper for the mode of a callback, or the default if there is no callback."""
+    for direction, direction_mode in _MODES.items():
+        if direction_mode == mode:
+            return direction
+    return default
 
 
 def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | list[float] | None:
-    """Return the value of a finished run that the sweeper goes by.
+    """Return the value of a finished run by which the sweeper compares runs.
 
     Args:
         config: The configuration of the run.
         metrics: The metrics that the run ended with.
 
     Returns:
-        A number; a list of numbers where `objective` is a list; None if there is no objective.
+        A number; a list of numbers if `objective` is a list; None if there is no objective.
 
     Raises:
         ConfigurationError: If the run logged no value of that name.
         StepError: If the value is not finite, and the sweeper reads it.
     """
     objectives = _objectives(config)
-    reads_values = _reads_values(HydraConfig.get().sweeper)
-    if config.get("objective") is None and not reads_values:
-        return metrics.get(objectives[0]) if objectives else None
+    configured = config.get("objective")
+    sweeper = HydraConfig.get().sweeper
+    reads_values = _reads_values(sweeper)
+
+    # 1. Nobody needs a value, so none has to exist.
+    if configured is None and not reads_values:
+        if not objectives:
+            return None
+        return metrics.get(objectives[0])
+
+    # 2. The value must exist.
     for name in objectives:
         if name not in metrics:
             hint = did_you_mean(name, metrics)
             raise ConfigurationError(f"The objective of this sweep is {name!r}, but the run logged no such value{hint}")
-        if reads_values and not math.isfinite(metrics[name]):
+        value = metrics[name]
+        if reads_values and not math.isfinite(value):
             raise StepError(
-                f"This trial failed: its objective {name!r} ended as {metrics[name]}, and the sweeper needs a finite"
+                f"This trial failed: its objective {name!r} ended as {value}, and the sweeper needs a finite"
                 " number. Narrow the ranges of the sweep, or let it go on after failed trials"
                 " (Optuna: hydra.sweeper.max_failure_rate=0.5)."
             )
     values = [metrics[name] for name in objectives]
-    return values if OmegaConf.is_list(config.get("objective")) else values[0]
+    if OmegaConf.is_list(configured):
+        return values
+    return values[0]
 
 
 def _objectives(config: DictConfig) -> list[str]:
-    """Return the names of the values that the sweep goes by: those configured, or what a checkpoint monitors."""
+    """Return the names of the objectives: the configured ones, or else the value that a checkpoint monitors."""
     objective = config.get("objective")
     if objective is None:
-        return list(_monitored(config))[:1]
-    return list(objective) if OmegaConf.is_list(objective) else [str(objective)]
+        monitored = list(_monitored(config))
+        return monitored[:1]
+    if OmegaConf.is_list(objective):
+        return list(objective)
+    return [str(objective)]
 
 
 def _monitored(config: DictConfig) -> dict[str, str]:
@@ -172,23 +225,37 @@ def _monitored(config: DictConfig) -> dict[str, str]:
     modes: dict[str, str] = {}
     callbacks = config.get("callbacks") or {}
     for node in callbacks.values():
-        target = node.get("_target_") if OmegaConf.is_dict(node) else None
-        if target is None or not target.rpartition(".")[2].endswith("Checkpoint"):
+        if not OmegaConf.is_dict(node):
             continue
-        monitor = node["monitor"] if "monitor" in node else constructor_default(target, "monitor")
-        mode = node["mode"] if "mode" in node else constructor_default(target, "mode")
+        target = node.get("_target_")
+        if target is None:
+            continue
+        class_name = target.rpartition(".")[2]
+        if not class_name.endswith("Checkpoint"):
+            continue
+        monitor = _argument(node, "monitor")
+        mode = _argument(node, "mode")
         if isinstance(monitor, str):
             modes.setdefault(monitor, mode)
     return modes
 
 
+def _argument(node: DictConfig, name: str) -> Any:
+    """Return the value of an argument: the configured one, or else the constructor's default."""
+    if name in node:
+        return node[name]
+    return constructor_default(node["_target_"], name)
+
+
 def _reads_values(sweeper: DictConfig) -> bool:
-    """Return whether a sweeper reads what its trials return; Hydra's own, and what derives from it, does not."""
+    """Return whether a sweeper reads the values of its trials; Hydra's own, and classes derived from it, do not."""
     try:
         sweeper_class = hydra.utils.get_class(sweeper["_target_"])
     except (HydraException, ImportError, ValueError):
-        return False  # Hydra explains it better when it builds the sweeper
-    return all(base.__name__ != "BasicSweeper" for base in sweeper_class.__mro__)
+        # Hydra raises a better error when it builds the sweeper.
+        return False
+    base_names = [base.__name__ for base in sweeper_class.__mro__]
+    return "BasicSweeper" not in base_names
 
 
 def _sweeper_name(sweeper: DictConfig) -> str:
@@ -196,9 +263,14 @@ def _sweeper_name(sweeper: DictConfig) -> str:
 
 
 def _directions(sweeper: DictConfig) -> list[str]:
-    """Return the directions that a sweeper is configured with; empty for one that has no such key."""
-    if "direction" not in sweeper or sweeper["direction"] is None:
+    """Return the configured directions of a sweeper; empty for one that has no such key."""
+    if "direction" not in sweeper:
         return []
     direction = sweeper["direction"]
-    several = list(direction) if OmegaConf.is_list(direction) else [direction]
-    return [getattr(item, "name", str(item)) for item in several]
+    if direction is None:
+        return []
+    directions = [direction]
+    if OmegaConf.is_list(direction):
+        directions = list(direction)
+    # Optuna's directions are members of an enumeration.
+    return [getattr(item, "name", str(item)) for item in directions]

@@ -17,6 +17,8 @@ from equipoise.errors import ConfigurationError
 __all__ = ["accepts", "check_types"]
 
 _NUMBERS = (int, float)
+
+# Origins of annotations that allow a list.
 _LISTS = (
     list,
     tuple,
@@ -25,7 +27,12 @@ _LISTS = (
     collections.abc.Collection,
     collections.abc.Iterable,
 )
-_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+# Origins of annotations that allow a mapping.
+_MAPPINGS = (
+    dict,
+    collections.abc.Mapping,
+    collections.abc.MutableMapping,
+)
 
 
 def check_types(target: Callable[..., Any], values: Mapping[str, Any], key: str) -> None:
@@ -33,7 +40,7 @@ def check_types(target: Callable[..., Any], values: Mapping[str, Any], key: str)
 
     Args:
         target: The class or function to call.
-        values: Its arguments by name. Names that it does not take are passed over.
+        values: Its arguments by name. Names that the target does not take are ignored.
         key: The place in the configuration, for the message.
 
     Raises:
@@ -45,21 +52,33 @@ def check_types(target: Callable[..., Any], values: Mapping[str, Any], key: str)
     """
     try:
         parameters = inspect.signature(target).parameters
-    except ValueError:  # a builtin without a signature
+    except ValueError:
+        # Some builtins have no signature.
         return
     for name, value in values.items():
         parameter = parameters.get(name)
-        if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if parameter is None:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         annotation = _annotation(parameter, target)
-        if accepts(annotation, value) or not _trusted(parameter, annotation):
+        if accepts(annotation, value):
             continue
-        shown = "null" if value is None else repr(value)
-        way_out = f" If null has a meaning, annotate it as {_describe(annotation)} | None." if value is None else ""
-        raise ConfigurationError(
-            f"{key}.{name} must be of type {_describe(annotation)}, as {getattr(target, '__name__', target)}"
-            f" annotates it; it is {shown}.{way_out}"
-        )
+        if _agrees_with_default(annotation, parameter):
+            message = _contradiction(target, f"{key}.{name}", annotation, value)
+            raise ConfigurationError(message)
+
+
+def _contradiction(target: Callable[..., Any], key: str, annotation: Any, value: Any) -> str:
+    """Return the message for a value that contradicts an annotation."""
+    type_name = _describe(annotation)
+    target_name = getattr(target, "__name__", target)
+    text = repr(value)
+    way_out = ""
+    if value is None:
+        text = "null"
+        way_out = f" If null has a meaning, annotate it as {type_name} | None."
+    return f"{key} must be of type {type_name}, as {target_name} annotates it; it is {text}.{way_out}"
 
 
 def accepts(annotation: Any, value: Any) -> bool:
@@ -69,26 +88,37 @@ def accepts(annotation: Any, value: Any) -> bool:
         >>> accepts(float, 1), accepts(float, "abc"), accepts(list[int], [1, 2]), accepts(object, "abc")
         (True, False, True, True)
     """
+    # An object that is built later.
     if isinstance(value, Mapping) and "_target_" in value:
-        return True  # an object yet to be built
+        return True
     annotation, origin, arguments = _parts(annotation)
     if origin in (Union, types.UnionType):
         return any(accepts(member, value) for member in arguments)
     if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in arguments)
+        return _accepts_literal(arguments, value)
     if origin in _LISTS:
         return _accepts_list(origin, arguments, value)
     if origin in _MAPPINGS:
         return _accepts_mapping(arguments, value)
+    return _accepts_plain(annotation, value)
+
+
+def _accepts_plain(annotation: Any, value: Any) -> bool:
+    """Return whether an annotation without arguments allows a value."""
     if annotation in (None, types.NoneType):
         return value is None
     if annotation is bool:
         return isinstance(value, bool)
     if annotation in _NUMBERS:
-        allowed = _NUMBERS if annotation is float else int
-        return isinstance(value, allowed) and not isinstance(value, bool)
-    if annotation is str or annotation is Path:
-        return isinstance(value, str | int | float)  # an unquoted 2024 on a command line is a number
+        # Python counts true and false among the integers.
+        if isinstance(value, bool):
+            return False
+        if annotation is float:
+            return isinstance(value, _NUMBERS)
+        return isinstance(value, int)
+    if annotation in (str, Path):
+        # An unquoted 2024 on a command line is a number.
+        return isinstance(value, str | int | float)
     return True
 
 
@@ -97,18 +127,31 @@ def _parts(annotation: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     origin = typing.get_origin(annotation)
-    if origin is None and isinstance(annotation, type) and annotation in (*_LISTS, *_MAPPINGS):
+    arguments = typing.get_args(annotation)
+    is_bare_class = origin is None and isinstance(annotation, type)
+    if is_bare_class and annotation in _LISTS + _MAPPINGS:
         origin = annotation
-    return annotation, origin, typing.get_args(annotation)
+    return annotation, origin, arguments
+
+
+def _accepts_literal(choices: tuple[Any, ...], value: Any) -> bool:
+    # Compare the types as well, because 1 == True.
+    return any(value == choice and type(value) is type(choice) for choice in choices)
 
 
 def _accepts_list(origin: Any, arguments: tuple[Any, ...], value: Any) -> bool:
     if not isinstance(value, list | tuple):
         # A text is a sequence, and a mapping is a collection.
-        return origin not in (list, tuple) and isinstance(value, str | Mapping)
-    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
-        return len(value) == len(arguments) and all(map(accepts, arguments, value))
-    return not arguments or all(accepts(arguments[0], item) for item in value)
+        is_abstract = origin not in (list, tuple)
+        return is_abstract and isinstance(value, str | Mapping)
+    if not arguments:
+        return True
+    # A tuple of fixed length.
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        if len(value) != len(arguments):
+            return False
+        return all(map(accepts, arguments, value))
+    return all(accepts(arguments[0], item) for item in value)
 
 
 def _accepts_mapping(arguments: tuple[Any, ...], value: Any) -> bool:
@@ -116,31 +159,49 @@ def _accepts_mapping(arguments: tuple[Any, ...], value: Any) -> bool:
         return False
     if len(arguments) != 2:
         return True
-    return all(accepts(arguments[0], name) and accepts(arguments[1], item) for name, item in value.items())
+    key_annotation, item_annotation = arguments
+    for key, item in value.items():
+        if not accepts(key_annotation, key):
+            return False
+        if not accepts(item_annotation, item):
+            return False
+    return True
 
 
 def _annotation(parameter: inspect.Parameter, target: Callable[..., Any]) -> Any:
-    """Return the evaluated annotation of a parameter; Any where there is none or it cannot be evaluated."""
-    if parameter.annotation is parameter.empty:
+    """Return the evaluated annotation of a parameter; Any if it has none or it cannot be evaluated."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
         return Any
-    if not isinstance(parameter.annotation, str):
-        return parameter.annotation
-    function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-    names = getattr(inspect.unwrap(function), "__globals__", {})
-    holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+    if not isinstance(annotation, str):
+        return annotation
+
+    # Evaluate a text with the names of the module that defines the function.
+    function: Any = target
+    if isinstance(target, type):
+        function = target.__init__  # type: ignore[misc]
+    function = inspect.unwrap(function)
+    names = getattr(function, "__globals__", {})
+    annotated = types.SimpleNamespace(__annotations__={parameter.name: annotation})
     try:
-        return typing.get_type_hints(holder, names, include_extras=True)[parameter.name]
-    except Exception:  # a name that is imported for type checking alone, or anything else that a text may contain
+        hints = typing.get_type_hints(annotated, names, include_extras=True)
+    except Exception:
+        # A name may be imported for type checking alone, and a text may contain anything else.
         return Any
+    return hints[parameter.name]
 
 
-def _trusted(parameter: inspect.Parameter, annotation: Any) -> bool:
-    """Return whether the default agrees with the annotation; `x: int = None` and the like are not to be relied on."""
-    return parameter.default is parameter.empty or accepts(annotation, parameter.default)
+def _agrees_with_default(annotation: Any, parameter: inspect.Parameter) -> bool:
+    """Return whether an annotation allows the default; one such as `x: int = None` is not checked."""
+    if parameter.default is parameter.empty:
+        return True
+    return accepts(annotation, parameter.default)
 
 
 def _describe(annotation: Any) -> str:
     """Return an annotation as a program would write it."""
     if isinstance(annotation, type) and typing.get_origin(annotation) is None:
         return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("collections.abc.", "")
+    text = str(annotation)
+    text = text.replace("typing.", "")
+    return text.replace("collections.abc.", "")

@@ -27,16 +27,23 @@ STAGES = ("fit", "validate", "test", "predict")
 GROUPS = ("trainer", "strategy", "precision", "callbacks", "logger", "module", "data", "experiment")
 KEYS = (*GROUPS, "stage", "seed", "ckpt_path", "test", "objective", "output_dir", "hydra")
 _OPTIONAL = ("precision", "module", "data", "experiment", "objective", "hydra")
-_PACKAGES = {"sklearn": "scikit-learn", "cv2": "opencv-python", "PIL": "pillow", "yaml": "pyyaml"}  # by import name
+
+# Packages that are imported under another name, by that name.
+_PACKAGES = {
+    "sklearn": "scikit-learn",
+    "cv2": "opencv-python",
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+}
 
 
 def did_you_mean(name: str, options: Iterable[str], prefix: str = "") -> str:
-    """Ends a sentence that has named something unknown: with the nearest known name, or with all where none is near.
+    """Return the end of a sentence about an unknown name: the nearest option, or all options if none is near.
 
     Args:
-        name: What was given.
-        options: What there is.
-        prefix: What to put before a name, such as `"trainer."`. Default: nothing.
+        name: The unknown name.
+        options: The names that are available. Those that begin with an underscore are ignored.
+        prefix: Text before a name, such as `"trainer."`. Default: empty.
 
     Example:
         >>> did_you_mean("max_epoch", ["max_epochs", "max_steps"], "trainer.")
@@ -46,17 +53,21 @@ def did_you_mean(name: str, options: Iterable[str], prefix: str = "") -> str:
         >>> did_you_mean("x", [])
         '.'
     """
-    known = sorted({option for option in options if not option.startswith("_")})
-    near = get_close_matches(name, known, n=1)
-    if near:
-        return f"; did you mean {prefix + near[0]!r}?"
-    return f"; there are: {', '.join(known)}." if known else "."
+    public_options = {option for option in options if not option.startswith("_")}
+    names = sorted(public_options)
+    matches = get_close_matches(name, names, n=1)
+    if matches:
+        nearest = prefix + matches[0]
+        return f"; did you mean {nearest!r}?"
+    if names:
+        return f"; there are: {', '.join(names)}."
+    return "."
 
 
 def check_keys(values: Mapping[str, Any]) -> None:
-    """Checks the outermost keys of a configuration.
+    """Check the outermost keys of a configuration.
 
-    Keys of the user's own are welcome, unless they look like a misspelt one of ours.
+    The user may add keys, unless they look like misspelt ones of Equipoise.
 
     Args:
         values: The whole configuration.
@@ -65,25 +76,35 @@ def check_keys(values: Mapping[str, Any]) -> None:
         ConfigurationError: If a key is misspelt, there is no module, or a value is of a wrong type.
     """
     for key in values:
-        near = get_close_matches(key, KEYS, n=1, cutoff=0.8)
-        if near and key not in KEYS:
-            raise ConfigurationError(f"There is no key {key!r} in the configuration; did you mean {near[0]!r}?")
-    lacking = [key for key in KEYS if key not in _OPTIONAL and key not in values]
-    if lacking:
+        _check_spelling(key)
+    missing = [key for key in KEYS if key not in _OPTIONAL and key not in values]
+    if missing:
         raise ConfigurationError(
-            f"The configuration has no {', '.join(lacking)}: put equipoise first in its defaults list."
+            f"The configuration has no {', '.join(missing)}: put equipoise first in its defaults list."
         )
-    if values["stage"] not in STAGES:
-        raise ConfigurationError(f"stage must be one of {', '.join(STAGES)}; it is {values['stage']!r}.")
+    stage = values["stage"]
+    if stage not in STAGES:
+        raise ConfigurationError(f"stage must be one of {', '.join(STAGES)}; it is {stage!r}.")
     if not values.get("module"):
         raise ConfigurationError(
             "There is no module: choose one with module=NAME, or name its class with +module._target_=PACKAGE.CLASS."
         )
-    if not (values["seed"] is None or type(values["seed"]) is int):
-        raise ConfigurationError(f"seed must be a whole number or null; it is {values['seed']!r}.")
-    if type(values["test"]) is not bool:
-        raise ConfigurationError(f"test must be true or false; it is {values['test']!r}.")
+    seed = values["seed"]
+    # By type, because isinstance counts true and false among the integers.
+    if seed is not None and type(seed) is not int:
+        raise ConfigurationError(f"seed must be a whole number or null; it is {seed!r}.")
+    test = values["test"]
+    if type(test) is not bool:
+        raise ConfigurationError(f"test must be true or false; it is {test!r}.")
     check_objective(values.get("objective"))
+
+
+def _check_spelling(key: str) -> None:
+    if key in KEYS:
+        return
+    matches = get_close_matches(key, KEYS, n=1, cutoff=0.8)
+    if matches:
+        raise ConfigurationError(f"There is no key {key!r} in the configuration; did you mean {matches[0]!r}?")
 
 
 def check_objective(objective: Any) -> None:
@@ -95,19 +116,24 @@ def check_objective(objective: Any) -> None:
     Raises:
         ConfigurationError: If it is something else.
     """
-    names = objective if isinstance(objective, list) else [objective]
-    if objective is not None and not (names and all(isinstance(name, str) for name in names)):
+    if objective is None:
+        return
+    names = [objective]
+    if isinstance(objective, list):
+        names = objective
+    are_names = all(isinstance(name, str) for name in names)
+    if not names or not are_names:
         raise ConfigurationError(
             f"objective must be the name of a logged value, a list of names, or null; it is {objective!r}."
         )
 
 
 def locate(path: str, key: str) -> Callable[..., Any]:
-    """Imports what a `_target_` names.
+    """Import the class or function that a `_target_` names.
 
     Args:
         path: The dotted path of a class or a function.
-        key: Where in the configuration it stands, for the message.
+        key: The place of the `_target_` in the configuration, for the message.
 
     Raises:
         ConfigurationError: If it cannot be imported or called.
@@ -116,22 +142,22 @@ def locate(path: str, key: str) -> Callable[..., Any]:
         >>> locate("collections.OrderedDict", "module")
         <class 'collections.OrderedDict'>
     """
-    wrong = f"{key}._target_={path!r} cannot be imported: "
-    parts = path.split(".")
-    found: Any = None
-    for index, part in enumerate(parts):
-        name = ".".join(parts[: index + 1])
-        if found is None or (isinstance(found, ModuleType) and not hasattr(found, part)):
-            found = _import(name, found, wrong)
-        elif not hasattr(found, part):
-            raise ConfigurationError(
-                f"{wrong}{'.'.join(parts[:index])} has no {part!r}{did_you_mean(part, dir(found))}"
-            )
+    message_start = f"{key}._target_={path!r} cannot be imported: "
+    value: Any = None
+    names: list[str] = []
+    for name in path.split("."):
+        parent_path = ".".join(names)
+        names.append(name)
+        if value is not None and hasattr(value, name):
+            value = getattr(value, name)
+        elif value is None or isinstance(value, ModuleType):
+            value = _import(".".join(names), value, message_start)
         else:
-            found = getattr(found, part)
-    if not callable(found):
-        raise ConfigurationError(f"{key}._target_={path!r} must be a class or a function; it is {found!r}.")
-    return found  # type: ignore[no-any-return]
+            hint = did_you_mean(name, dir(value))
+            raise ConfigurationError(f"{message_start}{parent_path} has no {name!r}{hint}")
+    if not callable(value):
+        raise ConfigurationError(f"{key}._target_={path!r} must be a class or a function; it is {value!r}.")
+    return value  # type: ignore[no-any-return]
 
 
 def constructor_default(path: str, parameter: str) -> Any:
@@ -151,52 +177,79 @@ def constructor_default(path: str, parameter: str) -> Any:
         >>> constructor_default("lightning.pytorch.callbacks.ModelCheckpoint", "mode")
         'min'
     """
+    target = locate(path, "callbacks")
     try:
-        found = inspect.signature(locate(path, "callbacks")).parameters.get(parameter)
-    except ValueError:  # a builtin without a signature
+        signature = inspect.signature(target)
+    except ValueError:
+        # Some builtins have no signature.
         return None
-    return None if found is None or found.default is found.empty else found.default
+    description = signature.parameters.get(parameter)
+    if description is None or description.default is description.empty:
+        return None
+    return description.default
 
 
-def _import(name: str, package: ModuleType | None, wrong: str) -> ModuleType:
-    """Imports a module, or says why that is not possible."""
+def _import(name: str, package: ModuleType | None, message_start: str) -> ModuleType:
+    """Import a module, or raise an error that gives the reason.
+
+    Args:
+        name: The full name of the module.
+        package: The package that should contain it; None for an outermost module.
+        message_start: The beginning of the message.
+    """
+    # 1. The module is there, unless it is the one that is missing.
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:  # the module is there, and imports something that is not
-            missing = (error.name or "").partition(".")[0]
-            is_other = bool(missing) and missing != name.partition(".")[0]
-            way_out = f" Install it: pip install {_PACKAGES.get(missing, missing)}." if is_other else ""
-            raise ConfigurationError(f"{wrong}{name} failed with: {error}.{way_out}") from error
+        if error.name != name:
+            way_out = _advice_to_install(error, name)
+            raise ConfigurationError(f"{message_start}{name} failed with: {error}.{way_out}") from error
     except ImportError as error:
-        raise ConfigurationError(f"{wrong}{name} failed with: {error}.") from error
-    last = name.rpartition(".")[2]
+        raise ConfigurationError(f"{message_start}{name} failed with: {error}.") from error
+
+    # 2. It is missing.
     if package is None:
         raise ConfigurationError(
-            f"{wrong}there is no module {name!r}, neither installed nor beside the folder of configurations."
+            f"{message_start}there is no module {name!r}, neither installed nor beside the folder of configurations."
         )
-    modules = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", []))]
-    raise ConfigurationError(
-        f"{wrong}{package.__name__} has no {last!r}{did_you_mean(last, [*modules, *_own(package)])}"
-    )
+    search_path = getattr(package, "__path__", [])
+    options = [module.name for module in pkgutil.iter_modules(search_path)]
+    options += _names_defined_in(package)
+    last = name.rpartition(".")[2]
+    hint = did_you_mean(last, options)
+    raise ConfigurationError(f"{message_start}{package.__name__} has no {last!r}{hint}")
 
 
-def _own(module: ModuleType) -> list[str]:
-    """The names a module defines itself."""
-    return [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+def _advice_to_install(error: ModuleNotFoundError, name: str) -> str:
+    """Return the advice for a module that imports a missing package; empty if its own package lacks a part."""
+    missing_name = error.name or ""
+    missing = missing_name.partition(".")[0]
+    package = name.partition(".")[0]
+    if missing in ("", package):
+        return ""
+    return f" Install it: pip install {_PACKAGES.get(missing, missing)}."
+
+
+def _names_defined_in(module: ModuleType) -> list[str]:
+    """Return the names that a module defines, without those that it imports."""
+    names = []
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", None) == module.__name__:
+            names.append(name)
+    return names
 
 
 def check_targets(values: Any, key: str, more: Mapping[str, Any] | None = None) -> None:
-    """Checks that every `_target_` in a part of a configuration is there, and takes the arguments beside it.
+    """Check that every `_target_` in a part of a configuration exists, and takes the arguments beside it.
 
     Args:
         values: The part: a mapping with a `_target_`, or anything that may hold such mappings.
-        key: Where in the configuration it stands, for the message.
+        key: The place of the part in the configuration, for the message.
         more: Further arguments of the outermost target. Default: none.
 
     Raises:
-        ConfigurationError: If a target cannot be imported, takes no such argument, needs one that is not there,
-            or is given a value that contradicts its annotation.
+        ConfigurationError: If a target cannot be imported, takes no such argument, needs an argument that is missing,
+            or if a value contradicts its annotation.
 
     Example:
         >>> check_targets({"_target_": "fractions.Fraction", "numerator": 1}, "module")
@@ -209,24 +262,46 @@ def check_targets(values: Any, key: str, more: Mapping[str, Any] | None = None) 
             check_targets(value, f"{key}.{name}")
         if "_target_" in values:
             target = locate(values["_target_"], key)
-            _check_arguments(target, {**values, **(more or {})}, key)
+            arguments = dict(values)
+            if more is not None:
+                arguments.update(more)
+            _check_arguments(target, arguments, key)
             check_types(target, values, key)
 
 
 def _check_arguments(target: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:
+    """Check that a target takes these arguments, and needs no others."""
+    # 1. Read the signature.
     try:
-        parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # a builtin without a signature
+        signature = inspect.signature(target)
+    except ValueError:
+        # Some builtins have no signature.
         return
-    name = getattr(target, "__name__", str(target))
-    takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    parameters: dict[str, inspect.Parameter] = {}
+    takes_any_name = False
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            parameters[parameter.name] = parameter
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_any_name = True
+    target_name = getattr(target, "__name__", str(target))
+
+    # 2. Refuse unknown arguments; names with an underscore are Hydra's.
     for argument in arguments:
-        if not (argument.startswith("_") or argument in takes or any(p.kind is p.VAR_KEYWORD for p in parameters)):
-            raise ConfigurationError(
-                f"{key}.{argument} is not an argument of {name}{did_you_mean(argument, takes, key + '.')}"
-            )
-    missing = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.name not in arguments]
-    if missing and not arguments.get("_args_") and not arguments.get("_partial_"):
+        is_hydras = argument.startswith("_")
+        if is_hydras or takes_any_name or argument in parameters:
+            continue
+        hint = did_you_mean(argument, parameters, f"{key}.")
+        raise ConfigurationError(f"{key}.{argument} is not an argument of {target_name}{hint}")
+
+    # 3. Refuse missing arguments, unless they come by position or later.
+    if arguments.get("_args_") or arguments.get("_partial_"):
+        return
+    missing = []
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            missing.append(name)
+    if missing:
         raise ConfigurationError(
-            f"{name} needs {', '.join(missing)}: give it in the configuration, such as {key}.{missing[0]}=VALUE."
+            f"{target_name} needs {', '.join(missing)}: give it in the configuration, such as {key}.{missing[0]}=VALUE."
         )

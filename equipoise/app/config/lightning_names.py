@@ -10,17 +10,17 @@ __all__ = ["translate"]
 
 
 def translate(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[str]:
-    """Replace Lightning's names of strategies and short names of precisions by the options that there are.
+    """Replace Lightning's names of strategies and short names of precisions by the options that are available.
 
     Args:
-        arguments: Those of the command.
-        folders: Folders of configurations, whose own options of such names are left alone. Default: none.
+        arguments: The arguments of the command.
+        folders: Folders of the user's configurations. Names of options in them are not replaced. Default: none.
 
     Returns:
-        The arguments; one may have become several.
+        The arguments; several may replace one.
 
     Raises:
-        ConfigurationError: If there is no such strategy here; it names what to take instead.
+        ConfigurationError: If Lightning's strategy has no counterpart here. The message names an alternative.
 
     Example:
         >>> translate(["precision=bf16,32", "strategy=ddp_find_unused_parameters_true"])
@@ -32,8 +32,10 @@ def translate(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[st
         if not value:
             translated.append(argument)
         elif group == "precision":
+            # A sweep names several precisions, with commas between them.
             names = [_precision(name, folders) for name in value.split(",")]
-            translated.append(f"precision={','.join(names)}")
+            joined = ",".join(names)
+            translated.append(f"precision={joined}")
         elif group == "strategy" and not _is_option(group, value, folders):
             translated += _strategy(value)
         else:
@@ -42,16 +44,27 @@ def translate(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[st
 
 
 def _precision(name: str, folders: Sequence[Path]) -> str:
-    return name if _is_option("precision", name, folders) else SHORT_NAMES.get(name, name)
+    if _is_option("precision", name, folders):
+        return name
+    return SHORT_NAMES.get(name, name)
 
 
 def _strategy(name: str) -> list[str]:
-    found = lightning_strategy(name)
-    if found is None:
+    counterpart = lightning_strategy(name)
+    if counterpart is None:
         return [f"strategy={name}"]
-    ours, options = found
-    return [f"strategy={ours}", *(f"strategy.{option}={str(value).lower()}" for option, value in options.items())]
+    strategy, options = counterpart
+    arguments = [f"strategy={strategy}"]
+    for option, value in options.items():
+        # Hydra writes true and false in lower case.
+        text = str(value).lower()
+        arguments.append(f"strategy.{option}={text}")
+    return arguments
 
 
 def _is_option(group: str, name: str, folders: Sequence[Path]) -> bool:
-    return any((folder / group / f"{name}.yaml").is_file() for folder in folders)
+    for folder in folders:
+        file = folder / group / f"{name}.yaml"
+        if file.is_file():
+            return True
+    return False

@@ -16,6 +16,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
+import equipoise.app.compose  # registers the structured configurations
 from equipoise.app.config.schema import config_class, option_name
 
 
