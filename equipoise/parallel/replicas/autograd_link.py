@@ -1,8 +1,8 @@
 """The autograd link between a module's parameters and their copies on other devices.
 
-The copies hold their values already, so nothing is copied on the way forward; on the way back the gradients of all
-copies are summed at the module's own. So `torch.autograd.grad`, a plain `loss.backward()` and second derivatives see
-one set of parameters, as with `nn.DataParallel`, which copies all of them for every batch.
+The copies hold their values already, so forward copies nothing. Backward sums the gradients of all copies at the
+module's parameters. So `torch.autograd.grad`, a plain `loss.backward()` and second derivatives see one set of
+parameters, as with `nn.DataParallel`, which copies all of them for every batch.
 """
 
 from collections.abc import Sequence
@@ -17,56 +17,107 @@ __all__ = ["connect"]
 
 
 def connect(sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """The values of copies, with a graph that leads to their sources.
+    """Return the values of copies, with a graph that leads to their sources.
 
     Args:
         sources: Parameters, all on one device.
         copies: For each device, the copies of all of them.
 
     Returns:
-        For each device, a tensor for each copy, in its memory. Those of sources that need no gradient have no graph.
+        For each device, a tensor for each copy, in its memory. Tensors of sources that need no gradient have no graph.
     """
-    learned = [index for index, source in enumerate(sources) if source.requires_grad]
-    tensors = [[copy.detach() for copy in each] for each in copies]
-    flat = [each[index].detach() for each in copies for index in learned]
-    connected = iter(_Connection.apply(flat, *(sources[index] for index in learned)))  # type: ignore[no-untyped-call]
-    for each in tensors:
-        for index in learned:
-            each[index] = next(connected)
-    return tensors
+    trainable = [index for index, source in enumerate(sources) if source.requires_grad]
+
+    # 1. Copies without a graph, and the trainable ones of all devices in one list.
+    results = []
+    values = []
+    for device_copies in copies:
+        tensors = [copied.detach() for copied in device_copies]
+        results.append(tensors)
+        for index in trainable:
+            # Another object: autograd would give the one in the results a graph.
+            value = device_copies[index].detach()
+            values.append(value)
+
+    # 2. The trainable ones with a graph.
+    trainable_sources = [sources[index] for index in trainable]
+    connected = iter(_Connection.apply(values, *trainable_sources))  # type: ignore[no-untyped-call]
+    for tensors in results:
+        for index in trainable:
+            tensors[index] = next(connected)
+    return results
 
 
 class _Connection(torch.autograd.Function):
+    """Identity for the copies in forward; sum of their gradients for the sources in backward."""
+
     @staticmethod
     def forward(ctx: Any, values: list[Tensor], *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.home = [source.device for source in sources]
+        ctx.devices = [source.device for source in sources]
         ctx.set_materialize_grads(False)
         return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        count = len(ctx.home)
-        of_each: list[tuple[Any, ...]] = [gradients[index::count] for index in range(count)]
-        if torch.is_grad_enabled():  # for second derivatives
-            return None, *(_sum(of, home) for of, home in zip(of_each, ctx.home, strict=True))
-        alike: dict[tuple[bool, ...], list[int]] = {}  # parameters by which of their copies have a gradient
-        for index, of in enumerate(of_each):
-            alike.setdefault(tuple([gradient is not None for gradient in of]), []).append(index)
-        summed: list[Tensor | None] = [None] * count
-        for have, indices in alike.items():
-            columns = [[of_each[index][place] for index in indices] for place, it_has in enumerate(have) if it_has]
-            if columns:
-                # The first is written to where there are others, and what autograd hands over is not ours.
-                columns[0] = [gradient.to(ctx.home[0], copy=len(columns) > 1) for gradient in columns[0]]
-                for index, total in zip(indices, coalesced.reduce_add(columns), strict=True):
-                    summed[index] = total
-        return None, *summed
+        # Gradients come device by device, in the order of the sources.
+        count = len(ctx.devices)
+        by_source = [gradients[index::count] for index in range(count)]
+        # For second derivatives the sums need a graph.
+        if torch.is_grad_enabled():
+            sums = _differentiable_sums(by_source, ctx.devices)
+        else:
+            sums = _coalesced_sums(by_source, ctx.devices)
+        # The list of values gets no gradient.
+        return None, *sums
 
 
-def _sum(gradients: Sequence[Tensor | None], home: torch.device) -> Tensor | None:
-    """The sum of gradients at home, with a graph of its own."""
-    total: Tensor | None = None
-    for gradient in gradients:
-        if gradient is not None:
-            total = gradient.to(home) if total is None else total + gradient.to(home)
-    return total
+def _differentiable_sums(
+    by_source: Sequence[Sequence[Tensor | None]],
+    devices: Sequence[torch.device],
+) -> list[Tensor | None]:
+    """Return the sum of the gradients of each source, on its device, with a graph."""
+    sums: list[Tensor | None] = []
+    for gradients, device in zip(by_source, devices, strict=True):
+        total: Tensor | None = None
+        for gradient in gradients:
+            if gradient is None:
+                continue
+            moved = gradient.to(device)
+            if total is None:
+                total = moved
+            else:
+                total = total + moved
+        sums.append(total)
+    return sums
+
+
+def _coalesced_sums(
+    by_source: Sequence[Sequence[Tensor | None]],
+    devices: Sequence[torch.device],
+) -> list[Tensor | None]:
+    """Return the sum of the gradients of each source, without a graph, in few large messages."""
+    # 1. Group the sources by which of their copies have a gradient: their lists have equal length then.
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for index, gradients in enumerate(by_source):
+        presence = [gradient is not None for gradient in gradients]
+        group = groups.setdefault(tuple(presence), [])
+        group.append(index)
+
+    # 2. Sum each group, device by device.
+    sums: list[Tensor | None] = [None] * len(by_source)
+    for present, group in groups.items():
+        columns: list[list[Any]] = []
+        for position, is_present in enumerate(present):
+            if is_present:
+                column = [by_source[index][position] for index in group]
+                columns.append(column)
+        if not columns:
+            continue
+        # The sums are written into the first list. Autograd's tensors must not change, so it needs copies then.
+        is_written = len(columns) > 1
+        root = devices[0]
+        columns[0] = [gradient.to(root, copy=is_written) for gradient in columns[0]]
+        totals = coalesced.reduce_add(columns)
+        for index, total in zip(group, totals, strict=True):
+            sums[index] = total
+    return sums

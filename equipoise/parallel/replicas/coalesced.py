@@ -1,6 +1,7 @@
 """Coalesced exchanges between replicas: parameters to all of them, gradients to the first.
 
-Between distinct CUDA devices many small tensors travel in few large messages; elsewhere each is copied by itself.
+Between distinct CUDA devices many small tensors travel in few large messages. Elsewhere every tensor is copied by
+itself.
 """
 
 from collections.abc import Sequence
@@ -16,38 +17,52 @@ __all__ = ["broadcast", "reduce_add"]
 
 
 def broadcast(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Sequence[Tensor]]:
-    """The tensors for each device, to be copied from.
+    """Return, for each device, tensors with these values, to copy from.
 
     Args:
-        tensors: All on one device.
-        devices: Where they are wanted.
+        tensors: Tensors, all on one device.
+        devices: The devices of the receivers.
     """
-    if tensors and _distinct([tensors[0].device, *devices]):
-        all_devices, copy_to = [tensors[0].device, *devices], comm.broadcast_coalesced
-        detached = [tensor.detach() for tensor in tensors]
-        copies: list[list[Tensor]] = copy_to(detached, all_devices)  # type: ignore[no-untyped-call]
-        return [*copies[1:]]
-    return [tensors for _ in devices]
+    uncopied = [tensors for _ in devices]
+    if not tensors:
+        return uncopied
+    sender = tensors[0].device
+    all_devices = [sender, *devices]
+    if not _are_distinct(all_devices):
+        return uncopied
+    # Autograd would follow the copies.
+    detached = [tensor.detach() for tensor in tensors]
+    copies: list[list[Tensor]] = comm.broadcast_coalesced(detached, all_devices)  # type: ignore[no-untyped-call]
+    # The first are those of the sender.
+    received = copies[1:]
+    return [*received]
 
 
 def reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """The sums, on the device of the first list; without coalescing they are written into that list.
+    """Return the sums of lists of tensors, on the device of the first list.
+
+    Without coalescing the sums are written into the first list.
 
     Args:
         tensors: Lists of equal length, each on one device.
     """
-    first, *others = tensors
-    if not first or not others:
+    first, *rest = tensors
+    if not first or not rest:
         return first
-    home = first[0].device
-    if _distinct([each[0].device for each in tensors]) and not any(tensor.is_sparse for tensor in first):
-        summed: list[Tensor] = comm.reduce_add_coalesced(tensors, home.index)  # type: ignore[no-untyped-call]
-        return summed
-    for other in others:
-        foreach.add_(list(first), [to_device(tensor, home) for tensor in other])
+    root = first[0].device
+    devices = [column[0].device for column in tensors]
+    is_sparse = any(tensor.is_sparse for tensor in first)
+    if _are_distinct(devices) and not is_sparse:
+        sums: list[Tensor] = comm.reduce_add_coalesced(tensors, root.index)  # type: ignore[no-untyped-call]
+        return sums
+    for column in rest:
+        moved = [to_device(tensor, root) for tensor in column]
+        foreach.add_(list(first), moved)
     return first
 
 
-def _distinct(devices: Sequence[torch.device]) -> bool:
-    """Whether these are different CUDA devices."""
-    return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+def _are_distinct(devices: Sequence[torch.device]) -> bool:
+    """Return whether these are different CUDA devices."""
+    if any(device.type != "cuda" for device in devices):
+        return False
+    return len(set(devices)) == len(devices)

@@ -1,6 +1,6 @@
-"""One thread for each distinct device; work for a device runs there in order.
+"""One thread for each distinct device, which runs the work for that device in order.
 
-Work for the first device runs in the calling thread. Where all devices are the same one there are no threads at all, so
+The calling thread runs the work for the first device. If all devices are the same one there are no other threads, so
 runs on `["cpu", "cpu"]` draw their random numbers in the same order every time.
 """
 
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Make a device the current one of this thread for a while, where its type has such a thing.
+    """Make a device the current one of this thread in a `with` block, if its type has a current device.
 
-    Kernels without a guard of their own, and `torch.zeros(3, device="cuda")`, go to the current device.
+    Kernels without a guard of their own, and `torch.zeros(3, device="cuda")`, use the current device.
 
     Args:
         device: The device.
@@ -37,15 +37,16 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 class ThreadState(NamedTuple):
-    """What torch keeps for each thread and a new thread lacks.
+    """State that torch keeps for each thread. A new thread starts with the defaults.
 
     Attributes:
-        grad, inference: The modes for gradients.
-        autocast: For each type of device whether it casts, and to which dtype.
-        cache: Whether autocast keeps the weights it has cast.
-        default_device: Where tensors are made.
-        cuda_device: Number of the current CUDA device; None where this process does not use CUDA.
-        cuda_streams: The current stream of each CUDA device; empty likewise.
+        grad: True if gradients are enabled.
+        inference: True in inference mode.
+        autocast: For each type of device: the type, whether autocast is enabled, and its dtype.
+        cache: True if autocast keeps the weights that it has cast.
+        default_device: The device of new tensors.
+        cuda_device: Number of the current CUDA device. None: this process does not use CUDA. Default: None.
+        cuda_streams: The current stream of each CUDA device. Empty if this process does not use CUDA.
     """
 
     grad: bool
@@ -58,22 +59,31 @@ class ThreadState(NamedTuple):
 
     @classmethod
     def capture(cls, device_types: Sequence[str]) -> "ThreadState":
-        """The state of the calling thread.
+        """Return the state of the calling thread.
 
         Args:
-            device_types: "cpu", "cuda", ...: whose autocast matters.
+            device_types: Types of devices whose autocast matters: "cpu", "cuda", ...
         """
+        autocast = []
+        for device_type in device_types:
+            enabled = torch.is_autocast_enabled(device_type)
+            dtype = torch.get_autocast_dtype(device_type)
+            autocast.append((device_type, enabled, dtype))
         state = cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
-            torch.is_autocast_cache_enabled(),
-            torch.get_default_device(),
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(autocast),
+            cache=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
         )
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return state
-        streams = tuple(torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()))
-        return state._replace(cuda_device=torch.cuda.current_device(), cuda_streams=streams)
+        device_count = torch.cuda.device_count()
+        streams = [torch.cuda.current_stream(index) for index in range(device_count)]
+        return state._replace(
+            cuda_device=torch.cuda.current_device(),
+            cuda_streams=tuple(streams),
+        )
 
     def without_devices(self) -> "ThreadState":
         """Return the same state for a thread of another process, which has devices and streams of its own."""
@@ -81,12 +91,13 @@ class ThreadState(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The same state in another thread."""
+        """Apply this state to the calling thread in a `with` block."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
+            for device_type, enabled, dtype in self.autocast:
+                autocast = torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=self.cache)
+                stack.enter_context(autocast)
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
             self._enter_cuda(stack)
@@ -114,64 +125,78 @@ class DeviceThreads:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self.failed: int | None = None
-        kinds = {device.type for device in devices} | {"cpu"}
-        self._kinds = tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
-        others = len(set(devices)) - 1
-        self._pool = ThreadPoolExecutor(others, thread_name_prefix="equipoise-device") if others else None
+        device_types = {"cpu", *(device.type for device in devices)}
+        autocast_types = filter(torch.amp.is_autocast_available, device_types)
+        self._autocast_types = tuple(autocast_types)
+        self._pool: ThreadPoolExecutor | None = None
+        # The calling thread runs the work of the first device.
+        workers = len(set(devices)) - 1
+        if workers:
+            self._pool = ThreadPoolExecutor(workers, thread_name_prefix="equipoise-device")
 
     def run(self, functions: Sequence[tuple[int, Callable[[], T]]]) -> list[T]:
-        """Runs functions and returns their answers in order.
+        """Run functions and return their results in order.
 
         Args:
-            functions: Each with the index of its device.
+            functions: Functions, each with the index of its device.
 
         Raises:
-            BaseException: What the first of them raised that failed, with a note on which device; the others have
-                ended by then.
+            BaseException: The error of the first device on which a function failed, with a note about the part and the
+                device. All functions have ended by then.
         """
-        answers: list[Any] = [None] * len(functions)
-        by_device: dict[torch.device, list[int]] = {}
+        results: list[Any] = [None] * len(functions)
         failed: dict[torch.device, int] = {}
         self.failed = None
+
+        # 1. The positions of each device's functions.
+        by_device: dict[torch.device, list[int]] = {}
         for position, (index, _) in enumerate(functions):
-            by_device.setdefault(self.devices[index], []).append(position)
+            positions = by_device.setdefault(self.devices[index], [])
+            positions.append(position)
 
         def work(device: torch.device, positions: list[int]) -> None:
             for position in positions:
+                index, function = functions[position]
                 try:
                     with on_device(device):
-                        answers[position] = functions[position][1]()
+                        results[position] = function()
                 except BaseException as error:
-                    failed[device] = functions[position][0]
+                    failed[device] = index
                     error.add_note(f"This was part {position + 1} of {len(functions)} of the batch, on {device}.")
                     raise
 
-        (first, own), *others = by_device.items()
-        state = ThreadState.capture(self._kinds) if others else None
-        futures = [self._submit(state, work, device, positions) for device, positions in others]
+        # 2. Other threads begin, in the state of this one.
+        (first, first_positions), *rest = by_device.items()
+        futures: list[Future[None]] = []
+        if rest:
+            state = ThreadState.capture(self._autocast_types)
+            futures = [self._submit(state, work, device, positions) for device, positions in rest]
+
+        # 3. This thread works, and waits for the others.
         errors: list[BaseException] = []
         try:
-            work(first, own)
+            work(first, first_positions)
         except BaseException as error:
             errors.append(error)
-        errors += [failure for failure in [future.exception() for future in futures] if failure is not None]
+        errors += _errors_of(futures)
+
+        # 4. The first error is raised. This frame is in its traceback, so a variable here would keep it alive.
         try:
             if errors:
                 self.failed = next(failed[device] for device in by_device if device in failed)
                 raise errors[0]
         finally:
-            del errors, futures  # else the error, in whose traceback this frame is, would keep itself alive
-        return answers
+            del errors, futures
+        return results
 
     def _submit(
         self,
-        state: ThreadState | None,
+        state: ThreadState,
         work: Callable[[torch.device, list[int]], None],
         device: torch.device,
         positions: list[int],
     ) -> Future[None]:
         assert self._pool is not None
-        assert state is not None
         entered = state.entered
 
         def in_thread() -> None:
@@ -181,7 +206,17 @@ class DeviceThreads:
         return self._pool.submit(in_thread)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+def _errors_of(futures: Sequence[Future[None]]) -> list[BaseException]:
+    """Wait for all futures and return their errors."""
+    errors = []
+    for future in futures:
+        error = future.exception()
+        if error is not None:
+            errors.append(error)
+    return errors

@@ -3,12 +3,12 @@
 A replica has the structure of the module, parameters and buffers of its own, and shares every other attribute. Before a
 step `refresh` brings it up to date:
 
-    attributes      as the module has them now; what a replica set itself in the last step is forgotten
+    attributes      as the module has them now; attributes that a replica set itself in the last step are forgotten
     parameters      copied, if the module's have changed
     buffers         copied, if the module's or the replica's have changed
 
-The module is the first replica, so what it changes stays: its buffers and its attributes. After a backward
-`collect_gradients` adds the replicas' gradients to the module's; what is computed under `connected` needs none of that.
+The module is the first replica, so its changes stay: its buffers and its attributes. After a backward
+`collect_gradients` adds the replicas' gradients to the module's. Steps computed under `connected` need none of that.
 `nn.DataParallel` builds its replicas anew for every batch instead.
 """
 
@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from equipoise.errors import ConfigurationError, StepError
+from equipoise.errors import StepError
 from equipoise.interop.metrics import merge_metric_states, other_state, restore_metric_state, take_metric_state
-from equipoise.interop.torch.modules import has_hooks, is_compiled, parameters_of
 from equipoise.parallel.replicas import coalesced
 from equipoise.parallel.replicas.autograd_link import connect
 from equipoise.parallel.replicas.replica import Replica
+from equipoise.parallel.replicas.replicable import check_hooks
 
-__all__ = ["Replicas", "check_replicable"]
+__all__ = ["Replicas"]
 
 
 class Replicas:
@@ -37,230 +36,234 @@ class Replicas:
     Args:
         module: The module, on the first device.
         devices: All devices, repeats allowed.
-        always_connected: Whether gradients come by `connected` and never by `collect_gradients`, so that hooks on the
-            module's parameters see whole gradients.
+        always_connected: True if gradients come by `connected` and never by `collect_gradients`, so that hooks on the
+            module's parameters see whole gradients. Default: False.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], *, always_connected: bool = False) -> None:
-        self.module, self.devices, self._always_connected = module, tuple(devices), always_connected
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        always_connected: bool = False,
+    ) -> None:
+        self.module = module
+        self.devices = tuple(devices)
+        self._always_connected = always_connected
         self._replicas: dict[int, Replica] = {}
 
     def __getitem__(self, index: int) -> nn.Module:
-        """The module of a device; that of the first is the module itself."""
-        return self._replicas[index].module if index else self.module
+        """Return the module of a device; for the first device the module itself."""
+        if index == 0:
+            return self.module
+        return self._replicas[index].module
 
     def distrust(self) -> None:
-        """The module's tensors may have changed in a way that leaves no trace, as through `.data`."""
+        """Note that the module's tensors may have changed without a change of version, as through `.data`."""
         for replica in self._replicas.values():
-            replica.trusted = False
+            replica.distrust()
 
     def refresh(self, indices: Sequence[int]) -> None:
-        """Brings the copies on some devices up to date, and makes those that are not there yet.
+        """Bring the copies on some devices up to date, and make those that do not exist yet.
 
         Args:
-            indices: Which devices.
+            indices: The indices of the devices.
         """
-        used = [self._made(index) for index in indices if index]
-        for replica in used:
+        replicas = [self._current_replica(index) for index in indices if index]
+        for replica in replicas:
             replica.refresh_attributes()
         with torch.no_grad():
-            if stale := [replica for replica in used if replica.has_stale_parameters()]:
-                sources: list[Tensor] = [source for source, _ in stale[0].parameters]
-                for replica, tensors in zip(stale, self._broadcast(sources, stale), strict=True):
+            stale = [replica for replica in replicas if replica.has_stale_parameters()]
+            if stale:
+                values = self._broadcast(stale[0].sources, stale)
+                for replica, tensors in zip(stale, values, strict=True):
                     replica.load_parameters(tensors)
-            if stale := [replica for replica in used if replica.has_stale_buffers()]:
-                for replica, tensors in zip(stale, self._broadcast(stale[0].buffers(), stale), strict=True):
+            stale = [replica for replica in replicas if replica.has_stale_buffers()]
+            if stale:
+                buffers = stale[0].buffers()
+                values = self._broadcast(buffers, stale)
+                for replica, tensors in zip(stale, values, strict=True):
                     replica.load_buffers(tensors)
-        for replica in used:
+        for replica in replicas:
             replica.trust()
 
     @staticmethod
-    def _broadcast(tensors: list[Tensor], replicas: list[Replica]) -> list[Sequence[Tensor]]:
-        return coalesced.broadcast(tensors, [replica.device for replica in replicas])
+    def _broadcast(tensors: Sequence[Tensor], replicas: Sequence[Replica]) -> list[Sequence[Tensor]]:
+        devices = [replica.device for replica in replicas]
+        return coalesced.broadcast(tensors, devices)
 
-    def _made(self, index: int) -> Replica:
+    def _current_replica(self, index: int) -> Replica:
+        """Return the replica of a device. It is made if none exists or if the module's structure has changed."""
         replica = self._replicas.get(index)
-        if replica is None or replica.is_outdated():
-            if replica is not None:
-                self._replicas.clear()  # the others are outdated as well
-            if not self._always_connected:
-                _check_hooks(self.module)
-            replica = self._replicas[index] = Replica(self.module, self.devices[index])
+        if replica is not None:
+            if not replica.structure.has_changed():
+                return replica
+            # All other replicas are outdated as well.
+            self._replicas.clear()
+        if not self._always_connected:
+            check_hooks(self.module)
+        replica = Replica(self.module, self.devices[index])
+        self._replicas[index] = replica
         return replica
 
     def give_back(self, index: int) -> None:
-        """Lets the module have the buffers and attributes of the copy that computed in its place."""
+        """Copy the state of the replica that computed in the module's place to the module."""
         if index:
             self._replicas[index].give_back()
 
     @contextmanager
     def connected(self, indices: Sequence[int]) -> Iterator[None]:
-        """Lets copies compute with a graph that leads to the module's parameters, so that nothing needs collecting.
+        """Let copies compute with a graph that leads to the module's parameters, in a `with` block.
+
+        Then no gradients need collecting.
 
         Args:
-            indices: The devices of the copies.
+            indices: The indices of the copies' devices.
         """
-        used = [self._replicas[index] for index in indices if index] if torch.is_grad_enabled() else []
-        if not used:
+        replicas = []
+        if torch.is_grad_enabled():
+            replicas = [self._replicas[index] for index in indices if index]
+        if not replicas:
             yield
             return
-        sources = [source for source, _ in used[0].parameters]
-        own = [[copied for _, copied in replica.parameters] for replica in used]
-        for replica, tensors in zip(used, connect(sources, own), strict=True):
+
+        # 1. The copies of parameters are replaced by tensors of the graph.
+        copies = [replica.copies for replica in replicas]
+        connected = connect(replicas[0].sources, copies)
+        for replica, tensors in zip(replicas, connected, strict=True):
             replica.use(tensors)
+
+        # 2. The step computes; afterwards the copies are registered again.
         try:
             yield
         finally:
-            for replica, copies in zip(used, own, strict=True):
-                replica.use(copies)
+            for replica in replicas:
+                replica.use(replica.copies)
 
     def collect_gradients(self) -> None:
-        """Adds the gradients of all copies to the module's, and takes them from the copies."""
-        replicas = list(self._replicas.values())
-        alike: dict[tuple[bool, ...], list[list[nn.Parameter]]] = {}  # parameters by who has a gradient
-        for pairs in zip(*(replica.parameters for replica in replicas), strict=True):
-            parameters = [pairs[0][0], *(copied for _, copied in pairs)]
-            have = tuple([parameter.grad is not None for parameter in parameters])
-            if any(have[1:]):
-                alike.setdefault(have, []).append([parameters[0], *(p for p in parameters[1:] if p.grad is not None)])
+        """Add the gradients of all copies to the module's, and remove them from the copies."""
+        # 1. Group the parameters by which of the copies have a gradient, so that each group travels in lists of equal
+        #    length.
+        groups: dict[tuple[bool, ...], list[list[nn.Parameter]]] = {}
+        by_replica = [replica.parameters for replica in self._replicas.values()]
+        for pairs in zip(*by_replica, strict=True):
+            source, _ = pairs[0]
+            parameters = [source]
+            presence = [source.grad is not None]
+            for _, copied in pairs:
+                presence.append(copied.grad is not None)
+                if copied.grad is not None:
+                    parameters.append(copied)
+            if len(parameters) > 1:
+                group = groups.setdefault(tuple(presence), [])
+                group.append(parameters)
+
+        # 2. Sum each group.
         with torch.no_grad():
-            for have, group in alike.items():
-                _collect(group, missing=not have[0])
+            for present, group in groups.items():
+                _collect(group, missing=not present[0])
 
     def discard_gradients(self) -> None:
-        """Takes the gradients from all copies."""
+        """Remove the gradients of all copies."""
         for replica in self._replicas.values():
-            for _, copied in replica.parameters:
-                copied.grad = None
+            replica.discard_gradients()
 
     # Metrics.
 
     def original(self, metric: Metric) -> Metric:
-        """The module's metric of which this is a copy."""
+        """Return the module's metric whose copy this is, or the metric itself."""
         for replica in self._replicas.values():
             for source, copied in replica.metrics:
                 if copied is metric:
                     return source
         return metric
 
-    def _metrics(self, index: int) -> dict[int, Metric]:
-        """The metrics of a copy by the identity of the module's; empty for the module itself."""
-        return {id(source): own for source, own in self._replicas[index].metrics} if index else {}
+    def _metrics_of(self, index: int, metrics: Sequence[Metric]) -> list[Metric]:
+        """Return the copies of the module's metrics on a device; for the first device the metrics themselves."""
+        if index == 0:
+            return list(metrics)
+        copies = {id(source): copied for source, copied in self._replicas[index].metrics}
+        return [copies.get(id(metric), metric) for metric in metrics]
 
     @contextmanager
     def metrics_in_parts(self, indices: Sequence[int], weights: Sequence[int]) -> Iterator[None]:
-        """Lets the module's metrics end as if they had seen the whole batch whose parts are computed inside.
+        """Merge the states of metrics at the end of a `with` block that computes a batch in parts.
+
+        The module's metrics end as if they had been updated with the whole batch.
 
         Args:
-            indices: The devices of the parts, in order.
+            indices: The indices of the parts' devices, in order.
             weights: The weights of the parts in a mean.
         """
+        # 1. Note the states before, and everything that cannot be merged.
         metrics = [module for module in self.module.modules() if isinstance(module, Metric)]
-        before = [take_metric_state(metric) for metric in metrics]
-        copies = [self._metrics(index) for index in indices]
-        parts = [own.get(id(metric), metric) for own in copies for metric in metrics]
-        others = [other_state(part) for part in parts]
+        states = [take_metric_state(metric) for metric in metrics]
+        by_part = []
+        unmergeable = []
+        for index in indices:
+            part_metrics = self._metrics_of(index, metrics)
+            by_part.append(part_metrics)
+            for metric in part_metrics:
+                before = other_state(metric)
+                unmergeable.append((metric, before))
+
+        # 2. Compute the parts, and merge. An error restores the states.
         try:
             yield
-            for part, other in zip(parts, others, strict=True):
-                _check_metric(part, other)
-            of_each = [[own.get(id(metric), metric) for own in copies] for metric in metrics]
-            merge_metric_states(metrics, before, of_each, list(weights))
+            for metric, before in unmergeable:
+                _check_metric(metric, before)
+            by_metric = [list(copies) for copies in zip(*by_part, strict=True)]
+            merge_metric_states(metrics, states, by_metric, list(weights))
         except BaseException:
-            for metric, state in zip(metrics, before, strict=True):
+            for metric, state in zip(metrics, states, strict=True):
                 restore_metric_state(metric, state)
             raise
         finally:
             for replica in self._replicas.values():
-                for _, own in replica.metrics:
-                    take_metric_state(own)
+                for _, copied in replica.metrics:
+                    take_metric_state(copied)
 
 
 def _check_metric(metric: Metric, before: dict[str, Any]) -> None:
+    """Refuse a metric that changed other attributes than its states."""
     after = other_state(metric)
-    if changed := [name for name in after if after[name] != before.get(name)]:
-        raise StepError(
-            f"The metric {type(metric).__name__} cannot be put together from parts of a batch: it keeps {changed[0]!r}"
-            " beside its states. Declare it with `add_state` and a reduction, or take parallelize='forward', where"
-            " metrics that the step updates see whole batches."
-        )
+    for name, value in after.items():
+        if value != before.get(name):
+            kind = type(metric).__name__
+            raise StepError(
+                f"The metric {kind} cannot be put together from parts of a batch: it keeps {name!r} beside its states."
+                " Declare it with `add_state` and a reduction, or take parallelize='forward', where metrics that the"
+                " step updates see whole batches."
+            )
 
 
 def _collect(group: list[list[nn.Parameter]], *, missing: bool) -> None:
-    """Adds up gradients that the same copies have.
+    """Add up gradients that the same copies have.
 
     Args:
         group: For each parameter itself and those of its copies that have a gradient.
-        missing: Whether the parameter itself has none.
+        missing: True if the parameters themselves have no gradient.
     """
+    # 1. A parameter without a gradient takes that of the first copy.
     if missing:
-        for source, first, *_ in group:
+        shorter_group = []
+        for source, first, *copies in group:
             assert first.grad is not None
-            source.grad, first.grad = first.grad.to(source.device), None
-        group = [[source, *copies] for source, _, *copies in group]
-    gradients: list[list[Tensor]] = [
-        [p.grad for p in column if p.grad is not None] for column in zip(*group, strict=True)
-    ]
-    for (source, *copies), summed in zip(group, coalesced.reduce_add(gradients), strict=True):
-        if source.grad is not summed:
-            source.grad = summed
+            source.grad = first.grad.to(source.device)
+            first.grad = None
+            shorter_group.append([source, *copies])
+        group = shorter_group
+
+    # 2. Sum all gradients, device by device.
+    gradients: list[list[Tensor]] = []
+    for column in zip(*group, strict=True):
+        column_gradients = [parameter.grad for parameter in column if parameter.grad is not None]
+        gradients.append(column_gradients)
+    sums = coalesced.reduce_add(gradients)
+
+    # 3. The sums may be new tensors.
+    for (source, *copies), total in zip(group, sums, strict=True):
+        if source.grad is not total:
+            source.grad = total
         for copied in copies:
             copied.grad = None
-
-
-def check_replicable(module: nn.Module, devices: Sequence[torch.device]) -> None:
-    """Checks that a module can be copied to devices.
-
-    Args:
-        module: The module.
-        devices: The devices.
-
-    Raises:
-        ConfigurationError: Naming what is in the way, and the way out.
-    """
-    for name, part in module.named_modules():
-        where = f"{type(module).__name__}{'.' * bool(name)}{name}"
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ConfigurationError(f"{where} is a TorchScript module, which cannot be copied to several devices.")
-        if is_compiled(part):
-            raise ConfigurationError(
-                f"{where} is compiled, for one device; copies for several would share that code. Leave `torch.compile`"
-                " out, or compile functions that the module calls."
-            )
-        if any(parameter is not None and is_lazy(parameter) for parameter in parameters_of(part).values()):
-            raise ConfigurationError(
-                f"{where} is lazy: its parameters have no shape yet. Run a batch through it before training, for"
-                " instance in `__init__`."
-            )
-        for key, value in vars(part).items():
-            if len(set(devices)) > 1 and isinstance(value, Tensor) and value.ndim and not _is_made_anew(part, key):
-                raise ConfigurationError(
-                    f"{where}.{key} is a tensor that stays on its device, but copies of the module on others share it."
-                    f" Register it: `self.register_buffer({key!r}, ...)`."
-                )
-    examples: dict[torch.device, str] = {}
-    for name, parameter in module.named_parameters():
-        examples.setdefault(parameter.device, name)
-    if len(examples) > 1:
-        raise ConfigurationError(
-            f"The parameters of {type(module).__name__} lie on several devices:"
-            f" {', '.join(f'{name} on {device}' for device, name in examples.items())}. A module that is spread over"
-            " devices by hand cannot be copied; train it with strategy='single_device'."
-        )
-
-
-def _is_made_anew(module: nn.Module, name: str) -> bool:
-    """Whether a tensor is a metric's, or made by a hook before every forward, as by pruning and weight norm."""
-    made_from = ([f"{name}_orig"], [f"{name}_g", f"{name}_v"])
-    parameters = parameters_of(module)
-    return isinstance(module, Metric) or any(all(each in parameters for each in names) for names in made_from)
-
-
-def _check_hooks(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if has_hooks(parameter):
-            raise ConfigurationError(
-                f"The parameter {name!r} has a hook, which would see the gradient of one part of the batch. Change"
-                " gradients in `on_after_backward` or `on_before_optimizer_step`, where they are complete, or choose"
-                " parallelize='forward'."
-            )

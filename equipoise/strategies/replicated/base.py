@@ -24,7 +24,8 @@ from equipoise.parallel.batches.gathering import gather
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter, size_to_cut, split, why_not
 from equipoise.parallel.replicas.device_threads import DeviceThreads
-from equipoise.parallel.replicas.replicas import Replicas, check_replicable
+from equipoise.parallel.replicas.replicable import check_replicable
+from equipoise.parallel.replicas.replicas import Replicas
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.precision import Precision
 from equipoise.strategies.replicated.scalar_outputs import ScalarOutputs

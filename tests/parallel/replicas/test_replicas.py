@@ -16,7 +16,8 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.parallel.replicas.replicas import Replicas, check_replicable
+from equipoise.parallel.replicas.replicable import check_replicable
+from equipoise.parallel.replicas.replicas import Replicas
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
