@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.pipeline.execution.tied_copies import TiedCopies
-from equipoise.pipeline.graph.stages import owners
+from equipoise.pipeline.graph.call_names import owners
 from equipoise.pipeline.graph.tracing import Traced
 
 __all__ = ["Placement", "move"]

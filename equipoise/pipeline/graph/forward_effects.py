@@ -2,7 +2,8 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,35 @@ from equipoise.interop.torch.modules import buffers_of, versions
 __all__ = ["ForwardEffects"]
 
 
+@dataclass
+class _BufferState:
+    """A buffer as it was.
+
+    Attributes:
+        module: Its module.
+        name: Its name there.
+        tensor: The buffer itself.
+        version: Its version counter, which every write increases.
+        values: A copy of its values.
+    """
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: Any
+    values: Tensor
+
+    def has_changed(self) -> bool:
+        """Return True if the buffer was written to."""
+        return bool(versions([self.tensor]) != self.version)
+
+    def ignore_writes(self) -> None:
+        """Take the present version for the one at the beginning."""
+        self.version = versions([self.tensor])
+
+
 class ForwardEffects:
-    """What a forward must not change by itself while it is followed: attributes, buffers, and random generators.
+    """State that a forward must not change while it is traced: attributes, buffers, and random generators.
 
     Args:
         module: The module; its buffers are copied.
@@ -22,7 +50,7 @@ class ForwardEffects:
         >>> module = nn.BatchNorm1d(2)
         >>> effects = ForwardEffects(module)
         >>> module.num_batches_tracked += 1
-        >>> effects.moved()
+        >>> effects.describe()
         "changes the buffer 'num_batches_tracked' of BatchNorm1d"
         >>> effects.restore()
         >>> module.num_batches_tracked
@@ -30,59 +58,95 @@ class ForwardEffects:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = [(part, dict(vars(part))) for part in module.modules()]
-        self._buffers = [(part, dict(buffers_of(part))) for part in module.modules()]
-        self._tensors = [(tensor, versions([tensor]), tensor.detach().clone()) for _, _, tensor in self._held()]
-        self._python, self._torch = random.getstate(), torch.get_rng_state()
-        numpy = sys.modules.get("numpy.random")
-        self._numpy = None if numpy is None else (numpy, numpy.get_state())
+        # 1. The objects in attributes and buffers.
+        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        for submodule in module.modules():
+            self._attributes.append((submodule, dict(vars(submodule))))
+            self._buffers.append((submodule, dict(buffers_of(submodule))))
 
-    def _held(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for part, before in self._buffers:
-            yield from ((part, name, buffer) for name, buffer in before.items() if buffer is not None)
+        # 2. The values of buffers.
+        self._buffer_states: list[_BufferState] = []
+        for submodule, buffers in self._buffers:
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    values = buffer.detach().clone()
+                    state = _BufferState(submodule, name, buffer, versions([buffer]), values)
+                    self._buffer_states.append(state)
 
-    def moved(self) -> str:
-        """What has changed; empty if nothing has."""
-        for part, before in self._attributes:
-            now = vars(part)
-            changed = [name for name in now if name not in before or now[name] is not before[name]]
-            if changed:
-                return f"sets the attribute {changed[0]!r} of {type(part).__name__}"
-        for part, held in self._buffers:
-            own = buffers_of(part)
-            changed = [name for name in own if name not in held or own[name] is not held[name]]
-            if changed:
-                return f"sets the buffer {changed[0]!r} of {type(part).__name__}"
-        for (part, name, _), (tensor, version, _) in zip(self._held(), self._tensors, strict=True):
-            if versions([tensor]) != version:
-                return f"changes the buffer {name!r} of {type(part).__name__}"
-        same = random.getstate() == self._python and torch.equal(torch.get_rng_state(), self._torch)
-        if same and self._numpy is not None:
-            state = self._numpy[0].get_state()
-            same = state[2] == self._numpy[1][2] and bool((state[1] == self._numpy[1][1]).all())
-        return "" if same else "draws random numbers that decide what it does"
+        # 3. Random generators. NumPy has none to note before it is imported.
+        self._python_state = random.getstate()
+        self._torch_state = torch.get_rng_state()
+        self._numpy_random = sys.modules.get("numpy.random")
+        self._numpy_state: Any = None
+        if self._numpy_random is not None:
+            self._numpy_state = self._numpy_random.get_state()
+
+    def describe(self) -> str:
+        """Return the first change as a predicate, such as "sets the attribute 'x' of Block"; empty if there is none."""
+        for module, before in self._attributes:
+            name = _first_difference(before, vars(module))
+            if name is not None:
+                return f"sets the attribute {name!r} of {type(module).__name__}"
+        for module, buffers in self._buffers:
+            name = _first_difference(buffers, buffers_of(module))
+            if name is not None:
+                return f"sets the buffer {name!r} of {type(module).__name__}"
+        for state in self._buffer_states:
+            if state.has_changed():
+                return f"changes the buffer {state.name!r} of {type(state.module).__name__}"
+        if self._has_drawn():
+            return "draws random numbers that decide what it does"
+        return ""
+
+    def _has_drawn(self) -> bool:
+        """Return True if random numbers were drawn."""
+        if random.getstate() != self._python_state:
+            return True
+        if not torch.equal(torch.get_rng_state(), self._torch_state):
+            return True
+        if self._numpy_random is None:
+            return False
+        # NumPy's state is a tuple with the generator's name, its keys, and its position among them.
+        _, keys, position, *_ = self._numpy_random.get_state()
+        _, keys_before, position_before, *_ = self._numpy_state
+        return bool(position != position_before or (keys != keys_before).any())
 
     def restore(self) -> None:
-        """Brings it back."""
-        for part, before in self._attributes:
-            vars(part).clear()
-            vars(part).update(before)
-        for part, held in self._buffers:
-            buffers_of(part).clear()
-            buffers_of(part).update(held)
-        for tensor, version, copied in self._tensors:
-            if versions([tensor]) != version:
-                with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # as nothing else may write to it
-                    tensor.copy_(copied)
-        random.setstate(self._python)
-        torch.set_rng_state(self._torch)
-        if self._numpy is not None:
-            self._numpy[0].set_state(self._numpy[1])
+        """Undo all changes."""
+        for module, before in self._attributes:
+            attributes = vars(module)
+            attributes.clear()
+            attributes.update(before)
+        for module, buffers_before in self._buffers:
+            buffers = buffers_of(module)
+            buffers.clear()
+            buffers.update(buffers_before)
+        for state in self._buffer_states:
+            if state.has_changed():
+                # Nothing but inference mode may write to an inference tensor.
+                with torch.inference_mode(state.tensor.is_inference()), torch.no_grad():
+                    state.tensor.copy_(state.values)
+        random.setstate(self._python_state)
+        torch.set_rng_state(self._torch_state)
+        if self._numpy_random is not None:
+            self._numpy_random.set_state(self._numpy_state)
 
-    def overlook(self, inner: "ForwardEffects") -> None:
-        """Does not take for a change what was changed within a submodule and has been brought back there."""
-        begun = {id(tensor): version for tensor, version, _ in inner._tensors}
-        self._tensors = [
-            (tensor, versions([tensor]) if begun.get(id(tensor)) == version else version, copied)
-            for tensor, version, copied in self._tensors
-        ]
+    def ignore(self, inner: "ForwardEffects") -> None:
+        """Ignore version bumps that `inner.restore()` already undid.
+
+        Args:
+            inner: Effects of a submodule. Buffers that had changed before it began stay changed.
+        """
+        versions_at_begin = {id(state.tensor): state.version for state in inner._buffer_states}
+        for state in self._buffer_states:
+            if versions_at_begin.get(id(state.tensor)) == state.version:
+                state.ignore_writes()
+
+
+def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Return the first name that is new, or names another object than before; None if there is none."""
+    for name, value in now.items():
+        if name not in before or value is not before[name]:
+            return name
+    return None

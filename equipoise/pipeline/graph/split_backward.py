@@ -1,18 +1,18 @@
 """Split the backward of a stage: gradients of inputs first, gradients of weights later.
 
-Other stages wait for the gradients of inputs, and nobody for those of weights (Qi et al., "Zero Bubble Pipeline
-Parallelism", 2023). In the graph of a stage some nodes lie on a way from an output to an input, and from such a node
-other edges may lead to weights:
+Other stages wait for the gradients of inputs; no stage waits for those of weights (Qi et al., "Zero Bubble Pipeline
+Parallelism", 2023). In the graph of a stage some nodes lie on a path from an output to an input. From such a node other
+edges may lead to weights:
 
-    output ──> node ──> node ──> input        the first part goes along here, and notes what arrives at such nodes
+    output ──> node ──> node ──> input        the first half follows this path, and notes what arrives at such nodes
                 │         │
                 ↓         ↓
-              weight    weight                the second part goes from each of them down here
+              weight    weight                the second half follows these edges, from each of the nodes
 
-The second part begins with what arrived at a node before hooks on it could change that. So a node with weights is
-computed twice, each time for the edges that are wanted, and hooks on what lies between layers run twice. A weight to
-which several nodes lead would be reached from one of them by way of another, too; its gradient is computed by a second
-backward from the outputs.
+The second half begins with the gradient that arrived at a node, before hooks on the node could change it. So a node
+with weights runs twice, each time for the edges that are needed, and hooks between layers run twice. If several nodes
+lead to one weight, the second half of one node would reach it by way of another, too. The gradient of such a weight
+comes from a second backward from the outputs.
 """
 
 from collections import deque
@@ -26,17 +26,18 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 __all__ = ["SplitBackward"]
 
 
+# Edges of a graph, each with the gradient that arrives there.
 Pairs = Sequence[tuple[GradientEdge, Tensor]]
 
 
-class _Beginning(NamedTuple):
-    """Where a part of the gradients of weights begins.
+class _WeightBackward(NamedTuple):
+    """One backward of the second half.
 
     Attributes:
-        edges: The edges.
-        gradients: Theirs.
-        weights: Where it ends.
-        retains: Whether others will go along the same ways.
+        edges: Edges at which it begins.
+        gradients: Their gradients.
+        weights: Weights at which it ends.
+        retains: True if later backwards run through the same part of the graph.
     """
 
     edges: list[GradientEdge]
@@ -46,11 +47,11 @@ class _Beginning(NamedTuple):
 
 
 class SplitBackward:
-    """The backward of a graph.
+    """The backward of a graph in two halves.
 
     Args:
-        inputs: Where it ends; leaves.
-        outputs: Where it begins.
+        inputs: Leaves at which the graph ends.
+        outputs: Tensors at which it begins.
 
     Example:
         >>> x, weight = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
@@ -63,132 +64,208 @@ class SplitBackward:
     """
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        self._inputs, self._outputs = inputs, outputs
-        self._begins: deque[_Beginning] = deque()  # of the second part
+        self._inputs = inputs
+        self._outputs = outputs
+        self._second_half: deque[_WeightBackward] = deque()
 
     def of_inputs(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The first part.
+        """Run the first half.
 
         Args:
-            gradients: Those of the outputs, where they lie.
+            gradients: Gradients of the outputs, on their devices; None for an output that has none.
 
         Returns:
-            Those of the inputs.
+            Gradients of the inputs.
         """
-        pairs = zip(self._outputs, gradients, strict=True)
-        given = [(get_gradient_edge(output), one) for output, one in pairs if one is not None and output.requires_grad]
+        # 1. Find the edges at which the graph begins and ends.
+        begins: list[tuple[GradientEdge, Tensor]] = []
+        for output, gradient in zip(self._outputs, gradients, strict=True):
+            if gradient is not None and output.requires_grad:
+                begins.append((get_gradient_edge(output), gradient))
         ends = [get_gradient_edge(tensor) for tensor in self._inputs if tensor.requires_grad]
-        ways = _Ways([output for output, _ in given], [end.node for end in ends])
-        joints = [GradientEdge(joint, number) for joint in ways.groups for number in sorted(ways.arriving[joint])]
-        found: Sequence[Tensor | None] = ()
-        if given and ends:
-            outputs, ones = _unzipped(given)
-            found = torch.autograd.grad(outputs, [*ends, *joints], ones, retain_graph=True, allow_unused=True)
-        self._note(ways, given, list(zip(joints, found[len(ends) :], strict=True)))
-        answers = iter(found)
-        return [next(answers, None) if tensor.requires_grad else None for tensor in self._inputs]
 
-    def _note(self, ways: "_Ways", given: Pairs, arrived: Sequence[tuple[GradientEdge, Tensor | None]]) -> None:
-        """Where the second part will begin."""
-        if ways.several:  # first, since it goes along ways on which others begin
-            self._begins.append(_Beginning(*_unzipped(given), ways.several, True))
-        beside = [(edge, one) for edge, one in given if edge.node not in ways.along]
-        if ways.beside:
-            self._begins.append(_Beginning(*_unzipped(beside), ways.beside))
-        for joint, weights in ways.groups.items():
-            own = [(edge, one) for edge, one in arrived if edge.node is joint and one is not None]
-            if own:
-                self._begins.append(_Beginning(*_unzipped(own), weights))
+        # 2. Find the nodes between them from which edges lead to weights.
+        paths = _Paths([edge for edge, _ in begins], [end.node for end in ends])
+        joints: list[GradientEdge] = []
+        for node in paths.weights_of_node:
+            for number in sorted(paths.arriving[node]):
+                joints.append(GradientEdge(node, number))
+
+        # 3. Compute the gradients of the inputs, and those that arrive at these nodes.
+        results: Sequence[Tensor | None] = ()
+        if begins and ends:
+            edges, first_gradients = _unzipped(begins)
+            results = torch.autograd.grad(
+                edges,
+                [*ends, *joints],
+                first_gradients,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        arrived = list(zip(joints, results[len(ends) :], strict=True))
+        self._plan_second_half(paths, begins, arrived)
+
+        # 4. Return None for inputs without gradients.
+        remaining = iter(results)
+        return [next(remaining, None) if tensor.requires_grad else None for tensor in self._inputs]
+
+    def _plan_second_half(
+        self, paths: "_Paths", begins: Pairs, arrived: Sequence[tuple[GradientEdge, Tensor | None]]
+    ) -> None:
+        """Note the backwards of the second half.
+
+        Args:
+            paths: Paths of the graph.
+            begins: Edges of the outputs, with their gradients.
+            arrived: Edges of the nodes that lead to weights, with the gradients that arrived there.
+        """
+        # 1. Weights of several nodes. This backward comes first: it runs through the parts of the others.
+        if paths.shared_weights:
+            self._add_backward(begins, paths.shared_weights, retains=True)
+
+        # 2. Weights to which only outputs lead that lead to no input.
+        if paths.weights_off_path:
+            off_path = [(edge, gradient) for edge, gradient in begins if edge.node not in paths.on_path]
+            self._add_backward(off_path, paths.weights_off_path)
+
+        # 3. Weights of one node.
+        for node, weights in paths.weights_of_node.items():
+            of_node = [(edge, gradient) for edge, gradient in arrived if edge.node is node and gradient is not None]
+            if of_node:
+                self._add_backward(of_node, weights)
+
+    def _add_backward(self, begins: Pairs, weights: list[Tensor], *, retains: bool = False) -> None:
+        edges, gradients = _unzipped(begins)
+        self._second_half.append(_WeightBackward(edges, gradients, weights, retains))
 
     @property
     def nbytes(self) -> int:
-        """What the first part leaves for the second, beside what is saved in the graph."""
-        storages = [one.untyped_storage() for begin in self._begins for one in begin.gradients]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        """Bytes that the first half leaves for the second, beside what is saved in the graph."""
+        storages = {}
+        for backward in self._second_half:
+            for gradient in backward.gradients:
+                storage = gradient.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
 
     def of_weights(self) -> None:
-        """The second part: adds to the gradients of weights; afterwards the graph is gone."""
-        while self._begins:
-            begin = self._begins.popleft()
-            torch.autograd.backward(begin.edges, begin.gradients, inputs=begin.weights, retain_graph=begin.retains)
-        self._inputs = self._outputs = ()
+        """Run the second half: add to the gradients of weights, and release the graph."""
+        while self._second_half:
+            backward = self._second_half.popleft()
+            torch.autograd.backward(
+                backward.edges,
+                backward.gradients,
+                inputs=backward.weights,
+                retain_graph=backward.retains,
+            )
+        self._inputs = ()
+        self._outputs = ()
 
 
-class _Ways:
-    """Which nodes of a graph lie on a way to inputs, and from which of them one comes to which weights.
+class _Paths:
+    """Nodes of a graph that lie on a path to inputs, and the weights to which each of them leads.
 
     Args:
-        outputs: Where the graph begins.
-        ends: The nodes where it ends at inputs.
+        outputs: Edges at which the graph begins.
+        ends: Nodes at which it ends at inputs.
 
     Attributes:
-        along: The nodes on a way from an output to an input.
-        arriving: For each of them the numbers of its gradients that something leads to.
-        groups: By such nodes the weights to which it alone leads.
-        several: Weights to which several of them lead, or one of them and an output beside them.
-        beside: Weights to which only outputs lead that lead to no input.
+        on_path: Nodes on a path from an output to an input.
+        arriving: For each of them the numbers of its gradients that an edge leads to.
+        weights_of_node: By such nodes the weights to which only this node leads.
+        shared_weights: Weights to which several of them lead, or one of them and an output that is not on a path.
+        weights_off_path: Weights to which only outputs lead that are not on a path.
     """
 
     def __init__(self, outputs: Sequence[GradientEdge], ends: Sequence[Node]) -> None:
-        order = _in_order([output.node for output in outputs])
-        self.along: set[Node] = set(ends)
+        self.on_path: set[Node] = set(ends)
         self.arriving: dict[Node, set[int]] = {}
-        reached: dict[Node, dict[Node, Tensor]] = {}  # for nodes beside the ways, the weights to which they lead
-        leads: dict[Node, tuple[Tensor, set[Node | None]]] = {}  # for weights, the nodes on a way from which one comes
+        self.weights_of_node: dict[Node, list[Tensor]] = {}
+        self.shared_weights: list[Tensor] = []
+        self.weights_off_path: list[Tensor] = []
+        # For nodes that are not on a path the weights to which they lead, by the weights' own nodes.
+        self._weights_below: dict[Node, dict[Node, Tensor]] = {}
+        # By the weights' own nodes the weight, and the nodes on a path that lead to it; None for an output.
+        self._sources: dict[Node, tuple[Tensor, set[Node | None]]] = {}
 
+        order = _in_order([output.node for output in outputs])
+        self._find_paths(order)
+        self._follow_edges(order, outputs)
+        self._group_weights()
+
+    def _find_paths(self, order: Sequence[Node]) -> None:
+        """Find the nodes on a path, and the weights below all others."""
         for node in order:
-            after = [following for following, _ in node.next_functions if following is not None]
-            if node in self.along or not self.along.isdisjoint(after):
-                self.along.add(node)
+            next_nodes = [next_node for next_node, _ in node.next_functions if next_node is not None]
+            if node in self.on_path or not self.on_path.isdisjoint(next_nodes):
+                self.on_path.add(node)
                 continue
-            weight = None if node.next_functions else getattr(node, "variable", None)
-            own = {node: weight} if isinstance(weight, Tensor) else {}
-            reached[node] = own | {end: found for each in after for end, found in reached[each].items()}
-        for output in outputs:
-            self._come(None, output.node, output.output_nr, reached, leads)
-        for node in order:
-            if node in self.along:
-                for following, number in node.next_functions:
-                    if following is not None:
-                        self._come(node, following, number, reached, leads)
-        self.groups: dict[Node, list[Tensor]] = {}
-        self.several: list[Tensor] = []
-        self.beside: list[Tensor] = []
-        for weight, joints in leads.values():
-            (joint, *others) = joints
-            group = self.several if others else self.beside if joint is None else self.groups.setdefault(joint, [])
-            group.append(weight)
+            weights: dict[Node, Tensor] = {}
+            if not node.next_functions:
+                # Only nodes that accumulate a gradient have a variable.
+                variable = getattr(node, "variable", None)
+                if isinstance(variable, Tensor):
+                    weights[node] = variable
+            for next_node in next_nodes:
+                weights.update(self._weights_below[next_node])
+            self._weights_below[node] = weights
 
-    def _come(
-        self,
-        joint: Node | None,
-        node: Node,
-        number: int,
-        reached: dict[Node, dict[Node, Tensor]],
-        leads: dict[Node, tuple[Tensor, set[Node | None]]],
-    ) -> None:
-        if node in self.along:
+    def _follow_edges(self, order: Sequence[Node], outputs: Sequence[GradientEdge]) -> None:
+        """Find what arrives at the nodes on a path, and which of them lead to which weights."""
+        for output in outputs:
+            self._follow_edge(None, output.node, output.output_nr)
+        for node in order:
+            if node not in self.on_path:
+                continue
+            for next_node, number in node.next_functions:
+                if next_node is not None:
+                    self._follow_edge(node, next_node, number)
+
+    def _follow_edge(self, source: Node | None, node: Node, number: int) -> None:
+        """Note where an edge leads.
+
+        Args:
+            source: Node on a path where the edge begins; None for an output.
+            node: Node where it ends.
+            number: Number of the gradient of that node.
+        """
+        if node in self.on_path:
             self.arriving.setdefault(node, set()).add(number)
             return
-        for end, weight in reached[node].items():
-            leads.setdefault(end, (weight, set()))[1].add(joint)
+        for end, weight in self._weights_below[node].items():
+            _, sources = self._sources.setdefault(end, (weight, set()))
+            sources.add(source)
+
+    def _group_weights(self) -> None:
+        """Group the weights by the nodes that lead to them."""
+        for weight, sources in self._sources.values():
+            source, *further_sources = sources
+            if further_sources:
+                self.shared_weights.append(weight)
+            elif source is None:
+                self.weights_off_path.append(weight)
+            else:
+                self.weights_of_node.setdefault(source, []).append(weight)
 
 
 def _unzipped(pairs: Pairs) -> tuple[list[GradientEdge], list[Tensor]]:
-    return [one for one, _ in pairs], [other for _, other in pairs]
+    edges = [edge for edge, _ in pairs]
+    gradients = [gradient for _, gradient in pairs]
+    return edges, gradients
 
 
 def _in_order(roots: Sequence[Node]) -> list[Node]:
-    """All nodes of a graph, each after those to which it leads."""
+    """Return all nodes of a graph, each after those to which it leads."""
     order: list[Node] = []
-    seen: set[Node] = set()
+    visited: set[Node] = set()
+    # A node is on the stack a second time, with True, below the nodes to which it leads.
     stack = [(root, False) for root in roots]
     while stack:
-        node, done = stack.pop()
-        if done:
+        node, is_second_visit = stack.pop()
+        if is_second_visit:
             order.append(node)
-        elif node not in seen:
-            seen.add(node)
+        elif node not in visited:
+            visited.add(node)
             stack.append((node, True))
-            stack += [(following, False) for following, _ in node.next_functions if following is not None]
+            stack += [(next_node, False) for next_node, _ in node.next_functions if next_node is not None]
     return order

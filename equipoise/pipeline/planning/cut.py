@@ -9,7 +9,8 @@ from torch import fx
 
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, list_devices
-from equipoise.pipeline.graph.stages import may_cut, modules_of, names_of, owners, taking_inputs, with_parents
+from equipoise.pipeline.graph.call_names import modules_of, names_of, owners, with_parents
+from equipoise.pipeline.graph.stages import may_cut, taking_inputs
 from equipoise.pipeline.graph.tracing import Traced
 from equipoise.pipeline.planning.stage_costs import Stage, StageDevice
 from equipoise.pipeline.schedule.schedule import Schedule

@@ -21,7 +21,8 @@ from equipoise.interop.torch.dispatch import OperationWatch
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.pipeline.graph.call_structure import CallStructure
-from equipoise.pipeline.graph.tracing import Traced, line_of_user
+from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.user_lines import line_of_user
 from equipoise.pipeline.planning.loss_profile import preserve_containers
 from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.verification.layer_lending import is_of_torch, lent, lent_when_called

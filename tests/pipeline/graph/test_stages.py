@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import StepError
+from equipoise.pipeline.graph.call_names import owners
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import (
     check_exchanged,
@@ -19,7 +20,6 @@ from equipoise.pipeline.graph.stages import (
     map_tensors,
     map_values,
     may_cut,
-    owners,
     taking_inputs,
 )
 from equipoise.pipeline.graph.tracing import Traced, trace
