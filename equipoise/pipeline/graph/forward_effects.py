@@ -28,12 +28,12 @@ class _BufferState:
     module: nn.Module
     name: str
     tensor: Tensor
-    version: Any
+    version: list[int] | None
     values: Tensor
 
     def has_changed(self) -> bool:
         """Return True if the buffer was written to."""
-        return bool(versions([self.tensor]) != self.version)
+        return versions([self.tensor]) != self.version
 
     def ignore_writes(self) -> None:
         """Take the present version for the one at the beginning."""

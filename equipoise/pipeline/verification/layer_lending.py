@@ -1,6 +1,6 @@
 """Lend layers to another device for a call, and return them afterwards.
 
-Unlike a move there and back this keeps the memory that the values lie in, which cuDNN wants in one piece.
+Unlike a move there and back, this keeps the storage of the values. cuDNN needs the weights of a layer in one storage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,15 @@ __all__ = ["is_of_torch", "lent", "lent_when_called"]
 
 @contextmanager
 def lent(layer: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Let the tensors of a layer have copies of their values on a device for a while."""
-    tensors = [] if layer is None else [*layer.parameters(), *layer.buffers()]
+    """Give the tensors of a layer copies of their values on a device within the context.
+
+    Args:
+        layer: The layer; None: nothing is lent.
+        device: The device.
+    """
+    tensors: list[Tensor] = []
+    if layer is not None:
+        tensors = [*layer.parameters(), *layer.buffers()]
     with _values_on(tensors, device):
         yield
 
@@ -25,7 +32,8 @@ def lent(layer: nn.Module | None, device: torch.device) -> Iterator[None]:
 @contextmanager
 def _values_on(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
     elsewhere = [tensor for tensor in tensors if tensor.device != device]
-    before = [tensor.data for tensor in elsewhere]
+    original_values = [tensor.data for tensor in elsewhere]
+    # Copies that inference mode creates could not become values of a parameter.
     with torch.inference_mode(False), torch.no_grad():
         for tensor in elsewhere:
             tensor.data = tensor.data.to(device)
@@ -33,43 +41,55 @@ def _values_on(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None
         yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, values in zip(elsewhere, before, strict=True):
+            for tensor, values in zip(elsewhere, original_values, strict=True):
                 tensor.data = values
 
 
 @contextmanager
 def lent_when_called(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let every submodule have its values on a device while it is called."""
-    lent: list[ExitStack] = []
+    """Give every submodule copies of its values on a device while it is called.
+
+    Args:
+        network: The network.
+        device: The device.
+    """
+    # One entry for each call that runs, the innermost last.
+    loans: list[ExitStack] = []
     handles: list[RemovableHandle] = []
 
-    def lend(part: nn.Module, args: Any) -> None:
-        tensors = [*part.parameters(recurse=is_of_torch(part)), *part.buffers(recurse=is_of_torch(part))]
-        stack = ExitStack()
-        lent.append(stack)
-        stack.enter_context(_values_on(tensors, device))
+    def lend(module: nn.Module, args: Any) -> None:
+        # Torch's layers use tensors of their submodules without calling these.
+        recurse = is_of_torch(module)
+        parameters = module.parameters(recurse=recurse)
+        buffers = module.buffers(recurse=recurse)
+        loan = ExitStack()
+        loans.append(loan)
+        loan.enter_context(_values_on([*parameters, *buffers], device))
 
-    def take_back(part: nn.Module, args: Any, output: Any) -> None:
-        lent.pop().close()
+    def end_loan(module: nn.Module, args: Any, output: Any) -> None:
+        loan = loans.pop()
+        loan.close()
 
     try:
-        for part in network.modules():
-            if part is not network and not _is_container(part):
-                handles.append(part.register_forward_pre_hook(lend))
-                handles.append(part.register_forward_hook(take_back, always_call=True))
+        for module in network.modules():
+            if module is network or _is_container(module):
+                continue
+            handles.append(module.register_forward_pre_hook(lend))
+            handles.append(module.register_forward_hook(end_loan, always_call=True))
         yield
     finally:
         for handle in handles:
             handle.remove()
-        while lent:
-            lent.pop().close()
+        # After an error some calls have not ended.
+        while loans:
+            loans.pop().close()
 
 
-def _is_container(part: nn.Module) -> bool:
-    """Return whether a module only calls others, which may be too many for one device."""
-    return isinstance(part, nn.Sequential | nn.TransformerEncoder | nn.TransformerDecoder | nn.Transformer)
+def _is_container(module: nn.Module) -> bool:
+    """Return True if a module only calls others. All of them together may be too large for one device."""
+    return isinstance(module, nn.Sequential | nn.TransformerEncoder | nn.TransformerDecoder | nn.Transformer)
 
 
-def is_of_torch(part: nn.Module) -> bool:
-    """Return whether a module is one of torch's own layers."""
-    return type(part).__module__.startswith("torch.")
+def is_of_torch(module: nn.Module) -> bool:
+    """Return True if a module is one of torch's own layers."""
+    return type(module).__module__.startswith("torch.")

@@ -10,88 +10,135 @@ from torch import Tensor
 
 from equipoise.interop.torch.dispatch import tensors_in
 
-__all__ = ["Output", "prints_of"]
+__all__ = ["Output", "fingerprints_of"]
+
+
+# Types of values that are compared by their text. Of other objects only the type is compared.
+_COMPARED = (int, float, complex, str, type(None))
+# Functions that are not counted: parameters may be looked up twice, and casts may be cached.
+_NOT_COUNTED = {"torch::autograd::AccumulateGrad", "ToCopyBackward0"}
 
 
 class Output:
-    """What a computation returned.
+    """Output of a computation: its structure, its tensors, and the connections of its graph.
 
     Args:
-        value: The value; its graph is not kept.
-        with_graph: Whether two of them agree only if their graphs have the same connections.
+        value: The value. Its graph is not kept.
+        with_graph: True if two outputs agree only if their graphs have the same connections.
     """
 
     def __init__(self, value: Any, *, with_graph: bool) -> None:
-        self._tensors: list[Tensor] = []
-        self._form = self._take(value)
-        self._calls = _calls_of(self._tensors) if with_graph else Counter()
-        self._tensors = [tensor.detach() for tensor in self._tensors]
-
-    def _take(self, value: Any) -> Any:
-        """Return the value with tensors replaced by what they are, and note these."""
-        if isinstance(value, Tensor):
-            self._tensors.append(value)
-            return "tensor", tuple(value.shape), value.dtype, value.requires_grad
-        if isinstance(value, Mapping):
-            return [(repr(key), self._take(item)) for key, item in value.items()]
-        if isinstance(value, list | tuple):
-            return [self._take(item) for item in value]
-        if is_dataclass(value) and not isinstance(value, type):
-            return [(field.name, self._take(getattr(value, field.name))) for field in fields(value)]
-        return repr(value) if isinstance(value, _COMPARED) else type(value).__name__
+        tensors: list[Tensor] = []
+        self._structure = _describe(value, tensors)
+        self._connections: Counter[tuple[str, str]] = Counter()
+        if with_graph:
+            self._connections = _connections_of(tensors)
+        self._tensors = [tensor.detach() for tensor in tensors]
 
     def agrees(self, other: "Output") -> bool:
-        """Return whether another output is the same, within rounding."""
-        if self._form != other._form or self._calls != other._calls:
+        """Return True if another output is the same, within rounding."""
+        if self._structure != other._structure:
             return False
-        return all(map(_close, self._tensors, other._tensors))
+        if self._connections != other._connections:
+            return False
+        return all(map(_is_close, self._tensors, other._tensors))
 
 
-_COMPARED = (int, float, complex, str, type(None))
-_NOT_COUNTED = {"torch::autograd::AccumulateGrad", "ToCopyBackward0"}  # parameters may be looked up twice, casts kept
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a description of a value's structure.
+
+    Args:
+        value: The value.
+        tensors: Receives its tensors.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "tensor", tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, Mapping):
+        return [(repr(key), _describe(item, tensors)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_describe(item, tensors) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        description = []
+        for field in fields(value):
+            attribute = getattr(value, field.name)
+            description.append((field.name, _describe(attribute, tensors)))
+        return description
+    if isinstance(value, _COMPARED):
+        return repr(value)
+    return type(value).__name__
 
 
-def _calls_of(tensors: Sequence[Tensor]) -> Counter[tuple[str, str]]:
+def _connections_of(tensors: Sequence[Tensor]) -> Counter[tuple[str, str]]:
     """Count the connections in the graph of tensors by the names of the functions at both ends."""
     counts: Counter[tuple[str, str]] = Counter()
-    seen = set()
+    visited = set()
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while waiting:
         function = waiting.pop()
-        if function in seen:
+        if function in visited:
             continue
-        seen.add(function)
-        following = [each for each, _ in function.next_functions if each is not None]
-        waiting += following
-        counts.update((function.name(), each.name()) for each in following)
-    return Counter({names: count for names, count in counts.items() if not _NOT_COUNTED & {*names}})
+        visited.add(function)
+        for next_function, _ in function.next_functions:
+            if next_function is None:
+                continue
+            waiting.append(next_function)
+            names = (function.name(), next_function.name())
+            if _NOT_COUNTED.isdisjoint(names):
+                counts[names] += 1
+    return counts
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    one, other = _plain(one), _plain(other).to(one.device)
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are equal, or differ by no more than the root of their precision."""
+    one = _plain(one)
+    other = _plain(other)
+    other = other.to(one.device)
     if torch.equal(one, other):
         return True
     if not one.is_floating_point():
         return False
+
+    # Small values may come from large ones that cancel out, so the largest value sets the scale.
     finite = one[one.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    scale = 0.0
+    if finite.numel():
+        scale = float(finite.abs().max())
     tolerance = torch.finfo(one.dtype).eps ** 0.5
-    return torch.allclose(other.double(), one.double(), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    return torch.allclose(
+        other.double(),
+        one.double(),
+        rtol=tolerance,
+        atol=tolerance * scale,
+        equal_nan=True,
+    )
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as one that is dense and real."""
+    """Return a tensor as a dense and real one."""
     tensor = tensor.detach()
-    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor
 
 
-def prints_of(value: Any) -> list[Any]:
-    """Return what tells the values of tensors from others, for each of them that has any."""
-    found = []
+def fingerprints_of(value: Any) -> list[Any]:
+    """Return for each tensor its shape and sums, which tell its values from those of others.
+
+    Args:
+        value: A nested value. Tensors on the meta device have no values, and no fingerprint.
+    """
+    fingerprints = []
     with torch.no_grad():
         for tensor in tensors_in(value):
-            if tensor.device.type != "meta":
-                values = _plain(tensor).double()
-                found.append((tuple(tensor.shape), repr(values.sum().item()), repr(values.abs().sum().item())))
-    return found
+            if tensor.device.type == "meta":
+                continue
+            values = _plain(tensor).double()
+            total = values.sum().item()
+            absolute_total = values.abs().sum().item()
+            # The text of NaN equals itself, unlike NaN.
+            fingerprint = (tuple(tensor.shape), repr(total), repr(absolute_total))
+            fingerprints.append(fingerprint)
+    return fingerprints

@@ -1,11 +1,12 @@
 """Compare a traced network with its forward, on the first call of each trace.
 
-A value that only stands for a tensor answers some questions wrongly, and no error tells: `isinstance(x, Tensor)`,
-`hasattr(x, "logits")`, `x.dtype is torch.float32`, an expected `TypeError` that never comes. The wrong branch is what
-would train. So both are computed once for every trace, with the same random numbers and buffers, which are put back.
+A symbolic value gives wrong answers in some conditions, without an error: `isinstance(x, Tensor)`,
+`hasattr(x, "logits")`, `x.dtype is torch.float32`, an expected `TypeError` that never comes. The wrong branch would
+then be trained. So both are computed once for every trace, with the same random numbers and buffers.
+The state is restored afterwards.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,20 +27,20 @@ from equipoise.pipeline.graph.user_lines import line_of_user
 from equipoise.pipeline.planning.loss_profile import preserve_containers
 from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.verification.layer_lending import is_of_torch, lent, lent_when_called
-from equipoise.pipeline.verification.output_comparison import Output, prints_of
+from equipoise.pipeline.verification.output_comparison import Output, fingerprints_of
 
 __all__ = ["Comparison", "Parting"]
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The place where a forward and what was followed of it part.
+    """The first difference between a forward and its trace.
 
     Attributes:
-        written: Line with which the forward goes on; empty where it is not known.
-        followed: Line with which what was followed goes on; empty likewise.
-        error: What the latter raised; None if it only computed something else.
-        owners: Modules in whose forward it happened, the likeliest first; the network itself is not among them.
+        written: Line with which the forward goes on; empty if unknown.
+        followed: Line with which the trace goes on; empty if unknown.
+        error: Error that the trace raised; None if it only computed something else.
+        owners: Modules in whose forward they differ, the likeliest first, without the network itself.
     """
 
     written: str
@@ -48,29 +49,32 @@ class Parting:
     owners: list[nn.Module]
 
     def __str__(self) -> str:
-        if self.error is not None:
-            told = f"fails where the forward itself does not ({type(self.error).__name__}: {_first_line(self.error)})"
+        if self.error is None:
+            message = "computes something else than the forward itself"
         else:
-            told = "computes something else than the forward itself"
-        places = [self.written, self.followed]
-        if all(places) and places[0] != places[1]:
-            return f"{told}. The forward goes on with {self.written}; what was followed goes on with {self.followed}"
-        return f"{told}. They part at {places[0] or places[1]}" if any(places) else told
+            kind = type(self.error).__name__
+            message = f"fails where the forward itself does not ({kind}: {_first_line(self.error)})"
+        line = self.written or self.followed
+        if not line:
+            return message
+        if self.written and self.followed and self.written != self.followed:
+            return f"{message}. The forward goes on with {self.written}; what was followed goes on with {self.followed}"
+        return f"{message}. They part at {line}"
 
 
 class Comparison:
-    """Computes a call of a network both ways.
+    """Compute a call of a network by its forward and by its trace.
 
     Args:
-        module: The user's module, whose buffers, attributes and metrics are put back.
+        module: The user's module, whose buffers, attributes and metrics are restored.
         network: The network.
         forward: Its forward.
         structure: The call, with its tensors.
-        device: Where both are computed. Layers that lie elsewhere are there while they are called.
+        device: Device of both computations. Layers on other devices are lent to it while they are called.
 
     Attributes:
-        is_possible: Whether the forward agrees with itself, as far as that had to be asked: without that nothing can be
-            compared with it.
+        is_possible: False if the forward differs from itself when it is repeated: then nothing can be compared with
+            it.
     """
 
     def __init__(
@@ -81,43 +85,57 @@ class Comparison:
         structure: CallStructure,
         device: torch.device,
     ) -> None:
-        self._module, self._network, self._forward = module, network, forward
-        self._structure, self._device = structure, device
         self.is_possible = True
-        self._keeps = False  # whether the forward goes backward by itself, and so needs what is saved for that
-        # Of torch's encoder not the forward itself is followed, but one that computes the same in another way.
-        self._same_graph = not any(isinstance(part, nn.TransformerEncoder) for part in network.modules())
+        self._module = module
+        self._network = network
+        self._forward = forward
+        self._structure = structure
+        self._device = device
+        # True if the forward itself runs backward, and so needs what autograd saves.
+        self._keeps_saved_tensors = False
+        # Torch's encoder is traced by another forward, which computes the same values with another graph.
+        has_encoder = any(isinstance(submodule, nn.TransformerEncoder) for submodule in network.modules())
+        self._compares_graphs = not has_encoder
 
     def parting(self, traced: Traced) -> Parting | None:
-        """Compare what was followed with the forward.
+        """Compare a trace with the forward.
 
         Args:
-            traced: What was followed.
+            traced: The trace.
 
         Returns:
-            Where they part; None if they agree, if both fail, or if the forward does not agree with itself.
+            The first difference; None if they agree, if both fail, or if the forward differs from itself.
 
         Raises:
-            Exception: What the forward raises and the other does not; any error for want of memory.
+            Exception: An error that the forward raises and the trace does not; any out-of-memory error.
         """
+        # 1. Compute both. An error is a difference only if the other has none.
         expected, error = self._outcome(self._call_forward)
-        made, other = self._outcome(partial(self._call_traced, traced))
-        if error is not None and other is None:
+        output, error_of_trace = self._outcome(partial(self._call_traced, traced))
+        if error_of_trace is not None:
+            if error is not None:
+                return None
+            return self._locate(traced, error_of_trace)
+        if error is not None:
             raise error
-        if other is not None:
-            return None if error is not None else self._locate(traced, other)
+
+        # 2. Compare the outputs.
         assert expected is not None
-        assert made is not None
-        if made.agrees(expected):
+        assert output is not None
+        if output.agrees(expected):
             return None
-        again, error = self._outcome(self._call_forward)
-        self.is_possible = error is None and again is not None and again.agrees(expected)
-        return self._locate(traced, None) if self.is_possible else None
+
+        # 3. Repeat the forward: a difference means nothing if the forward differs from itself.
+        repeated, error = self._outcome(self._call_forward)
+        self.is_possible = error is None and repeated is not None and repeated.agrees(expected)
+        if not self.is_possible:
+            return None
+        return self._locate(traced, None)
 
     # Computation.
 
-    def _outcome(self, compute: Callable[[], Any]) -> "tuple[Output | None, Exception | None]":
-        """Return what a computation returned, or else what it raised."""
+    def _outcome(self, compute: Callable[[], Any]) -> tuple[Output | None, Exception | None]:
+        """Return the output of a computation, or the error that it raised."""
         try:
             return self._attempt(compute), None
         except Exception as error:
@@ -125,95 +143,125 @@ class Comparison:
                 raise
             return None, error
 
-    def _attempt(self, compute: Callable[[], Any]) -> "Output":
-        """Compute from the same state every time, and put that back."""
+    def _attempt(self, compute: Callable[[], Any]) -> Output:
         try:
-            return self._once(compute)
-        except _Needed:
-            self._keeps = True
-            return self._once(compute)
+            return self._compute(compute)
+        except _SavedTensorNeeded:
+            self._keeps_saved_tensors = True
+            return self._compute(compute)
 
-    def _once(self, compute: Callable[[], Any]) -> "Output":
+    def _compute(self, compute: Callable[[], Any]) -> Output:
+        """Compute from the same state every time, and restore that."""
         with preserve_state(self._module), preserve_containers(self._module), ExitStack() as stack:
-            if not self._keeps:
+            if not self._keeps_saved_tensors:
                 stack.enter_context(saved_tensors_hooks(_drop, _refuse))
-            return Output(compute(), with_graph=self._same_graph)
+            value = compute()
+            return Output(value, with_graph=self._compares_graphs)
 
     def _tensors(self) -> list[Tensor]:
         """Return copies of the call's tensors, which the forward may change."""
-        return [
-            tensor.detach().clone().to(self._device).requires_grad_(tensor.requires_grad)
-            for tensor in self._structure.tensors
-        ]
+        copies = []
+        for tensor in self._structure.tensors:
+            copy = tensor.detach().clone().to(self._device)
+            copies.append(copy.requires_grad_(tensor.requires_grad))
+        return copies
 
-    def _call_traced(self, traced: Traced, seen: Callable[[fx.Node, Any], None] | None = None) -> Any:
-        return compute_uncut(traced, self._tensors(), self._device, place_layer=lent, on_value=seen)
-
-    def _call_forward(self, watch: Callable[[str, Any, Any], None] | None = None) -> Any:
-        args, kwargs = self._structure.fill(self._tensors())
-        held = [*self._module.parameters(), *self._module.buffers()]
-        with ExitStack() as stack:
-            if any(tensor.device != self._device for tensor in held):
-                stack.enter_context(lent_when_called(self._network, self._device))
-                watch = watch or _ignore
-            if watch is not None:
-                operations = OperationWatch(watch, self._device)
-                operations.start()
-                stack.callback(operations.stop)
-            return self._forward(*args, **kwargs)
-
-    # Where they part.
-
-    def _locate(self, traced: Traced, error: Exception | None) -> Parting:
-        """Compute both once more, and find the first value of the one that the other does not come to."""
-        names = {id(part): part for part in self._network.modules()}
-        written: list[_Operation] = []
-        followed: list[tuple[fx.Node, Any]] = []
-
-        def watch(name: str, result: Any, args: Any) -> None:
-            frame = currentframe()
-            line = line_of_user(frame, Comparison._call_forward.__code__)
-            written.append(_Operation(prints_of(result), line, _owners(frame, names)))
-
-        def seen(node: fx.Node, value: Any) -> None:
-            followed.append((node, prints_of(value) if node.op != "get_attr" else []))
-
-        self._outcome(partial(self._call_forward, watch))
-        self._outcome(partial(self._call_traced, traced, seen))
-        node, reached = self._first_difference(written, followed, traced)
-        after = written[reached] if reached < len(written) else None
-        owners = [] if node is None else _owners_of(node, traced)
-        owners += [] if after is None else after.owners
-        return Parting(
-            written="" if after is None else after.line,
-            followed="" if node is None else str(node.meta.get("line", "")),
-            error=error,
-            owners=[part for part in owners if part is not self._network and not is_of_torch(part)],
+    def _call_traced(self, traced: Traced, on_value: Callable[[fx.Node, Any], None] | None = None) -> Any:
+        return compute_uncut(
+            traced,
+            self._tensors(),
+            self._device,
+            place_layer=lent,
+            on_value=on_value,
         )
 
+    def _call_forward(self, on_operation: Callable[[str, Any, Any], None] | None = None) -> Any:
+        args, kwargs = self._structure.fill(self._tensors())
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        with ExitStack() as stack:
+            if any(tensor.device != self._device for tensor in tensors):
+                stack.enter_context(lent_when_called(self._network, self._device))
+                # The watch also moves tensors outside of layers to the device.
+                on_operation = on_operation or _ignore
+            if on_operation is not None:
+                watch = OperationWatch(on_operation, self._device)
+                watch.start()
+                stack.callback(watch.stop)
+            return self._forward(*args, **kwargs)
+
+    # The first difference.
+
+    def _locate(self, traced: Traced, error: Exception | None) -> Parting:
+        """Compute both once more, and find the first value of the trace that the forward does not compute."""
+        module_ids = {id(module) for module in self._network.modules()}
+        operations: list[_Operation] = []
+        calls: list[tuple[fx.Node, list[Any]]] = []
+
+        def on_operation(name: str, result: Any, args: Any) -> None:
+            frame = currentframe()
+            line = line_of_user(frame, Comparison._call_forward.__code__)
+            owners = _owners_of_frame(frame, module_ids)
+            operation = _Operation(fingerprints_of(result), line, owners)
+            operations.append(operation)
+
+        def on_value(node: fx.Node, value: Any) -> None:
+            fingerprints = []
+            # The forward has no operation for a tensor that it looks up.
+            if node.op != "get_attr":
+                fingerprints = fingerprints_of(value)
+            calls.append((node, fingerprints))
+
+        # 1. Compute both, and note all values.
+        self._outcome(partial(self._call_forward, on_operation))
+        self._outcome(partial(self._call_traced, traced, on_value))
+
+        # 2. Find the call and the operation with which they go on.
+        node, index = self._first_difference(operations, calls, traced)
+        owners: list[nn.Module] = []
+        written = ""
+        followed = ""
+        if node is not None:
+            followed = str(node.meta.get("line", ""))
+            owners += _owners_of_call(node, traced)
+        if index < len(operations):
+            operation = operations[index]
+            written = operation.line
+            owners += operation.owners
+
+        # 3. Leave out the network itself and torch's layers: only the user's submodules can stay whole.
+        users_modules = []
+        for module in owners:
+            if module is not self._network and not is_of_torch(module):
+                users_modules.append(module)
+        return Parting(written, followed, error, users_modules)
+
     def _first_difference(
-        self, written: "Sequence[_Operation]", followed: Sequence[tuple[fx.Node, Any]], traced: Traced
+        self, operations: "Sequence[_Operation]", calls: Sequence[tuple[fx.Node, list[Any]]], traced: Traced
     ) -> tuple[fx.Node | None, int]:
-        """Return the first call whose value the forward does not come to, and the operation where that goes on.
+        """Return the first call whose value the forward does not compute, and the index of its next operation.
 
         Args:
-            written: Operations of the forward.
-            followed: Calls that were followed, each with the prints of its values.
-            traced: What was followed.
+            operations: Operations of the forward.
+            calls: Calls of the trace, each with the fingerprints of its values.
+            traced: The trace.
         """
-        known = set(prints_of(self._structure.tensors))
-        reached = 0
-        for node, prints in followed:
-            for one in prints:
-                if one in known:
+        # 1. Look for each new value of the trace among the operations after the last match.
+        visited = set(fingerprints_of(self._structure.tensors))
+        index = 0
+        for node, fingerprints in calls:
+            for fingerprint in fingerprints:
+                if fingerprint in visited:
                     continue
-                known.add(one)
-                place = next((at for at in range(reached, len(written)) if one in written[at].prints), None)
-                if place is None:
-                    return node, reached
-                reached = place + 1
-        calls = traced.calls
-        return (calls[len(followed)] if len(followed) < len(calls) else None), reached
+                visited.add(fingerprint)
+                match = _index_of(fingerprint, operations, index)
+                if match is None:
+                    return node, index
+                index = match + 1
+
+        # 2. All values are the same as far as the trace came: it failed at its next call.
+        if len(calls) < len(traced.calls):
+            return traced.calls[len(calls)], index
+        return None, index
 
 
 @dataclass(frozen=True)
@@ -221,46 +269,66 @@ class _Operation:
     """One operation of a forward.
 
     Attributes:
-        prints: What tells its values from others.
-        line: Line of the user's that it goes back to.
+        fingerprints: Fingerprints of its values.
+        line: The user's line from which it comes.
         owners: Modules in whose forward it is, the innermost first.
     """
 
-    prints: Sequence[Any]
+    fingerprints: Sequence[Any]
     line: str
     owners: list[nn.Module]
 
 
-def _owners(frame: FrameType | None, parts: Mapping[int, nn.Module]) -> list[nn.Module]:
-    """Return the modules in whose methods a call is made, the innermost first."""
-    found = []
+def _index_of(fingerprint: Any, operations: Sequence[_Operation], begin: int) -> int | None:
+    """Return the index of the first operation from `begin` on that computes a value; None if there is none."""
+    for index in range(begin, len(operations)):
+        if fingerprint in operations[index].fingerprints:
+            return index
+    return None
+
+
+def _owners_of_frame(frame: FrameType | None, module_ids: set[int]) -> list[nn.Module]:
+    """Return the modules in whose methods a frame is, the innermost first.
+
+    Args:
+        frame: The frame of an operation.
+        module_ids: Ids of the network's modules.
+    """
+    owners = []
     while frame is not None and frame.f_code is not Comparison._call_forward.__code__:
-        holder = frame.f_locals.get("self")
-        if isinstance(holder, nn.Module) and id(holder) in parts:
-            found.append(holder)
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in module_ids:
+            owners.append(owner)
         frame = frame.f_back
-    return found
+    return owners
 
 
-def _owners_of(node: fx.Node, traced: Traced) -> list[nn.Module]:
-    """Return the modules in whose forwards a call was followed, the innermost first."""
-    paths = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    return [traced.root.get_submodule(path) for path in reversed(paths) if path != str(node.target)]
+def _owners_of_call(node: fx.Node, traced: Traced) -> list[nn.Module]:
+    """Return the modules in whose forwards a call was traced, the innermost first."""
+    stack = node.meta.get("nn_module_stack", {})
+    owners = []
+    for path, _ in reversed(stack.values()):
+        name = str(path)
+        # A layer that is called is no owner of the call.
+        if name != str(node.target):
+            owners.append(traced.root.get_submodule(name))
+    return owners
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    message = str(error).strip()
+    return message.split("\n")[0]
 
 
 def _ignore(name: str, result: Any, args: Any) -> None:
-    """Look at nothing."""
+    """Do nothing for an operation."""
 
 
-# What is saved for a backward is not needed, and would be the whole network's at once.
+# Tensors that autograd saves are dropped: no backward needs them, and the whole network's would be there at once.
 
 
-class _Needed(Exception):
-    """Raised where the forward goes backward by itself."""
+class _SavedTensorNeeded(Exception):
+    """Raised if the forward itself runs backward."""
 
 
 def _drop(tensor: Tensor) -> None:
@@ -268,4 +336,4 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _refuse(packed: None) -> Tensor:
-    raise _Needed
+    raise _SavedTensorNeeded
