@@ -16,9 +16,9 @@ class Footprint:
     """Bytes on one device.
 
     Attributes:
-        parameters: Parameters and buffers.
-        gradients: Their gradients, as far as there are any.
-        optimizer_state: The tensors of all optimisers' states.
+        parameters: Bytes of parameters and buffers.
+        gradients: Bytes of the present gradients.
+        optimizer_state: Bytes of the tensors in all optimisers' states.
     """
 
     parameters: int = 0
@@ -27,17 +27,18 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all bytes."""
         return self.parameters + self.gradients + self.optimizer_state
 
 
 def footprint_of(module: nn.Module, optimizers: Sequence[Optimizer], device: str | torch.device) -> Footprint:
-    """Counts what a module and its optimisers hold on a device; storages that are shared count once.
+    """Count the bytes of a module and its optimisers on a device; a shared storage counts once.
 
     Args:
         module: The module.
         optimizers: Its optimisers.
-        device: The device. One on which nothing of the module lies is taken to hold a copy of parameters and gradients.
+        device: The device. If no tensor of the module lies on it, it counts as one with a copy of parameters and
+            gradients.
 
     Example:
         >>> footprint_of(nn.Linear(3, 2), [], "cpu")
@@ -46,26 +47,42 @@ def footprint_of(module: nn.Module, optimizers: Sequence[Optimizer], device: str
     device = torch.device(device)
     parameters = list(module.parameters())
     tensors = [*parameters, *module.buffers()]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # A replica has parameters and gradients of its own, and no optimiser.
     if not any(_lies_on(tensor, device) for tensor in tensors):
-        return Footprint(_bytes(tensors), _bytes(p.grad for p in parameters))
-    states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+        return Footprint(_bytes(tensors), _bytes(gradients))
     return Footprint(
         _bytes(tensors, device),
-        _bytes((p.grad for p in parameters), device),
-        _bytes((value for value in states if isinstance(value, Tensor)), device),
+        _bytes(gradients, device),
+        _bytes(_state_tensors(optimizers), device),
     )
 
 
+def _state_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the tensors in the states of optimisers."""
+    tensors: list[Tensor] = []
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors
+
+
 def _lies_on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)
+    """Return whether a tensor lies on a device; a device without an index stands for all of its kind."""
+    if tensor.device.type != device.type:
+        return False
+    return device.index is None or tensor.device.index == device.index
 
 
-def _bytes(tensors: Iterable[Tensor | None], device: torch.device | None = None) -> int:
+def _bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
+    """Return the bytes of the tensors' storages; only of those on a device, if there is one."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        if tensor is None or tensor.layout is not torch.strided or (device and not _lies_on(tensor, device)):
+        # Sparse tensors, and those without memory, have no storage to read.
+        if tensor.layout is not torch.strided or tensor.is_meta or is_lazy(tensor):
             continue
-        if not (tensor.is_meta or is_lazy(tensor)):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+        if device is not None and not _lies_on(tensor, device):
+            continue
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -1,4 +1,4 @@
-"""Out-of-memory errors of allocators: how they are recognised, and the sizes that they report."""
+"""Out-of-memory errors of allocators, and the sizes in their messages."""
 
 import re
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ __all__ = [
 
 Phase = Literal["forward", "backward", "optimizer step", "evaluation", "training step"]
 
+# Texts of errors that mean a lack of memory.
 _SIGNS = (
     "out of memory",
     "can't allocate memory",
@@ -29,12 +30,18 @@ _SIGNS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
-    # What cuDNN says where no algorithm's workspace fits.
+    # cuDNN reports these if no algorithm's workspace fits.
     "unable to find an engine to execute this computation",
     "CUDNN_STATUS_NOT_SUPPORTED",
 )
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)|you tried to allocate (\d+) bytes")
+_UNITS = {
+    "bytes": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+}
+# The first form is that of CUDA's allocator, the second that of the CPU's.
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)|you tried to allocate (\d+) bytes")
 _FREE = re.compile(r"of which ([\d.]+) (bytes|KiB|MiB|GiB) is free")
 _ALLOCATED = re.compile(r"Of the allocated memory ([\d.]+) (bytes|KiB|MiB|GiB) is allocated by PyTorch")
 _DEVICE = re.compile(r"GPU (\d+) has a total capacity")
@@ -42,26 +49,26 @@ _DEVICE = re.compile(r"GPU (\d+) has a total capacity")
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemoryEvent:
-    """A batch that did not fit.
+    """Batch that did not fit into memory.
 
     Attributes:
-        phase: What ran: "forward", "backward", "optimizer step" or "evaluation"; with manual optimisation also
+        phase: Phase of the step: "forward", "backward", "optimizer step" or "evaluation"; with manual optimisation also
             "training step", between or after those.
-        device: The device that ran out, as torch names it.
-        batch_idx: The number of the batch.
-        batch_size: Its number of samples; None if nobody can tell.
-        parts: In how many parts it was computed when memory ran out.
-        most_parts: In how many it can be computed at most: one sample each.
-        obstacle: Why it cannot be cut, or done again at all; empty if it can.
-        requested: The bytes that were asked for; None if the error does not say.
-        free: The bytes that were free on the device, as the error says, else the device once the failed attempt's
-            tensors are gone; None if neither does.
-        message: What the allocator said.
+        device: The device without memory, as torch names it.
+        batch_idx: Number of the batch.
+        batch_size: Its number of samples; None if unknown.
+        parts: Number of micro-batches in which it was computed.
+        most_parts: Maximum number of micro-batches: one sample each.
+        obstacle: Reason why it cannot be split, or computed again at all; empty if it can.
+        requested: Requested bytes; None if the error does not report them.
+        free: Free bytes of the device, as reported by the error, else by the device after the failed attempt's tensors
+            were released; None if neither reports them.
+        message: The allocator's message.
         step: The trainer's `global_step`.
-        seconds: When, by `time.monotonic()`.
-        global_rank: The process. Default: 0.
-        can_repeat: Whether it can be done again, or left out. If not, callbacks are told all the same, but the error is
-            raised whatever they answer. Default: True.
+        seconds: Time of the error, by `time.monotonic()`.
+        global_rank: Rank of the process. Default: 0.
+        can_repeat: True if it can be computed again, or left out. If False, callbacks receive the event too, but the
+            error is raised whatever they return. Default: True.
 
     Example:
         >>> event = OutOfMemoryEvent(
@@ -88,20 +95,28 @@ class OutOfMemoryEvent:
     can_repeat: bool = True
 
     def __str__(self) -> str:
-        """What happened, in a sentence."""
-        size = "" if self.batch_size is None else f" of {self.batch_size} sample{'s' if self.batch_size != 1 else ''}"
-        parts = f", computed in {self.parts} parts," if self.parts > 1 else ""
-        rank = f" of rank {self.global_rank}" if self.global_rank else ""
+        """Return the event in a sentence."""
+        size = ""
+        if self.batch_size is not None:
+            ending = "" if self.batch_size == 1 else "s"
+            size = f" of {self.batch_size} sample{ending}"
+        parts = ""
+        if self.parts > 1:
+            parts = f", computed in {self.parts} parts,"
+        rank = ""
+        if self.global_rank:
+            rank = f" of rank {self.global_rank}"
         return f"Batch {self.batch_idx}{size}{parts} ran out of memory on {self.device}{rank} in {self.phase}."
 
 
 @dataclass(frozen=True)
 class Split:
-    """An answer to an event: compute the batch in parts.
+    """Reaction of a callback to an event: compute the batch in micro-batches.
 
     Attributes:
-        parts: In how many. 0: leave the batch out.
-        grow_after: After how many good batches of its kind parts twice as large are tried; 0: never. Default: 100.
+        parts: Number of micro-batches. 0: leave the batch out.
+        grow_after: Number of successful batches of this kind after which micro-batches of twice the size are tried;
+            0: never. Default: 100.
 
     Raises:
         ConfigurationError: If one of them is no whole number from 0.
@@ -112,14 +127,20 @@ class Split:
 
     def __post_init__(self) -> None:
         for name, value in (("parts", self.parts), ("grow_after", self.grow_after)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            # True and False are integers in Python.
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if not is_integer or value < 0:
                 raise ConfigurationError(f"{name} of a Split is a whole number from 0, not {value!r}.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on whatever device.
+    """Return whether an error means a lack of memory, on any device.
 
-    An error of a process group never does, whatever its text: its communicator is dead, so nothing can be done again.
+    An error of a process group never counts, whatever its text: its communicator has failed, so nothing can be computed
+    again.
+
+    Args:
+        error: The error.
 
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(ValueError())
@@ -127,36 +148,46 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, (StepError, CheckpointError, WorkerError)):  # of ours, which may speak of memory
+    # Messages of this package may contain the word.
+    if isinstance(error, (StepError, CheckpointError, WorkerError)):
         return False
     if dist.is_available() and isinstance(error, dist.DistError):
         return False
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return any(sign in text for sign in _SIGNS)
 
 
 def requested_bytes(message: str) -> int | None:
-    """How much was asked for, as an allocator's message has it."""
-    return _bytes(_ASKED.search(message))
+    """Return the requested bytes in an allocator's message, None without them."""
+    match = _REQUESTED.search(message)
+    # The third group is the number of the CPU's allocator, which has no other unit than bytes.
+    if match is not None and match[3]:
+        return int(float(match[3]))
+    return _bytes(match)
 
 
 def free_bytes(message: str) -> int | None:
-    """How much was free, as an allocator's message has it."""
+    """Return the free bytes in an allocator's message, None without them."""
     return _bytes(_FREE.search(message))
 
 
 def allocated_bytes(message: str) -> int | None:
-    """How much live tensors held on the device, as an allocator's message has it."""
+    """Return the bytes of live tensors on the device in an allocator's message, None without them."""
     return _bytes(_ALLOCATED.search(message))
 
 
 def device_of(message: str) -> str | None:
-    """Which device ran out, as an allocator's message has it."""
-    found = _DEVICE.search(message)
-    return f"cuda:{found[1]}" if found else None
-
-
-def _bytes(found: re.Match[str] | None) -> int | None:
-    if found is None:
+    """Return the name of the device in an allocator's message, None without one."""
+    match = _DEVICE.search(message)
+    if match is None:
         return None
-    number, unit = (found[1], found[2]) if found[1] else (found[3], "bytes")
-    return int(float(number) * _UNITS[unit])
+    return f"cuda:{match[1]}"
+
+
+def _bytes(match: re.Match[str] | None) -> int | None:
+    """Return the bytes of a match: the first group is a number, the second its unit."""
+    if match is None:
+        return None
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -20,19 +20,22 @@ CATEGORIES: tuple[Category, ...] = (
     "temporary",
 )
 
+# Tensors that a printed composition lists.
+_LISTED = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint:
-    """A reading at the end of a phase.
+    """Reading of memory at the end of a phase.
 
     Attributes:
-        step: `trainer.global_step` when it was taken.
-        seconds: Since the run began.
-        device: As torch names it; in a run of several processes the rank stands before it, as in "rank 1 cuda:0".
+        step: `trainer.global_step` at that moment.
+        seconds: Time since the run began.
+        device: Name of the device in torch; in a run of several processes after the rank, as in "rank 1 cuda:0".
         phase: "batch to device", "forward", "backward", "optimizer step" or "evaluation".
         allocated: Bytes in live tensors; on a CPU, the resident set of the process.
-        reserved: Bytes taken by torch's allocator, live or cached; None on a CPU.
-        peak: The largest `allocated` within the phase; None where the device keeps none.
+        reserved: Bytes that torch's allocator holds, live or cached; None on a CPU.
+        peak: The largest `allocated` within the phase; None if the device keeps none.
     """
 
     step: int
@@ -46,15 +49,15 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
-    """A tensor that was alive.
+    """Record of a live tensor.
 
     Attributes:
-        module: The module it belongs to, or in whose forward or backward it was made; empty for the root.
-        category: What it is.
-        name: Its name, such as "weight", "exp_avg of weight", or the operation that made it.
+        module: Name of the module that it belongs to, or whose forward or backward created it; empty for the root.
+        category: Its category, one of `CATEGORIES`.
+        name: Its name, such as "weight", "exp_avg of weight", or the operation that created it.
         shape: Its shape.
         dtype: Its type, without "torch.".
-        nbytes: The bytes of its storage. Tensors that share one are told once.
+        nbytes: Bytes of its storage. Tensors that share a storage have one record.
     """
 
     module: str
@@ -67,14 +70,14 @@ class TensorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """All that was alive on a device at one moment; printed, a summary of it.
+    """Live tensors of a device at one moment; `str` returns a summary.
 
     Attributes:
         step: `trainer.global_step` at that moment.
         phase: The phase; see `MemoryPoint`.
-        device: The device.
-        nbytes: The bytes of all holders.
-        holders: What was alive, the largest first.
+        device: Name of the device.
+        nbytes: Bytes of all tensors.
+        holders: Records of the tensors, the largest first.
     """
 
     step: int
@@ -84,18 +87,21 @@ class Composition:
     holders: tuple[TensorRecord, ...]
 
     def totals(self) -> dict[Category, int]:
-        """The bytes of each category, the largest first."""
+        """Return the bytes of each category, the largest first."""
         totals: dict[Category, int] = defaultdict(int)
-        for holder in self.holders:
-            totals[holder.category] += holder.nbytes
+        for record in self.holders:
+            totals[record.category] += record.nbytes
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
-        """The bytes of each category, and the ten largest holders."""
+        """Return the bytes of each category, and the ten largest tensors."""
         totals = ", ".join(f"{category} {format_bytes(nbytes)}" for category, nbytes in self.totals().items())
         lines = [f"{format_bytes(self.nbytes)} on {self.device} in {self.phase}, step {self.step}: {totals}"]
-        for holder in self.holders[:10]:
-            name = f"{holder.module}: {holder.name}" if holder.module else holder.name
-            shape = f"{list(holder.shape)} {holder.dtype}"
-            lines.append(f"{format_bytes(holder.nbytes):>12}  {holder.category:<15}  {name}  {shape}")
+        for record in self.holders[:_LISTED]:
+            name = record.name
+            # The root has no name.
+            if record.module:
+                name = f"{record.module}: {record.name}"
+            shape = f"{list(record.shape)} {record.dtype}"
+            lines.append(f"{format_bytes(record.nbytes):>12}  {record.category:<15}  {name}  {shape}")
         return "\n".join(lines)

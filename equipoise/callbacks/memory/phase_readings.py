@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from equipoise.memory.devices import read_memory, reset_peak, resident_bytes
+from equipoise.memory.devices import read_memory, reset_peak
 from equipoise.memory.records import Composition, MemoryPoint
+from equipoise.memory.resident_set import resident_bytes
 
 __all__ = [
     "ByPhase",

@@ -1,4 +1,4 @@
-"""The module that is at work, in the forward and in the backward."""
+"""Name of the module that computes, in the forward and in the backward."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,50 +11,53 @@ from equipoise.interop.torch.dispatch import tensors_in
 
 __all__ = ["Attribution"]
 
-_MARK = "equipoise.module"
+# Key in the metadata of a graph's node for the name of its module.
+_KEY = "equipoise.module"
 
 
 class Attribution:
-    """Follows which module computes, between `start` and `stop`.
+    """Follows the module that computes, between `start` and `stop`.
 
-    A node of the graph belongs to the module whose output it made; those before a module's input to whom called it. So
-    the module in a backward is right as far as its graph is entered through what its forward returned.
+    A node of the graph belongs to the module whose output it created. The node of a module's input belongs to the
+    caller of the module. So the module in a backward is right as long as the backward enters the module's graph through
+    the output of its forward.
 
     Args:
-        names: For the id of a module its name.
-        on_forward: Called when a module's forward begins.
-
-    Attributes:
-        module: The name of the module at work; empty for the root and for what no module does.
+        names: Names of the modules by their ids.
+        on_forward: Function to call when a module's forward begins.
     """
 
     def __init__(self, names: Mapping[int, str], on_forward: Callable[[], None]) -> None:
-        self._names, self._on_forward = names, on_forward
+        self._names = names
+        self._on_forward = on_forward
+        # Modules whose forward runs, the innermost last.
         self._stack: list[str] = []
         self._handles: list[Any] = []
         self._in_backward = ""
 
     @property
     def module(self) -> str:
-        """The innermost module."""
-        return self._stack[-1] if self._stack else self._in_backward
+        """Name of the innermost module that computes; empty for the root, and for code outside of modules."""
+        if self._stack:
+            return self._stack[-1]
+        return self._in_backward
 
     def start(self) -> None:
-        """Begins to follow."""
+        """Begin to follow."""
         self._handles = [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),
         ]
 
     def stop(self) -> None:
-        """Ends it."""
+        """Stop following."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.reset()
 
     def reset(self) -> None:
-        """No module is at work: a step begins, or one has failed in its midst."""
+        """Forget the present module: a step begins, or a step has failed."""
         self._stack.clear()
         self._in_backward = ""
 
@@ -65,17 +68,19 @@ class Attribution:
         self._stack.append(self._names.get(id(module), outer))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._stack:  # it began before we did
+        # The forward began before `start`.
+        if not self._stack:
             return
         name = self._stack.pop()
         self._mark(output, name)
 
     def _mark(self, value: Any, name: str) -> None:
-        """What the backward does from here on belongs to a module."""
+        """Attribute the backward to a module from the nodes of these tensors on."""
         for tensor in tensors_in(value):
             node: Any = tensor.grad_fn
-            if node is not None and _MARK not in node.metadata:
-                node.metadata[_MARK] = name
+            # The first mark counts: an output may pass through several modules.
+            if node is not None and _KEY not in node.metadata:
+                node.metadata[_KEY] = name
                 node.register_prehook(partial(self._enter, name))
 
     def _enter(self, name: str, gradients: Any) -> None:

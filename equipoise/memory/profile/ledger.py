@@ -1,17 +1,17 @@
 """All storages that live during a step, to the byte: by module and phase, and at the peak.
 
-A storage is entered when an operation returns a tensor of it that was not known, and struck out when it dies. What it
-was for shows later: what is alive when a forward ends and was made in it is an activation, what a parameter's `grad`
-refers to a gradient, what an optimiser keeps its state. So entries are kept in the order in which they came and went,
-and a peak is replayed when somebody asks.
+The ledger enters a storage when an operation first returns a tensor of it, and removes it when it is freed. The purpose
+of a storage shows later. A storage that a forward created and that is alive at its end is an activation, the storage of
+a parameter's `grad` is a gradient, that of an optimiser's tensor is its state. So the ledger records allocations and
+releases in their order, and replays them to compose a peak.
 
-What an operation takes and returns within itself, such as the workspace of a convolution, is not seen.
+Memory that an operation allocates and frees by itself, such as the workspace of a convolution, is not included.
 """
 
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,20 +24,46 @@ __all__ = ["Ledger"]
 
 
 class _Entry:
-    """A storage."""
+    """Entry of a storage. Its category is None as long as its purpose is unknown."""
 
     __slots__ = ("category", "device", "dtype", "module", "name", "nbytes", "phase", "shape")
 
     def __init__(self, tensor: Tensor, nbytes: int, module: str, name: str, phase: str) -> None:
-        self.device, self.nbytes = str(tensor.device), nbytes
-        whole = tensor.nbytes == nbytes  # or a view of more
-        self.shape = tuple(tensor.shape) if whole else (nbytes // max(1, tensor.element_size()),)
+        self.device = str(tensor.device)
+        self.nbytes = nbytes
+        self.shape = tuple(tensor.shape)
+        # The tensor is a view of a part of its storage.
+        if tensor.nbytes != nbytes:
+            self.shape = (nbytes // max(1, tensor.element_size()),)
         self.dtype = str(tensor.dtype).removeprefix("torch.")
-        self.module, self.name, self.phase = module, name, phase
+        self.module = module
+        self.name = name
+        self.phase = phase
         self.category: Category | None = None
 
-    def holder(self) -> TensorRecord:
-        """The entry as it is told."""
+    def set_default_category(self, category: Category) -> None:
+        """Set the category if it is unknown."""
+        if self.category is None:
+            self.category = category
+
+    def identify(self, tensor: Tensor, category: Category, module: str, name: str) -> None:
+        """Set the purpose of the storage, unless a more certain one is known."""
+        if self.category not in (None, "activation", "temporary"):
+            return
+        self.category = category
+        self.module = module
+        self.name = name
+        if tensor.untyped_storage().nbytes() == tensor.nbytes:
+            self.shape = tuple(tensor.shape)
+
+    def successor(self, tensor: Tensor, nbytes: int, phase: str) -> "_Entry":
+        """Return an entry of the same purpose for a storage after a change of its size."""
+        entry = _Entry(tensor, nbytes, self.module, self.name, phase)
+        entry.category = self.category
+        return entry
+
+    def record(self) -> TensorRecord:
+        """Return the entry as a record."""
         return TensorRecord(
             module=self.module,
             category=self.category or "temporary",
@@ -48,15 +74,30 @@ class _Entry:
         )
 
 
-class Ledger:
-    """Keeps account of all storages, from `start` to `stop`.
+class _Peak(NamedTuple):
+    """Peak of a phase on a device.
 
-    Parameters, buffers, gradients and the optimisers' states are there from the start; other tensors that are made
-    before and stay outside of the module are not known.
+    Attributes:
+        nbytes: Its bytes.
+        history_length: Number of allocations and releases up to it.
+    """
+
+    nbytes: int
+    history_length: int
+
+
+class Ledger:
+    """Account of all storages, from `start` to `stop`.
+
+    It includes parameters, buffers, gradients and the optimisers' states from the start, but no other tensors that were
+    created before.
 
     Args:
         module: The module.
-        optimizers: Those whose state counts. Default: none.
+        optimizers: Optimisers whose state counts. Default: none.
+
+    Attributes:
+        phase: The present phase, "forward" at first.
 
     Example:
         >>> import torch
@@ -72,184 +113,225 @@ class Ledger:
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-        self._module, self._optimizers = module, list(optimizers)
-        self._known: dict[int, tuple[weakref.ref[Any], _Entry]] = {}
+        self._module = module
+        self._optimizers = list(optimizers)
+        # Live storages by their ids, and those that were created before the start.
+        self._entries: dict[int, tuple[weakref.ref[Any], _Entry]] = {}
         self._outside: dict[int, weakref.ref[Any]] = {}
-        self._history: list[tuple[_Entry, bool]] = []  # what came and what went, in order
+        # Allocations (True) and releases (False) in their order.
+        self._history: list[tuple[_Entry, bool]] = []
+        # Live bytes by device.
         self._live: dict[str, int] = defaultdict(int)
-        self._peaks: dict[tuple[str, str], tuple[int, int]] = {}  # phase and device: bytes, and how long history was
-        self._attribution = Attribution({id(part): name for name, part in module.named_modules()}, self._forward)
-        self._watch = OperationWatch(self._saw)
+        self._peaks: dict[tuple[str, str], _Peak] = {}
+        names = {id(submodule): name for name, submodule in module.named_modules()}
+        self._attribution = Attribution(names, self._on_forward)
+        self._watch = OperationWatch(self._on_operation)
         self._running = False
         self.phase = "forward"
 
-    # What is told to it.
+    # Control.
 
     def start(self) -> None:
-        """Begins to watch, with what the module and the optimisers hold."""
+        """Begin to record, with the storages of the module and the optimisers."""
         self._enter_module()
         self._enter_optimizers()
         self._attribution.start()
         self._watch.start()
         self._running = True
-        self._see_peaks()
+        self._update_peaks()
 
     def stop(self) -> None:
-        """Ends it; may be called twice."""
+        """Stop recording; may be called twice."""
         if self._running:
             self._running = False
-            self._settle()
+            self._categorise()
             self._watch.stop()
             self._attribution.stop()
-            self._known.clear()
+            self._entries.clear()
             self._outside.clear()
 
     def begin(self, phase: str) -> None:
-        """A phase begins.
+        """Begin a phase.
 
         Args:
             phase: "forward", "backward" or "optimizer step"; see `MemoryPoint`.
         """
-        self._settle()
+        self._categorise()
         self.phase = phase
         self._attribution.reset()
-        self._see_peaks()
+        self._update_peaks()
 
     def add_batch(self, batch: Any) -> None:
-        """Enters the tensors of a batch."""
-        for index, tensor in enumerate(tensors_in(batch)):
-            if (entry := self._enter(tensor, "", f"batch[{index}]")) is not None and entry.category is None:
-                entry.category = "batch"
-        self._see_peaks()
+        """Enter the tensors of a batch.
 
-    # What it tells.
+        Args:
+            batch: The batch, of any structure.
+        """
+        for index, tensor in enumerate(tensors_in(batch)):
+            entry = self._enter(tensor, "", f"batch[{index}]")
+            if entry is not None:
+                entry.set_default_category("batch")
+        self._update_peaks()
+
+    # Results.
 
     def devices(self) -> list[str]:
-        """The devices on which anything was alive."""
+        """Return the names of the devices with any storage."""
         return sorted({device for _, device in self._peaks})
 
     def phases(self) -> list[str]:
-        """The phases that were seen, in order."""
+        """Return the recorded phases, in order."""
         return list(dict.fromkeys(phase for phase, _ in self._peaks))
 
     def peak(self, device: str, phase: str | None = None, *, step: int = 0) -> Composition:
-        """What was alive at a peak.
+        """Return the live tensors at a peak.
 
         Args:
-            device: As torch names it.
-            phase: Within this phase. Default: of all.
-            step: What the composition is told to be of.
+            device: Name of the device in torch.
+            phase: Phase of the peak. Default: that of the largest peak.
+            step: Step that the composition states. Default: 0.
 
         Raises:
-            KeyError: If nothing was seen there.
+            KeyError: If nothing was recorded on the device in the phase.
         """
-        peaks = {name: at for (name, where), at in self._peaks.items() if where == device and phase in (None, name)}
+        # 1. Choose the peak.
+        peaks: dict[str, _Peak] = {}
+        for (peak_phase, peak_device), peak in self._peaks.items():
+            if peak_device == device and phase in (None, peak_phase):
+                peaks[peak_phase] = peak
         if not peaks:
-            raise KeyError(f"Nothing was seen on {device}{f' in {phase}' if phase else ''}.")
-        name = max(peaks, key=lambda name: peaks[name][0])
-        nbytes, until = peaks[name]
-        alive: dict[int, _Entry] = {}
-        for entry, came in self._history[:until]:
-            if entry.device == device:
-                if came:
-                    alive[id(entry)] = entry
-                else:
-                    del alive[id(entry)]
-        holders = sorted((entry.holder() for entry in alive.values()), key=lambda holder: -holder.nbytes)
-        return Composition(step=step, phase=name, device=device, nbytes=nbytes, holders=tuple(holders))
+            place = device
+            if phase:
+                place += f" in {phase}"
+            raise KeyError(f"Nothing was seen on {place}.")
+        name = max(peaks, key=lambda name: peaks[name].nbytes)
+        # 2. Replay allocations and releases up to it.
+        live: dict[int, _Entry] = {}
+        for entry, is_allocation in self._history[: peaks[name].history_length]:
+            if entry.device != device:
+                continue
+            if is_allocation:
+                live[id(entry)] = entry
+            else:
+                del live[id(entry)]
+        # 3. Describe the live storages.
+        records = [entry.record() for entry in live.values()]
+        records.sort(key=lambda record: -record.nbytes)
+        return Composition(
+            step=step,
+            phase=name,
+            device=device,
+            nbytes=peaks[name].nbytes,
+            holders=tuple(records),
+        )
 
-    # How it is kept.
+    # Recording.
 
-    def _saw(self, name: str, result: Any, args: Any) -> None:
-        for tensor in tensors_in(args) if name != "lift_fresh" else ():  # which is how `torch.tensor` makes one
-            self._pass_over(tensor)
+    def _on_operation(self, name: str, result: Any, args: Any) -> None:
+        # `torch.tensor` ends with this operation: its argument is new.
+        if name != "lift_fresh":
+            for tensor in tensors_in(args):
+                self._exclude_older(tensor)
         module = self._attribution.module
         for tensor in tensors_in(result):
             self._enter(tensor, module, name)
-        self._see_peaks()
+        self._update_peaks()
 
-    def _forward(self) -> None:
-        """A module's forward begins: what came between a step of the optimiser and this has ended."""
+    def _on_forward(self) -> None:
+        """Begin the phase of the forward, if a module's forward follows an optimiser step."""
         if self.phase == "optimizer step":
             self.begin("forward")
 
     def _enter(self, tensor: Tensor, module: str, name: str) -> _Entry | None:
+        """Return the entry of a tensor's storage, a new one if need be; None for a storage from before the start."""
         try:
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # sparse, or of another library's kind
+        except (NotImplementedError, RuntimeError):
+            # The tensor is sparse, or of a class from another library.
             return None
         key = id(storage)
         if key in self._outside:
             return None
-        known = self._known.get(key)
-        if known is not None:
-            entry = known[1]
+        reference_and_entry = self._entries.get(key)
+        if reference_and_entry is None:
+            entry = _Entry(tensor, nbytes, module, name, self.phase)
+        else:
+            entry = reference_and_entry[1]
             if entry.nbytes == nbytes:
                 return entry
-            self._strike(key)  # it was resized: the same tensor anew
-            module, name = entry.module, entry.name
-        entry = _Entry(tensor, nbytes, module, name, self.phase)
-        if known is not None:
-            entry.category = known[1].category
-        self._known[key] = (weakref.ref(storage, lambda _: self._strike(key)), entry)
+            # The storage has another size: record a release and an allocation.
+            self._remove(key)
+            entry = entry.successor(tensor, nbytes, self.phase)
+        self._entries[key] = (weakref.ref(storage, lambda _: self._remove(key)), entry)
         self._history.append((entry, True))
         self._live[entry.device] += nbytes
         return entry
 
-    def _pass_over(self, tensor: Tensor) -> None:
-        """What an operation is given and nobody has made since the start was there before, and is not ours."""
+    def _exclude_older(self, tensor: Tensor) -> None:
+        """Exclude the storage of an operation's argument that no recorded operation has created."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return
         key = id(storage)
-        if key not in self._known and key not in self._outside:
+        if key not in self._entries and key not in self._outside:
+            # The id may belong to another storage later.
             self._outside[key] = weakref.ref(storage, lambda _: self._outside.pop(key, None))
 
-    def _strike(self, key: int) -> None:
-        known = self._known.pop(key, None)
-        if known is not None:
-            entry = known[1]
+    def _remove(self, key: int) -> None:
+        """Record the release of a storage."""
+        reference_and_entry = self._entries.pop(key, None)
+        if reference_and_entry is not None:
+            entry = reference_and_entry[1]
             self._live[entry.device] -= entry.nbytes
             self._history.append((entry, False))
 
-    def _see_peaks(self) -> None:
+    def _update_peaks(self) -> None:
         for device, nbytes in self._live.items():
             key = (self.phase, device)
-            if nbytes > self._peaks.get(key, (-1, 0))[0]:
-                self._peaks[key] = (nbytes, len(self._history))
+            peak = self._peaks.get(key)
+            if peak is None or nbytes > peak.nbytes:
+                self._peaks[key] = _Peak(nbytes, len(self._history))
 
-    def _settle(self) -> None:
-        """Says of what is alive at the end of a phase what it is."""
+    def _categorise(self) -> None:
+        """Set the categories of the live storages at the end of a phase."""
         if self.phase == "forward":
-            for _, entry in list(self._known.values()):
-                if entry.category is None and entry.phase == "forward":
-                    entry.category = "activation"
+            # The weak references may remove entries meanwhile, so the loop runs over a copy.
+            for _, entry in list(self._entries.values()):
+                if entry.phase == "forward":
+                    entry.set_default_category("activation")
         self._enter_module()
         self._enter_optimizers()
 
     def _enter_module(self) -> None:
-        for name, part in self._module.named_modules():
-            for own, parameter in part.named_parameters(recurse=False):
-                self._name(parameter, "parameter", name, own)
+        for module_name, submodule in self._module.named_modules():
+            for name, parameter in submodule.named_parameters(recurse=False):
+                self._identify(parameter, "parameter", module_name, name)
                 if parameter.grad is not None:
-                    self._name(parameter.grad, "gradient", name, f"gradient of {own}")
-            for own, buffer in part.named_buffers(recurse=False):
-                self._name(buffer, "buffer", name, own)
+                    self._identify(parameter.grad, "gradient", module_name, f"gradient of {name}")
+            for name, buffer in submodule.named_buffers(recurse=False):
+                self._identify(buffer, "buffer", module_name, name)
 
     def _enter_optimizers(self) -> None:
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        parameter_names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
-                module, _, own = names.get(id(parameter), "").rpartition(".")
-                for key, value in state.items() if isinstance(state, Mapping) else ():
-                    for tensor in tensors_in(value):
-                        self._name(tensor, "optimizer state", module, f"{key} of {own}" if own else str(key))
+                # Some optimisers have states of another form beside those of the parameters.
+                if isinstance(state, Mapping):
+                    self._enter_state(state, parameter_names.get(id(parameter), ""))
 
-    def _name(self, tensor: Tensor, category: Category, module: str, name: str) -> None:
+    def _enter_state(self, state: Mapping[Any, Any], parameter_name: str) -> None:
+        """Enter an optimiser's state of one parameter."""
+        module_name, _, name = parameter_name.rpartition(".")
+        for key, value in state.items():
+            state_name = str(key)
+            if name:
+                state_name += f" of {name}"
+            for tensor in tensors_in(value):
+                self._identify(tensor, "optimizer state", module_name, state_name)
+
+    def _identify(self, tensor: Tensor, category: Category, module: str, name: str) -> None:
         entry = self._enter(tensor, module, name)
-        if entry is not None and (entry.category is None or entry.category in ("activation", "temporary")):
-            entry.category, entry.module, entry.name = category, module, name
-            if tensor.untyped_storage().nbytes() == tensor.nbytes:
-                entry.shape = tuple(tensor.shape)
+        if entry is not None:
+            entry.identify(tensor, category, module, name)
