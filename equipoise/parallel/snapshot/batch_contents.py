@@ -1,7 +1,7 @@
 """Snapshot of the containers of a batch, so that a step can run again on the same batch.
 
 Steps take entries out of a batch (`labels = batch.pop("labels")`) or put some in. No tensor is copied, and the
-containers stay the same objects: whoever holds the batch finds in it what it held before.
+containers stay the same objects: every reference to the batch has the same contents afterwards as before.
 """
 
 from collections import deque
@@ -12,11 +12,12 @@ from typing import Any
 
 __all__ = ["BatchContents"]
 
-_NOTHING = object()  # stands for a field without a value
+# Stands for a field without a value.
+_MISSING = object()
 
 
 class BatchContents:
-    """Note what a nested batch holds, and bring it back.
+    """Note the contents of a nested batch, and restore them.
 
     Mappings, lists, deques and dataclasses are noted, also inside of tuples.
 
@@ -34,55 +35,72 @@ class BatchContents:
     """
 
     def __init__(self, batch: Any) -> None:
-        self._noted = list(_noted(batch))
+        # Every container with its items, the outer ones first.
+        self._contents = list(_containers_in(batch))
 
     def restore(self) -> None:
-        """Bring the contents back; containers that hold the same as before are not touched."""
-        for container, held in self._noted:
-            now = _held_by(container)
-            if len(now) != len(held) or not all(map(is_, now, held)):
-                _fill(container, held)
+        """Restore the contents. Containers that have not changed are not touched."""
+        for container, items in self._contents:
+            present = _items_of(container)
+            same = len(present) == len(items)
+            if same:
+                same = all(map(is_, present, items))
+            if not same:
+                _fill(container, items)
 
     def now(self) -> "BatchContents":
-        """Return what the same containers hold now, also those that were taken out of the batch."""
+        """Return the present contents of the same containers, also of those that were removed from the batch."""
         present = BatchContents(None)
-        present._noted = [(container, _held_by(container)) for container, _ in self._noted]
+        for container, _ in self._contents:
+            items = _items_of(container)
+            present._contents.append((container, items))
         return present
 
 
-def _noted(value: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield every container that can be changed, with what it holds."""
+def _containers_in(value: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield every mutable container in a value, with its items."""
     if isinstance(value, tuple):
-        held = list(value)
-    elif isinstance(value, (MutableMapping, list, deque)) or (is_dataclass(value) and not isinstance(value, type)):
-        held = _held_by(value)
-        yield value, held
+        items = list(value)
+    elif _is_mutable_container(value):
+        items = _items_of(value)
+        yield value, items
     else:
         return
-    for item in held:
-        yield from _noted(item)
+    for item in items:
+        yield from _containers_in(item)
 
 
-def _held_by(container: Any) -> list[Any]:
+def _is_mutable_container(value: Any) -> bool:
+    if isinstance(value, (MutableMapping, list, deque)):
+        return True
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _items_of(container: Any) -> list[Any]:
     """Return the keys and then the values of a mapping, the items of a list, the values of a dataclass's fields."""
     if isinstance(container, MutableMapping):
         return [*container.keys(), *container.values()]
     if isinstance(container, (list, deque)):
         return list(container)
-    return [getattr(container, field.name, _NOTHING) for field in fields(container)]
+    return [getattr(container, field.name, _MISSING) for field in fields(container)]
 
 
-def _fill(container: Any, held: list[Any]) -> None:
-    """Let a container hold what it held before."""
+def _fill(container: Any, items: list[Any]) -> None:
+    """Replace the contents of a container by items that `_items_of` returned."""
     if isinstance(container, MutableMapping):
         container.clear()
-        half = len(held) // 2
-        for key, value in zip(held[:half], held[half:], strict=True):
+        half = len(items) // 2
+        keys = items[:half]
+        values = items[half:]
+        pairs = zip(keys, values, strict=True)
+        for key, value in pairs:
             container[key] = value
     elif isinstance(container, (list, deque)):
         container.clear()
-        container.extend(held)
+        container.extend(items)
     else:
-        for field, value in zip(fields(container), held, strict=True):
-            if value is not _NOTHING:
-                object.__setattr__(container, field.name, value)  # the dataclass may be frozen
+        pairs = zip(fields(container), items, strict=True)
+        for field, value in pairs:
+            if value is not _MISSING:
+                # The dataclass may be frozen.
+                object.__setattr__(container, field.name, value)

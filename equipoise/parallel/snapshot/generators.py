@@ -1,4 +1,4 @@
-"""Random generators that loaders, samplers and data sets hold for themselves."""
+"""Random generators in the attributes of loaders, samplers and data sets."""
 
 import random
 import sys
@@ -12,46 +12,71 @@ import torch
 
 __all__ = ["find_generators", "linked", "restorer", "samplers_of"]
 
-_SAMPLERS = ("batch_sampler", "sampler")  # of a loader, a batch sampler
-_DEPTH = 6  # dataset.transform.transforms[0].transforms[0].generator, say: an attribute, an item, each is one
-_LENGTH = 64  # of a list or dictionary; longer ones are data, not transforms
-_MOST = 10_000  # things that are looked at, nearer ones first
+# Attributes of a loader or batch sampler.
+_SAMPLERS = ("batch_sampler", "sampler")
+_LINKS = (*_SAMPLERS, "dataset")
+# Steps from an object to a generator. An attribute and an item are one step each:
+# dataset.transform.transforms[0].transforms[0].generator, for instance.
+_DEPTH = 6
+# Longer lists and dictionaries are data, not transforms.
+_LENGTH = 64
+# Number of objects that are examined, nearer ones first.
+_MOST_OBJECTS = 10_000
+# Types without generators inside.
 _LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, ModuleType)
 
 
 def linked(holders: Iterable[Any]) -> Iterator[Any]:
-    """Loaders and the like, with their samplers and data, the parts of composed data among them, each once."""
-    waiting, seen = list(holders), set()
+    """Yield loaders and the like, with their samplers and data, each once.
+
+    Data include the parts of composed data.
+
+    Args:
+        holders: Loaders, samplers or data sets.
+    """
+    waiting = list(holders)
+    visited = set()
     while waiting:
         holder = waiting.pop()
-        if holder is not None and id(holder) not in seen:
-            seen.add(id(holder))
-            yield holder
-            waiting += [getattr(holder, link, None) for link in (*_SAMPLERS, "dataset")]  # or that of a subset
-            parts = getattr(holder, "datasets", None)  # of a ConcatDataset
-            waiting += (
-                parts.values() if isinstance(parts, Mapping) else parts if isinstance(parts, (list, tuple)) else ()
-            )
+        if holder is None or id(holder) in visited:
+            continue
+        visited.add(id(holder))
+        yield holder
+        # A subset has a `dataset`, too.
+        for link in _LINKS:
+            target = getattr(holder, link, None)
+            waiting.append(target)
+        # The parts of a ConcatDataset.
+        parts = getattr(holder, "datasets", None)
+        if isinstance(parts, Mapping):
+            waiting.extend(parts.values())
+        elif isinstance(parts, (list, tuple)):
+            waiting.extend(parts)
 
 
 def samplers_of(holders: Iterable[Any]) -> list[Any]:
-    """The samplers and batch samplers of loaders and the like, each once."""
-    linked_to = (getattr(holder, link, None) for holder in linked(holders) for link in _SAMPLERS)
-    return list({id(sampler): sampler for sampler in linked_to if hasattr(sampler, "__dict__")}.values())
+    """Return the samplers and batch samplers of loaders and the like, each once."""
+    samplers: dict[int, Any] = {}
+    for holder in linked(holders):
+        for link in _SAMPLERS:
+            sampler = getattr(holder, link, None)
+            if hasattr(sampler, "__dict__"):
+                samplers[id(sampler)] = sampler
+    return list(samplers.values())
 
 
 def find_generators(holders: Iterable[Any], depth: int = _DEPTH) -> list[Any]:
-    """The generators in the attributes of something, and in what those hold, each once.
+    """Return the generators in the attributes of objects, and in the attributes of those, each once.
 
-    Lists, tuples, dictionaries, the objects of bound methods and the arguments of partial functions are looked into as
-    well, those of more than 64 items excepted. What closures and slots hold is not found.
+    Lists, tuples, dictionaries, the objects of bound methods and the arguments of partial functions are examined as
+    well, if they have at most 64 items. Generators in closures and slots are not found.
 
     Args:
-        holders: Where to look.
-        depth: How many steps away, an attribute or an item being one each. Default: 6.
+        holders: The objects to examine.
+        depth: The largest number of steps. An attribute and an item are one step each. Default: 6.
 
     Returns:
-        Those of torch and numpy, and Python's.
+        Generators of torch, numpy and Python.
 
     Example:
         >>> class Flip:
@@ -61,59 +86,77 @@ def find_generators(holders: Iterable[Any], depth: int = _DEPTH) -> list[Any]:
         >>> len(find_generators([Data()]))
         1
     """
-    kinds = _kinds()
-    found = (each for holder in holders for each in _walk(holder, kinds, depth))
-    return list({id(each): each for each in found}.values())
+    types = _generator_types()
+    generators: dict[int, Any] = {}
+    for holder in holders:
+        for generator in _search(holder, types, depth):
+            generators[id(generator)] = generator
+    return list(generators.values())
 
 
-def _kinds() -> tuple[type, ...]:
-    if (numpy := sys.modules.get("numpy.random")) is None:  # then there are none of its
-        return (torch.Generator, random.Random)
-    return (torch.Generator, random.Random, numpy.Generator, numpy.RandomState)
+def _generator_types() -> tuple[type, ...]:
+    types: list[type] = [torch.Generator, random.Random]
+    # Without an import of numpy there are none of its generators.
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        types.append(numpy.Generator)
+        types.append(numpy.RandomState)
+    return tuple(types)
 
 
-def _walk(holder: Any, kinds: tuple[type, ...], depth: int) -> Iterator[Any]:
-    seen: set[int] = set()
+def _search(holder: Any, types: tuple[type, ...], depth: int) -> Iterator[Any]:
+    """Yield the generators of these types near an object, breadth first."""
+    visited: set[int] = set()
     waiting = deque([(holder, 0)])
-    while waiting and len(seen) < _MOST:
+    while waiting and len(visited) < _MOST_OBJECTS:
         value, steps = waiting.popleft()
-        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+        if value is None or isinstance(value, _LEAVES):
             continue
-        seen.add(id(value))
-        if isinstance(value, kinds):
-            if not isinstance(value, random.SystemRandom):  # which has no state
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, types):
+            # A SystemRandom has no state.
+            if not isinstance(value, random.SystemRandom):
                 yield value
         elif steps < depth:
-            waiting.extend((each, steps + 1) for each in _held(value))
+            for neighbour in _neighbours_of(value):
+                waiting.append((neighbour, steps + 1))
 
 
-def _held(value: Any) -> Iterable[Any]:
-    """What an object refers to, as far as it is looked into."""
+def _neighbours_of(value: Any) -> Iterable[Any]:
+    """Return the objects one step away: items, attributes, and the parts of methods and partial functions."""
+    if isinstance(value, (list, tuple, dict)) and len(value) > _LENGTH:
+        return ()
     if isinstance(value, (list, tuple)):
-        return value if len(value) <= _LENGTH else ()
+        return value
     if isinstance(value, dict):
-        return list(value.values()) if len(value) <= _LENGTH else ()
+        return list(value.values())
     if isinstance(value, MethodType):
-        return (value.__self__,)
+        return [value.__self__]
     if isinstance(value, partial):
-        return (value.func, *value.args, *value.keywords.values())
+        arguments = [*value.args, *value.keywords.values()]
+        return [value.func, *arguments]
     try:
-        attributes = object.__getattribute__(value, "__dict__")  # no property, no proxy is asked
+        # Runs no property and no code of a proxy.
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return ()
-    return list(attributes.values()) if isinstance(attributes, dict) else ()
+    if not isinstance(attributes, dict):
+        return ()
+    return list(attributes.values())
 
 
 def restorer(generator: Any) -> Callable[[], Any]:
-    """A function that sets a generator back to where it is now."""
+    """Return a function that restores the present state of a generator."""
     if isinstance(generator, torch.Generator):
-        state = generator.get_state()
-        return lambda: generator.set_state(state)
+        torch_state = generator.get_state()
+        return partial(generator.set_state, torch_state)
     if isinstance(generator, random.Random):
-        words = generator.getstate()
-        return lambda: generator.setstate(words)
+        python_state = generator.getstate()
+        return partial(generator.setstate, python_state)
     if hasattr(generator, "bit_generator"):
-        bits, before = generator.bit_generator, generator.bit_generator.state
-        return lambda: setattr(bits, "state", before)
-    legacy = generator.get_state(legacy=False)
-    return lambda: generator.set_state(legacy)
+        bit_generator = generator.bit_generator
+        return partial(setattr, bit_generator, "state", bit_generator.state)
+    legacy_state = generator.get_state(legacy=False)
+    return partial(generator.set_state, legacy_state)

@@ -1,8 +1,8 @@
 """Run a piece of work with a module and restore all state afterwards.
 
-Put back, to the bit: the attributes of submodules and samplers, training modes among them; buffers and metrics; torch's
-generators on all devices, Python's and numpy's; and the generators that the module, a loader, its samplers, its data
-and their transforms hold for themselves. Parameters and gradients are left alone: nothing here changes them.
+Restored to the bit: the attributes of submodules and samplers, training modes among them; buffers and metrics; the
+generators of torch on all devices, of Python and of numpy; and the generators in attributes of the module, a loader,
+its samplers, its data and their transforms. Parameters and gradients are not restored: nothing here changes them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,15 +20,15 @@ __all__ = ["preserve_state"]
 
 @contextmanager
 def preserve_state(module: nn.Module, *holders: Any) -> Iterator[None]:
-    """What is done inside leaves no trace in a module, in what holds generators, and in no random generator.
+    """Restore the state of a module, of loaders and of all random generators at the end of a `with` block.
 
-    What an attribute refers to may still be changed in place, as by `self.seen.append(...)`: that stays. Buffers are
-    copied for the time being, on their device.
+    An object in an attribute may still be changed in place, as by `self.outputs.append(...)`: that stays. Buffers are
+    copied, on their device, until the end.
 
     Args:
         module: The module.
-        holders: Loaders and the like. The attributes of their samplers are put back, and their generators, those of
-            samplers, data and transforms among them, as far as `find_generators` finds them.
+        holders: Loaders and the like. The attributes of their samplers are restored, and all generators that
+            `find_generators` finds in loaders, samplers, data and transforms.
 
     Example:
         >>> import torch
@@ -39,35 +39,48 @@ def preserve_state(module: nn.Module, *holders: Any) -> Iterator[None]:
         [True, False]
     """
     parts = list(module.modules())
-    before = [(part, part.training, dict(vars(part))) for part in parts]
-    samplers = [(sampler, dict(vars(sampler))) for sampler in samplers_of(holders)]
-    rewind = StepSnapshot(module, ())
+    modules = []
+    for part in parts:
+        attributes = dict(vars(part))
+        modules.append((part, part.training, attributes))
+    # A sampler may count its epochs.
+    samplers = []
+    for sampler in samplers_of(holders):
+        attributes = dict(vars(sampler))
+        samplers.append((sampler, attributes))
+    snapshot = StepSnapshot(module, ())
     with random_state.isolated():
-        rewind.mark()
-        generators = [*find_generators(parts, depth=1), *find_generators(linked(holders))]
-        restore_generators = [restorer(each) for each in generators]
+        snapshot.mark()
+        generators = find_generators(parts, depth=1)
+        generators += find_generators(linked(holders))
+        restore_generators = [restorer(generator) for generator in generators]
         try:
             yield
         finally:
-            _restore_parts(before)
-            for sampler, attributes in samplers:  # one may count its epochs
+            _restore_modules(modules)
+            for sampler, attributes in samplers:
                 _restore_attributes(sampler, attributes)
-            rewind.restore()
+            snapshot.restore()
             for restore in restore_generators:
                 restore()
 
 
-def _restore_parts(before: Iterable[tuple[nn.Module, bool, dict[str, Any]]]) -> None:
-    for part, mode, _ in before:
-        # An override may do more than set the mode: weights that are merged for an evaluation are parted again.
-        if type(part).train is not nn.Module.train and part.training != mode:
-            part.train(mode)
-    for part, mode, attributes in before:
-        _restore_attributes(part, attributes)
-        part.training = mode  # a scripted module keeps it elsewhere
+def _restore_modules(modules: Iterable[tuple[nn.Module, bool, dict[str, Any]]]) -> None:
+    """Restore the training modes and attributes of modules."""
+    # 1. An override may do more than set the mode: it may separate weights that it merged for an evaluation.
+    for module, mode, _ in modules:
+        overrides_train = type(module).train is not nn.Module.train
+        if overrides_train and module.training != mode:
+            module.train(mode)
+    # 2. A scripted module has its mode outside of its attributes.
+    for module, mode, attributes in modules:
+        _restore_attributes(module, attributes)
+        module.training = mode
 
 
 def _restore_attributes(holder: Any, attributes: dict[str, Any]) -> None:
-    for name in [name for name in vars(holder) if name not in attributes]:
-        del vars(holder)[name]
-    vars(holder).update(attributes)
+    present = vars(holder)
+    added = present.keys() - attributes.keys()
+    for name in added:
+        del present[name]
+    present.update(attributes)

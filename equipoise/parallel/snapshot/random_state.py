@@ -1,7 +1,7 @@
 """Capture and restore every random generator that a step can draw from.
 
-Torch's generators of the CPU, of every CUDA device and of MPS, Python's `random`, and numpy's global generator. What a
-process has not begun to use is left alone: CUDA is never initialised and numpy never imported in order to look at it.
+These are torch's generators of the CPU, of every CUDA device and of MPS, Python's `random`, and numpy's global
+generator. A capture never initialises CUDA and never imports numpy: where they are not in use there is no state.
 """
 
 import random
@@ -27,12 +27,12 @@ class RandomState:
     """The state of every random generator at one moment; see `capture`.
 
     Attributes:
-        cpu: Torch's generator, bytes.
-        cuda: The generators of the CUDA devices in order; empty where CUDA was not in use.
-        mps: The generator of MPS; None where there is none.
-        python: What `random.getstate()` returns.
-        numpy: What `numpy.random.get_state(legacy=False)` returns, its arrays as tensors, since a safe reader of
-            checkpoints refuses arrays; None where numpy was not in use.
+        cpu: State of torch's generator of the CPU, bytes.
+        cuda: States of the generators of the CUDA devices in order. Empty: CUDA was not in use.
+        mps: State of the generator of MPS. None: MPS is not available.
+        python: State as `random.getstate()` returns it.
+        numpy: State as `numpy.random.get_state(legacy=False)` returns it, its arrays as tensors, since a safe reader of
+            checkpoints refuses arrays. None: numpy was not in use.
 
     Example:
         >>> state = capture()
@@ -49,24 +49,26 @@ class RandomState:
     numpy: dict[str, Any] | None
 
     def restore(self) -> None:
-        """Puts every captured generator back; one that was not captured keeps its state.
+        """Restore every captured generator. Other generators keep their state.
 
-        States of CUDA devices that this machine lacks are passed over. Where CUDA is not yet initialised its generators
-        get their state when it is.
+        States of CUDA devices that this machine lacks are ignored. If CUDA is not yet initialised, its generators get
+        their state at the initialisation.
         """
         torch.set_rng_state(self.cpu)
         if self.cuda:
-            for index, state in enumerate(self.cuda[: torch.cuda.device_count()]):
+            device_count = torch.cuda.device_count()
+            for index, state in enumerate(self.cuda[:device_count]):
                 torch.cuda.set_rng_state(state, index)
         if self.mps is not None and torch.backends.mps.is_available():
             torch.mps.set_rng_state(self.mps)
         random.setstate(self.python)
         if self.numpy is not None:
-            # A resumed run may not have come to the import yet.
-            import_module("numpy.random").set_state(_arrays(self.numpy))
+            # A resumed run may not have imported it yet.
+            numpy_random = import_module("numpy.random")
+            numpy_random.set_state(_arrays(self.numpy))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and plain containers only, so that `torch.load(weights_only=True)` reads it."""
+        """Return the state as tensors and plain containers, which `torch.load(weights_only=True)` reads."""
         return {
             "cpu": self.cpu,
             "cuda": list(self.cuda),
@@ -77,61 +79,91 @@ class RandomState:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "RandomState":
-        """Makes a state from what `state_dict` returned, wherever its tensors were loaded to.
+        """Return the state whose `state_dict` this is. Its tensors may be on any device.
+
+        Args:
+            state: A return value of `state_dict`.
 
         Raises:
-            CheckpointError: If a generator's state is missing, or is none of that generator.
+            CheckpointError: If the state of a generator is missing, or is not valid for that generator.
         """
         missing = [name for name in cls.__dataclass_fields__ if name not in state]
         if missing:
+            expected = ", ".join(cls.__dataclass_fields__)
+            present = ", ".join(map(str, state)) or "nothing"
             raise CheckpointError(
-                f"A random state holds {', '.join(cls.__dataclass_fields__)}, but this one lacks {', '.join(missing)}"
-                f" and holds {', '.join(map(str, state)) or 'nothing'}. Use what `RandomState.state_dict` returned."
+                f"A random state holds {expected}, but this one lacks {', '.join(missing)} and holds {present}."
+                " Use what `RandomState.state_dict` returned."
             )
         try:
             version, words, spare = state["python"]
-            made = cls(
-                cpu=state["cpu"].cpu(),
-                cuda=tuple(tensor.cpu() for tensor in state["cuda"]),
-                mps=None if state["mps"] is None else state["mps"].cpu(),
+            cpu = state["cpu"].cpu()
+            cuda = [tensor.cpu() for tensor in state["cuda"]]
+            mps = state["mps"]
+            if mps is not None:
+                mps = mps.cpu()
+            random_state = cls(
+                cpu=cpu,
+                cuda=tuple(cuda),
+                mps=mps,
                 python=(version, tuple(words), spare),
                 numpy=state["numpy"],
             )
-            made._try()
+            random_state._check()
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"A random state is damaged: {type(error).__name__}: {str(error).rstrip('.')}. Take another checkpoint."
-            ) from error
-        return made
+            kind = type(error).__name__
+            reason = str(error).rstrip(".")
+            raise CheckpointError(f"A random state is damaged: {kind}: {reason}. Take another checkpoint.") from error
+        return random_state
 
-    def _try(self) -> None:
-        """Give the states to generators that nobody uses, which refuse what is no state of theirs."""
-        torch.Generator().set_state(self.cpu)
-        random.Random().setstate(self.python)
+    def _check(self) -> None:
+        """Set the states of unused generators, which refuse states that are not valid."""
+        # The global generators must not change: the state may be damaged.
+        torch_generator = torch.Generator()
+        torch_generator.set_state(self.cpu)
+        python_generator = random.Random()
+        python_generator.setstate(self.python)
         if self.numpy is not None:
-            of_numpy = import_module("numpy.random")
-            kinds = {kind: getattr(of_numpy, kind) for kind in _GENERATORS_OF_NUMPY}
-            of_numpy.RandomState(kinds[self.numpy["bit_generator"]]()).set_state(_arrays(self.numpy))
-        others = [*self.cuda, *([] if self.mps is None else [self.mps])]
-        if any(state.dtype != torch.uint8 or state.dim() != 1 for state in others):
-            raise TypeError("the state of a generator of a GPU is no sequence of bytes")
+            numpy_random = import_module("numpy.random")
+            bit_generators = {name: getattr(numpy_random, name) for name in _GENERATORS_OF_NUMPY}
+            bit_generator = bit_generators[self.numpy["bit_generator"]]
+            numpy_generator = numpy_random.RandomState(bit_generator())
+            numpy_generator.set_state(_arrays(self.numpy))
+        # This machine may have no such device to try the state.
+        device_states = list(self.cuda)
+        if self.mps is not None:
+            device_states.append(self.mps)
+        for state in device_states:
+            if state.dtype != torch.uint8 or state.dim() != 1:
+                raise TypeError("the state of a generator of a GPU is no sequence of bytes")
 
 
 def capture() -> RandomState:
-    """Captures every random generator in use; draws from none."""
+    """Capture every random generator in use. Draws from none."""
+    cuda: list[Tensor] = []
+    if _cuda_in_use():
+        cuda = torch.cuda.get_rng_state_all()
+    mps = None
+    if torch.backends.mps.is_available():
+        mps = torch.mps.get_rng_state()
+    numpy = None
     numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy = _tensors(numpy_random.get_state(legacy=False))
     return RandomState(
         cpu=torch.get_rng_state(),
-        cuda=tuple(torch.cuda.get_rng_state_all()) if _cuda_in_use() else (),
-        mps=torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+        cuda=tuple(cuda),
+        mps=mps,
         python=random.getstate(),
-        numpy=None if numpy_random is None else _tensors(numpy_random.get_state(legacy=False)),
+        numpy=numpy,
     )
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """What is drawn inside is undone at the end, also by an error: whoever draws afterwards sees nothing of it.
+    """Restore every random generator at the end of a `with` block, also after an error.
+
+    Later draws are the same as without the block.
 
     Example:
         >>> with isolated():
@@ -151,14 +183,19 @@ def _cuda_in_use() -> bool:
 
 
 def _tensors(value: Any) -> Any:
-    """Turns the arrays of a numpy state into tensors."""
+    """Turn the arrays of a numpy state into tensors."""
     if isinstance(value, dict):
         return {key: _tensors(item) for key, item in value.items()}
-    return torch.from_numpy(value) if isinstance(value, sys.modules["numpy"].ndarray) else value
+    numpy = sys.modules["numpy"]
+    if isinstance(value, numpy.ndarray):
+        return torch.from_numpy(value)
+    return value
 
 
 def _arrays(value: Any) -> Any:
-    """Turns tensors back into arrays."""
+    """Turn tensors back into arrays."""
     if isinstance(value, dict):
         return {key: _arrays(item) for key, item in value.items()}
-    return value.cpu().numpy() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.cpu().numpy()
+    return value
