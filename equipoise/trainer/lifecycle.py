@@ -46,7 +46,7 @@ from equipoise.trainer.runtime.preflight import check_run, placing
 from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.runtime.signals import signals_noted, uninterrupted
-from equipoise.trainer.settings.defaults import merge_callbacks
+from equipoise.trainer.settings.callbacks import merge_callbacks
 from equipoise.trainer.settings.refused_callbacks import refuse_tuner
 
 if TYPE_CHECKING:

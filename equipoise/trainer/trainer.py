@@ -24,6 +24,7 @@ from equipoise.trainer.settings import arguments as check
 from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.argument_names import suggests_arguments
 from equipoise.trainer.settings.arguments import Duration
+from equipoise.trainer.settings.callbacks import select_callbacks
 from equipoise.trainer.settings.devices import Devices
 from equipoise.trainer.surface.public_state import PublicState
 
@@ -196,7 +197,7 @@ class Trainer(PublicState):
         self.checkpoint_io = select.select_checkpoint_io(plugins)
         self.profiler = check.make_profiler(given["profiler"])
         self.loggers = select.select_loggers(given["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
-        self.callbacks = select.select_callbacks(
+        self.callbacks = select_callbacks(
             callbacks,
             enable_checkpointing=given["enable_checkpointing"],
             enable_progress_bar=given["enable_progress_bar"],

@@ -29,16 +29,22 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
         Traceback (most recent call last):
         equipoise.errors.ConfigurationTypeError: Trainer takes no argument 'max_epoch'; did you mean 'max_epochs'?
     """
-    known = [name for name in inspect.signature(constructor).parameters if name != "self"]
+    # Read the signature once, not in each call.
+    parameters = list(inspect.signature(constructor).parameters)
+    parameters.remove("self")
 
     @functools.wraps(constructor)
     def checked(*arguments: P.args, **options: P.kwargs) -> R:
-        unknown = [name for name in options if name not in known]
-        if unknown:
+        for name in options:
+            if name in parameters:
+                continue
             owner = type(arguments[0]).__name__
-            near = get_close_matches(unknown[0], known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}."
-            raise ConfigurationTypeError(f"{owner} takes no argument {unknown[0]!r}; {hint}")
+            # The nearest parameter, or all of them if none is near.
+            hint = f"there are: {', '.join(parameters)}."
+            matches = get_close_matches(name, parameters, n=1)
+            if matches:
+                hint = f"did you mean {matches[0]!r}?"
+            raise ConfigurationTypeError(f"{owner} takes no argument {name!r}; {hint}")
         return constructor(*arguments, **options)
 
     return checked

@@ -1,4 +1,4 @@
-"""Check the arguments of the Trainer, once, when it is made."""
+"""Check the arguments of the Trainer, once, in its constructor."""
 
 import math
 import re
@@ -23,6 +23,7 @@ __all__ = [
     "check_patterns",
     "check_val_intervals",
     "gradient_clipping",
+    "is_integer",
     "make_profiler",
     "seconds_of",
 ]
@@ -37,87 +38,153 @@ _PROFILERS: dict[str, type[Profiler]] = {
 
 
 def check_choice(name: str, value: Any, choices: list[str]) -> str:
-    """Checks that a value is one of several names.
+    """Check that a value is one of several names.
 
     Args:
         name: The argument's name.
-        value: What was given.
+        value: Its value.
         choices: The allowed names.
 
     Raises:
-        ConfigurationError: Naming the choices and the nearest of them.
+        ConfigurationError: If it is none of them; the message names the choices and the nearest of them.
     """
     if value in choices:
         return str(value)
-    near = get_close_matches(str(value).lower(), choices, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigurationError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.{hint}")
+    hint = ""
+    matches = get_close_matches(str(value).lower(), choices, n=1)
+    if matches:
+        hint = f" Did you mean {matches[0]!r}?"
+    options = ", ".join(map(repr, choices))
+    raise ConfigurationError(f"{name} must be one of {options}, not {value!r}.{hint}")
 
 
 def check_count(name: str, value: Any, *, least: int, optional: bool = False, unlimited: bool = False) -> Any:
-    """Checks an integer.
+    """Check an integer.
 
     Args:
         name: The argument's name.
-        value: What was given.
+        value: Its value.
         least: The smallest allowed value.
-        optional: Whether None is allowed.
-        unlimited: Whether -1 is allowed and means no limit.
+        optional: Whether None is allowed. Default: False.
+        unlimited: Whether -1 is allowed and means no limit. Default: False.
+
+    Returns:
+        The value.
+
+    Raises:
+        ConfigurationError: If it is not such an integer.
     """
+    # 1. Allowed values.
     if value is None and optional:
         return value
-    if isinstance(value, bool) or not isinstance(value, int) or (value < least and not (unlimited and value == -1)):
-        also = ", or -1 for no limit" * unlimited + ", or None" * optional
-        raise ConfigurationError(f"{name} must be an integer of at least {least}{also}, not {value!r}.")
-    return value
+    if is_integer(value):
+        if value >= least:
+            return value
+        if value == -1 and unlimited:
+            return value
+
+    # 2. All others.
+    alternatives = ""
+    if unlimited:
+        alternatives += ", or -1 for no limit"
+    if optional:
+        alternatives += ", or None"
+    raise ConfigurationError(f"{name} must be an integer of at least {least}{alternatives}, not {value!r}.")
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer; Python counts True and False among them, this function does not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_flags(**flags: Any) -> None:
-    """Checks that switches, given by name, are True, False, or None where that stands for a default."""
+    """Check that switches are True or False, or None for a default.
+
+    Args:
+        flags: The values, by the names of the arguments.
+
+    Raises:
+        ConfigurationError: If a value is something else.
+    """
     for name, value in flags.items():
         if value is not None and not isinstance(value, bool):
             raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
 
 
 def check_batch_limit(name: str, value: Any) -> int | float:
-    """Checks a number of batches (int) or a fraction of them (float between 0 and 1); None stands for 1.0.
+    """Check a number of batches (int) or a fraction of them (float between 0 and 1).
 
     Args:
         name: The argument's name.
-        value: What was given.
+        value: Its value; None stands for 1.0.
+
+    Returns:
+        The number, an integer if it exceeds 1, or the fraction.
+
+    Raises:
+        ConfigurationError: If it is neither.
     """
     if value is None:
         return 1.0
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or value < 0
-        or (value > 1 and value % 1 != 0)
-        or not math.isfinite(value)
-    ):
+    if not _is_batch_limit(value):
         raise ConfigurationError(
             f"{name} must be a number of batches (an integer from 0) or a fraction (0.0 to 1.0), not {value!r}."
         )
     if value == 1:
-        meaning = "one batch" if isinstance(value, int) else "all batches"
+        # 1 and 1.0 are easily confused.
+        meaning = "all batches"
+        if isinstance(value, int):
+            meaning = "one batch"
         rank_zero_info(f"{name}={value!r} means {meaning}.")
-    return int(value) if value > 1 else value
+    limit: int | float = value
+    # 2.0 is a number of batches as well.
+    if value > 1:
+        limit = int(value)
+    return limit
+
+
+def _is_batch_limit(value: Any) -> bool:
+    # Texts cannot be compared with numbers.
+    if not _is_number(value):
+        return False
+    if value < 0 or not math.isfinite(value):
+        return False
+    return value <= 1 or float(value).is_integer()
 
 
 def check_val_intervals(val_check_interval: Any, check_val_every_n_epoch: Any) -> tuple[int | float, float | None]:
-    """Checks how often to validate.
+    """Check the interval of validations.
+
+    Args:
+        val_check_interval: A number of batches, a fraction of the epoch, a time, or None.
+        check_val_every_n_epoch: A number of epochs; None: batches are counted over epochs.
 
     Returns:
-        The interval in batches or as a fraction of the epoch, and the interval in seconds, if it was given as a time.
+        The interval in batches or as a fraction of the epoch, and the interval in seconds, if it is a time.
+
+    Raises:
+        ConfigurationError: If a value is wrong, or the two contradict each other.
     """
     check_count("check_val_every_n_epoch", check_val_every_n_epoch, least=1, optional=True)
-    if isinstance(val_check_interval, (str, timedelta, dict)):
-        return 1.0, seconds_of("val_check_interval", val_check_interval)
-    if check_val_every_n_epoch is None and (val_check_interval is None or isinstance(val_check_interval, float)):
+
+    # 1. A time.
+    if isinstance(val_check_interval, str | timedelta | dict):
+        seconds = seconds_of("val_check_interval", val_check_interval)
+        return 1.0, seconds
+
+    # 2. A fraction of the epoch needs an epoch.
+    is_fraction = val_check_interval is None or isinstance(val_check_interval, float)
+    if check_val_every_n_epoch is None and is_fraction:
         raise ConfigurationError(
             "check_val_every_n_epoch=None counts batches over epochs, so val_check_interval must be an integer or"
             f" a time, not {val_check_interval!r}."
         )
+
+    # 3. A number of batches, or a fraction.
     interval = check_batch_limit("val_check_interval", val_check_interval)
     if interval == 0 and val_check_interval is not None:
         raise ConfigurationError(
@@ -127,21 +194,23 @@ def check_val_intervals(val_check_interval: Any, check_val_every_n_epoch: Any) -
 
 
 def seconds_of(name: str, value: Duration) -> float:
-    """The seconds of a time given as "DD:HH:MM:SS", a timedelta, or a dictionary of timedelta's arguments.
+    """Return a time in seconds.
 
     Args:
         name: The argument's name.
-        value: What was given.
+        value: The time: "DD:HH:MM:SS", a timedelta, or a dictionary of timedelta's arguments.
+
+    Raises:
+        ConfigurationError: If it is no time, or negative.
     """
     try:
         if isinstance(value, timedelta):
-            seconds = value.total_seconds()
+            duration = value
         elif isinstance(value, dict):
-            seconds = timedelta(**value).total_seconds()
+            duration = timedelta(**value)
         else:
-            match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value.strip())
-            days, hours, minutes, rest = map(int, match.groups() if match is not None else ())
-            seconds = timedelta(days=days, hours=hours, minutes=minutes, seconds=rest).total_seconds()
+            duration = _parse_duration(value)
+        seconds = duration.total_seconds()
     except (TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigurationError(
             f"A time for {name} is given as 'DD:HH:MM:SS', a datetime.timedelta or a dictionary such as"
@@ -152,9 +221,29 @@ def seconds_of(name: str, value: Duration) -> float:
     return seconds
 
 
+def _parse_duration(text: str) -> timedelta:
+    match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text.strip())
+    if match is None:
+        raise ValueError(text)
+    days, hours, minutes, seconds = map(int, match.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+
+
 def gradient_clipping(value: Any, algorithm: Any) -> tuple[float | None, str | None]:
-    """Checks the arguments of gradient clipping."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+    """Check the arguments of gradient clipping.
+
+    Args:
+        value: The threshold, from 0; None: no clipping.
+        algorithm: "norm" or "value"; None: the default.
+
+    Returns:
+        The threshold and the algorithm, in lower case.
+
+    Raises:
+        ConfigurationError: If one of them is something else.
+    """
+    # `not value >= 0` refuses NaN as well.
+    if value is not None and (not _is_number(value) or not value >= 0):
         raise ConfigurationError(f"gradient_clip_val must be a number from 0, or None for no clipping, not {value!r}.")
     if algorithm is not None:
         algorithm = check_choice("gradient_clip_algorithm", str(algorithm).lower(), ["norm", "value"])
@@ -162,74 +251,118 @@ def gradient_clipping(value: Any, algorithm: Any) -> tuple[float | None, str | N
 
 
 def make_profiler(profiler: Profiler | str | None) -> Profiler:
-    """The profiler of a name, or the one that was given."""
+    """Return the profiler.
+
+    Args:
+        profiler: "simple", "advanced", "pytorch", a profiler of Lightning's, or None: one that measures nothing.
+
+    Raises:
+        ConfigurationError: If it is something else.
+    """
     if profiler is None:
         return PassThroughProfiler()
     if isinstance(profiler, str):
-        return _PROFILERS[check_choice("profiler", profiler.lower(), list(_PROFILERS))]()
+        name = check_choice("profiler", profiler.lower(), list(_PROFILERS))
+        return _PROFILERS[name]()
     if not is_a(profiler, Profiler):
         raise ConfigurationError(f"profiler must be a name, one of Lightning's profilers, or None, not {profiler!r}.")
-    found: Profiler = profiler
-    return found
+    lightning_profiler: Profiler = profiler
+    return lightning_profiler
 
 
-def check_barebones(barebones: bool, given: dict[str, Any]) -> dict[str, Any]:
-    """Fills in the arguments whose default depends on `barebones`.
+# Arguments whose default depends on `barebones`: the default without, and with it.
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "enable_checkpointing": (True, False),
+    "logger": (True, False),
+    "enable_progress_bar": (True, False),
+    "log_every_n_steps": (50, 0),
+    "enable_model_summary": (True, False),
+    "num_sanity_val_steps": (2, 0),
+    "fast_dev_run": (False, False),
+    "detect_anomaly": (False, False),
+    "detect_nonfinite": (None, None),
+    "profiler": (None, None),
+}
+_SWITCHES = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "detect_anomaly")
+
+
+def check_barebones(barebones: bool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the arguments whose default depends on `barebones`.
 
     Args:
         barebones: Whether everything that costs time is off.
-        given: Those arguments as they were given, None where they were not.
+        arguments: The user's values; None stands for the default.
+
+    Returns:
+        The arguments with their defaults.
 
     Raises:
         ConfigurationError: If `barebones` contradicts another argument.
     """
-    switches = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "detect_anomaly")
-    check_flags(barebones=barebones, **{name: given[name] for name in switches})
-    defaults = {
-        "enable_checkpointing": True,
-        "logger": True,
-        "enable_progress_bar": True,
-        "log_every_n_steps": 50,
-        "enable_model_summary": True,
-        "num_sanity_val_steps": 2,
-        "fast_dev_run": False,
-        "detect_anomaly": False,
-        "detect_nonfinite": None,
-        "profiler": None,
-    }
-    if not barebones:
-        return {name: defaults[name] if value is None else value for name, value in given.items()}
-    for name, value in given.items():
-        if value:
-            raise ConfigurationError(
-                f"barebones=True turns off everything that costs time, which contradicts {name}={value!r}. Leave"
-                " one of them out."
-            )
-    return {
-        name: 0
-        if isinstance(defaults[name], int) and not isinstance(defaults[name], bool)
-        else defaults[name] and False
-        for name in given
-    }
+    switches = {name: arguments[name] for name in _SWITCHES}
+    check_flags(barebones=barebones, **switches)
+    values = {}
+    for name, value in arguments.items():
+        default, barebones_default = _DEFAULTS[name]
+        if barebones:
+            _check_is_off(name, value)
+            values[name] = barebones_default
+        elif value is None:
+            values[name] = default
+        else:
+            values[name] = value
+    return values
 
 
-def check_order(least: int | None, most: int | None, what: str) -> None:
-    """Checks that `min_*` does not exceed `max_*`."""
-    if least is not None and most is not None and 0 <= most < least:
-        raise ConfigurationError(f"min_{what}={least} exceeds max_{what}={most}. Lower the one or raise the other.")
+def _check_is_off(name: str, value: Any) -> None:
+    if value:
+        raise ConfigurationError(
+            f"barebones=True turns off everything that costs time, which contradicts {name}={value!r}. Leave"
+            " one of them out."
+        )
+
+
+def check_order(least: int | None, most: int | None, counted: str) -> None:
+    """Check that a minimum does not exceed its maximum.
+
+    Args:
+        least: The minimum; None: none.
+        most: The maximum; None or -1: none.
+        counted: The end of both arguments' names, such as "epochs".
+
+    Raises:
+        ConfigurationError: If it does.
+    """
+    if least is None or most is None:
+        return
+    # A negative maximum means no limit.
+    if 0 <= most < least:
+        raise ConfigurationError(
+            f"min_{counted}={least} exceeds max_{counted}={most}. Lower the one or raise the other."
+        )
 
 
 def check_patterns(name: str, value: Any) -> list[str]:
-    """Checks a list of names; None stands for an empty one.
+    """Check a list of names.
 
     Args:
         name: The argument's name.
-        value: What was given.
+        value: Its value; None stands for an empty list.
+
+    Raises:
+        ConfigurationError: If it is something else.
     """
     if value is None:
         return []
+    # A text would be a list of letters.
     if isinstance(value, str):
         raise ConfigurationError(f"{name} takes a list of names, such as [{value!r}], not {value!r}.")
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+    if not _is_list_of_names(value):
         raise ConfigurationError(f"{name} must be a list of names or patterns of submodules, not {value!r}.")
     return list(value)
+
+
+def _is_list_of_names(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    return all(isinstance(item, str) and item for item in value)

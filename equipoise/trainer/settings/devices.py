@@ -9,73 +9,90 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAcce
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.rank import Rank
-from equipoise.trainer.settings.arguments import check_choice
+from equipoise.trainer.settings.arguments import check_choice, is_integer
 
 __all__ = ["Devices", "accelerator_of", "select_devices", "select_num_nodes"]
 
 _ACCELERATORS = ["auto", "cpu", "gpu", "cuda", "mps"]
+_LIGHTNING_ACCELERATORS = {
+    "CPUAccelerator": "cpu",
+    "CUDAAccelerator": "cuda",
+    "MPSAccelerator": "mps",
+}
 
 Devices = int | str | Sequence[int | str | torch.device]
 
 
 def select_devices(
-    accelerator: Any, devices: Devices, place: Rank | None = None, num_nodes: int | None = None
+    accelerator: Any, devices: Devices, rank: Rank | None = None, num_nodes: int | None = None
 ) -> list[torch.device]:
-    """The devices that the user asked for.
+    """Return the devices that the arguments mean.
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
         devices: A count, "auto", -1 for all, indices as a list or as "0,2", or torch devices, repeats allowed.
-            "auto": all GPUs of the machine, or the CPU once; where others have started this process, one device for
+            "auto": all GPUs of the machine, or the CPU once; if a launcher has started this process, one device for
             each process of the machine.
-        place: Where this process stands. Default: None, nobody has started it among others.
+        rank: The rank that a launcher such as torchrun has given this process. Default: None, no launcher.
         num_nodes: The number of machines, if the user gave one. Default: None.
 
     Raises:
-        ConfigurationError: If a device does not exist, or there are fewer than asked for.
+        ConfigurationError: If a device does not exist, or the user asks for more devices than are available.
     """
-    named = _named_devices(devices)
-    kind = _device_type(accelerator, named)
-    if named is not None:
-        if wrong := [device for device in named if device.type != kind]:
-            raise ConfigurationError(
-                f"accelerator={accelerator!r} does not fit devices={devices!r}: {wrong[0]} is no {kind} device. Give"
-                " devices of one kind, and leave accelerator out or name that kind."
-            )
-        return [_existing(device) for device in named]
+    # 1. Devices by their names.
+    named_devices = _named_devices(devices)
+    kind = _device_type(accelerator, named_devices)
+    if named_devices is not None:
+        for device in named_devices:
+            if device.type != kind:
+                raise ConfigurationError(
+                    f"accelerator={accelerator!r} does not fit devices={devices!r}: {device} is no {kind} device. Give"
+                    " devices of one kind, and leave accelerator out or name that kind."
+                )
+        return [_existing(device) for device in named_devices]
+
+    # 2. The choice of Equipoise.
     available = _count(kind)
     if devices == "auto":
-        if place is not None:
-            return _devices_of_processes(kind, place.count_here(num_nodes))
-        return [torch.device("cpu")] if kind == "cpu" else [torch.device(kind, index) for index in range(available)]
+        if rank is not None:
+            count = rank.count_here(num_nodes)
+            return _devices_of_processes(kind, count)
+        if kind == "cpu":
+            return [torch.device("cpu")]
+        return [torch.device(kind, index) for index in range(available)]
+
+    # 3. A count or indices; the CPU has no indices.
     indices = _indices(devices, kind, available)
-    return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in indices]
+    if kind == "cpu":
+        return [torch.device("cpu")] * len(indices)
+    return [torch.device(kind, index) for index in indices]
 
 
-def select_num_nodes(num_nodes: int | None, devices: Sequence[torch.device], place: Rank | None) -> int:
-    """Return the number of machines: the user's, or that which follows from where this process stands.
+def select_num_nodes(num_nodes: int | None, devices: Sequence[torch.device], rank: Rank | None) -> int:
+    """Return the number of machines: the user's, or that which follows from the rank of this process.
 
     Args:
-        num_nodes: The user's; None if nothing was said.
+        num_nodes: The user's number; None if the user gave none.
         devices: The devices of this machine.
-        place: Where this process stands. None: nobody has started it among others.
+        rank: The rank that a launcher has given this process; None: no launcher.
     """
     if num_nodes is not None:
         return num_nodes
-    if place is None:
+    if rank is None:
         return 1
-    return place.count_machines(len(devices))
+    return rank.count_machines(len(devices))
 
 
 def _devices_of_processes(kind: str, count: int) -> list[torch.device]:
-    """Return a device for each process that others have started on this machine, in the order of local ranks."""
+    """Return a device for each process that a launcher has started on this machine, in the order of local ranks."""
     if kind == "cpu":
         return [torch.device("cpu")] * count
-    own = _device_of_ray()
-    if own is not None and own.type == kind:
-        return [own] * count
+    ray_device = _device_of_ray()
+    if ray_device is not None and ray_device.type == kind:
+        return [ray_device] * count
     available = _count(kind)
-    if available == 1:  # each process is shown its own, as Slurm's --gpus-per-task does
+    # Each process sees a GPU of its own, for example under Slurm's --gpus-per-task.
+    if available == 1:
         return [torch.device(kind, 0)] * count
     if count > available:
         raise ConfigurationError(
@@ -88,17 +105,23 @@ def _devices_of_processes(kind: str, count: int) -> list[torch.device]:
 
 def _device_of_ray() -> torch.device | None:
     """Return the device that Ray has given this worker: its ranks are not in the order of the GPUs."""
+    # Ray has imported this module in each of its workers.
     ray = sys.modules.get("ray.train.torch")
     if ray is None:
         return None
     devices = ray.get_devices()
-    return torch.device(devices[0]) if devices else None
+    if not devices:
+        return None
+    return torch.device(devices[0])
 
 
 def _named_devices(devices: Devices) -> list[torch.device] | None:
-    """Torch devices, if they were given as such."""
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+    """Return the devices, if the user names them; None for a count, indices or a text."""
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
         return None
+    if not devices:
+        return None
+    # Indices.
     if all(isinstance(device, int) for device in devices):
         return None
     try:
@@ -109,22 +132,23 @@ def _named_devices(devices: Devices) -> list[torch.device] | None:
         ) from None
 
 
-def _device_type(accelerator: Any, named: list[torch.device] | None) -> str:
+def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> str:
+    """Return "cpu", "cuda" or "mps"."""
+    # By name, as Lightning does; a class of the user is refused below.
     if isinstance(accelerator, Accelerator):
-        accelerator = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda", "MPSAccelerator": "mps"}.get(
-            type(accelerator).__name__, accelerator
-        )
+        class_name = type(accelerator).__name__
+        accelerator = _LIGHTNING_ACCELERATORS.get(class_name, accelerator)
     name = check_choice("accelerator", accelerator, _ACCELERATORS)
-    if name == "auto" and named:
-        return named[0].type
+    if name == "auto" and named_devices:
+        return named_devices[0].type
     if name in ("auto", "gpu"):
-        found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        if name == "gpu" and found == "cpu":
+        kind = _available_type()
+        if name == "gpu" and kind == "cpu":
             raise ConfigurationError(
                 "accelerator='gpu' was asked for, but torch finds no GPU. Take accelerator='auto' to use what there"
                 " is, or 'cpu'."
             )
-        return found
+        return kind
     if name != "cpu" and not _count(name):
         raise ConfigurationError(
             f"accelerator={name!r} was asked for, but torch finds no such device. Take accelerator='auto' to use"
@@ -133,58 +157,104 @@ def _device_type(accelerator: Any, named: list[torch.device] | None) -> str:
     return name
 
 
+def _available_type() -> str:
+    """Return the kind of the GPUs, or "cpu" if there are none."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available():
+        return "mps"
+    return "cpu"
+
+
 def _count(kind: str) -> int:
-    """How many devices of a kind there are; as many of the CPU as one likes."""
+    """Return the number of devices of a kind; a large number for the CPU, which may be used repeatedly."""
     if kind == "cuda":
         return torch.cuda.device_count()
-    return int(torch.backends.mps.is_available()) if kind == "mps" else 1 << 16
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    return 1 << 16
 
 
 def _existing(device: torch.device) -> torch.device:
-    if device.type == "cpu":
+    """Return the device with its index, after a check that it exists."""
+    kind = device.type
+    if kind == "cpu":
         return torch.device("cpu")
-    index, available = device.index or 0, _count(device.type)
-    if device.type not in ("cuda", "mps") or index >= available:
+    index = device.index or 0
+    available = _count(kind)
+    if kind not in ("cuda", "mps") or index >= available:
         raise ConfigurationError(f"The device {device} does not exist: torch finds {_inventory()}.")
-    return torch.device(device.type, index)
+    return torch.device(kind, index)
 
 
 def _inventory() -> str:
-    cuda = torch.cuda.device_count()
-    return f"{cuda} CUDA device{'s' * (cuda != 1)} and the CPU"
+    count = torch.cuda.device_count()
+    if count == 1:
+        return "1 CUDA device and the CPU"
+    return f"{count} CUDA devices and the CPU"
 
 
 def _indices(devices: Devices, kind: str, available: int) -> list[int]:
+    """Return the indices that a count, a list or a text means."""
     problem = (
         f"devices={devices!r} is neither a count, nor 'auto', nor -1 for all, nor indices such as [0, 2], nor devices"
         " such as ['cuda:0', 'cpu']."
     )
+
+    # 1. A text, as on a command line.
+    argument = devices
     if isinstance(devices, str):
         try:
-            devices = [int(part) for part in devices.split(",") if part.strip()] if "," in devices else int(devices)
+            argument = _parse_indices(devices)
         except ValueError:
             raise ConfigurationError(problem) from None
-    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
-        raise ConfigurationError(problem)
-    if isinstance(devices, int):
-        count = (1 if kind == "cpu" else available) if devices == -1 else devices
-        if count < 1:
-            raise ConfigurationError(f"devices={devices!r} asks for no device. Give a count of at least 1.")
-        if count > available:
-            raise ConfigurationError(
-                f"devices={devices!r} asks for more devices than there are: torch finds {_inventory()}."
-            )
+
+    # 2. A count.
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        count = _checked_count(argument, kind, available)
         return list(range(count))
-    chosen = list(devices)
-    if not chosen or not all(isinstance(index, int) and not isinstance(index, bool) for index in chosen):
+
+    # 3. A list of indices.
+    if not isinstance(argument, Sequence) or not argument:
         raise ConfigurationError(problem)
-    if missing := [index for index in chosen if not 0 <= index < available]:  # type: ignore[operator]
-        raise ConfigurationError(
-            f"devices={devices!r}: there is no {kind} device {missing[0]}; torch finds {_inventory()}."
-        )
-    return [int(index) for index in chosen]  # type: ignore[arg-type]
+    indices: list[int] = []
+    for index in argument:
+        if not is_integer(index):
+            raise ConfigurationError(problem)
+        indices.append(int(index))  # type: ignore[arg-type]
+    for index in indices:
+        if not 0 <= index < available:
+            raise ConfigurationError(
+                f"devices={argument!r}: there is no {kind} device {index}; torch finds {_inventory()}."
+            )
+    return indices
+
+
+def _parse_indices(text: str) -> int | list[int]:
+    """Return the count, or the indices if there is a comma."""
+    if "," not in text:
+        return int(text)
+    return [int(part) for part in text.split(",") if part.strip()]
+
+
+def _checked_count(count: int, kind: str, available: int) -> int:
+    # -1 means all of them. The CPU can be used repeatedly, so all of it is one.
+    number = count
+    if count == -1:
+        number = available
+        if kind == "cpu":
+            number = 1
+    if number < 1:
+        raise ConfigurationError(f"devices={count!r} asks for no device. Give a count of at least 1.")
+    if number > available:
+        raise ConfigurationError(f"devices={count!r} asks for more devices than there are: torch finds {_inventory()}.")
+    return number
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Lightning's accelerator of a device, which callbacks ask for statistics."""
-    return {"cuda": CUDAAccelerator, "mps": MPSAccelerator}.get(device.type, CPUAccelerator)()
+    """Return Lightning's accelerator for a device, from which callbacks read statistics."""
+    if device.type == "cuda":
+        return CUDAAccelerator()
+    if device.type == "mps":
+        return MPSAccelerator()
+    return CPUAccelerator()

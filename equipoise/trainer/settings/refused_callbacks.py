@@ -1,7 +1,7 @@
 """Refuse Lightning's tuner callbacks, which need Lightning's own loops.
 
-`Tuner(trainer)` adds its callback to `trainer.callbacks` after the constructor has checked them, so the same check is
-made again when a run begins.
+`Tuner(trainer)` adds its callback to `trainer.callbacks` after the constructor has checked them, so the check runs
+again when a run begins.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,37 +16,40 @@ if TYPE_CHECKING:
 
 __all__ = ["refuse_finder", "refuse_tuner"]
 
-_FINDERS = (BatchSizeFinder, LearningRateFinder)
-_CALLS = {BatchSizeFinder: "Tuner.scale_batch_size", LearningRateFinder: "Tuner.lr_find"}
+# The tuner's callbacks, with the method that adds each, and the way out.
+_FINDERS = {
+    BatchSizeFinder: (
+        "Tuner.scale_batch_size",
+        "raise the batch size by hand until memory is full, and keep accumulate_grad_batches for the rest",
+    ),
+    LearningRateFinder: (
+        "Tuner.lr_find",
+        "sweep it: `equipoise fit --multirun module.lr=1e-4,3e-4,1e-3,3e-3 trainer.max_steps=200`",
+    ),
+}
 
 
 def refuse_finder(callback: Any) -> None:
     """Check that a callback is none of Lightning's tuner.
 
     Raises:
-        ConfigurationError: Naming what to do instead.
+        ConfigurationError: If it is one; the message names the way out.
     """
-    kind = next((kind for kind in _FINDERS if is_a(callback, kind)), None)
-    if kind is None:
-        return
-    instead = (
-        "raise the batch size by hand until memory is full, and keep accumulate_grad_batches for the rest"
-        if kind is BatchSizeFinder
-        else "sweep it: `equipoise fit --multirun module.lr=1e-4,3e-4,1e-3,3e-3 trainer.max_steps=200`"
-    )
-    raise ConfigurationError(
-        f"{type(callback).__name__}, which `{_CALLS[kind]}` uses, works inside Lightning's own loops and cannot run"
-        f" here. Instead, {instead}."
-    )
+    for kind, (call, way_out) in _FINDERS.items():
+        if is_a(callback, kind):
+            raise ConfigurationError(
+                f"{type(callback).__name__}, which `{call}` uses, works inside Lightning's own loops and cannot run"
+                f" here. Instead, {way_out}."
+            )
 
 
 def refuse_tuner(trainer: "Trainer") -> None:
-    """Check the callbacks when a run begins; a finder leaves the list, so the trainer can go on to be used.
+    """Check the callbacks when a run begins, and remove finders, so that the trainer can still be used.
 
     Raises:
         ConfigurationError: If the tuner has added one of its callbacks.
     """
-    found = [callback for callback in trainer.callbacks if is_a(callback, *_FINDERS)]
-    if found:
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in found]
-        refuse_finder(found[0])
+    finders = [callback for callback in trainer.callbacks if is_a(callback, *_FINDERS)]
+    if finders:
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in finders]
+        refuse_finder(finders[0])

@@ -9,13 +9,16 @@ from equipoise.errors import ConfigurationError
 
 __all__ = ["lightning_strategy", "refuse_object"]
 
+# The group is the value of the option.
 _DDP = re.compile(r"ddp(?:_spawn|_fork|_notebook)?(?:_find_unused_parameters_(true|false))?")
 _LARGE_MODELS = (
     " A model that is too large for one device trains with strategy='pipeline', which cuts it over the devices; less"
     " memory on each take activation_checkpointing=['encoder.layers.*'] and precision='bf16-mixed'."
 )
 _NO_TPU = "is not supported: it is for TPUs. Take 'auto', which uses the GPUs or the CPU that there are."
-_OTHER_WAYS = {
+
+# Ends of messages about Lightning's strategies that have no counterpart, by the beginnings of their names.
+_ADVICE = {
     "fsdp": f"is not there yet.{_LARGE_MODELS}",
     "deepspeed": f"is not supported: DeepSpeed steps by an engine of its own.{_LARGE_MODELS}",
     "model_parallel": f"is not there.{_LARGE_MODELS}",
@@ -28,15 +31,15 @@ _OTHER_WAYS = {
 
 
 def lightning_strategy(name: str) -> tuple[str, dict[str, bool]] | None:
-    """Return our name, and the options that go with it, for a name of Lightning's; None for any other.
+    """Return the name and the options of Equipoise's strategy for a name of Lightning's; None for any other name.
 
-    Processes start in one way only, in a notebook as in a script, so how Lightning would start them is ignored.
+    Processes start in one way only, in a notebook as in a script, so the part of the name about that is ignored.
 
     Args:
-        name: Such as "ddp_spawn" or "ddp_find_unused_parameters_true".
+        name: Lightning's name, such as "ddp_spawn" or "ddp_find_unused_parameters_true".
 
     Raises:
-        ConfigurationError: If there is no such strategy here; it names what to take instead.
+        ConfigurationError: If Lightning's strategy has no counterpart here. The message names an alternative.
 
     Example:
         >>> lightning_strategy("ddp_notebook_find_unused_parameters_true")
@@ -44,28 +47,35 @@ def lightning_strategy(name: str) -> tuple[str, dict[str, bool]] | None:
         >>> lightning_strategy("ddp_fork")
         ('ddp', {})
     """
+    # 1. Variants of DDP.
     match = _DDP.fullmatch(name)
     if match is not None:
-        return "ddp", {} if match[1] is None else {"find_unused_parameters": match[1] == "true"}
-    for start, way in _OTHER_WAYS.items():
+        options = {}
+        if match[1] is not None:
+            options["find_unused_parameters"] = match[1] == "true"
+        return "ddp", options
+
+    # 2. Strategies without a counterpart, and their variants, such as "fsdp_native".
+    for start, advice in _ADVICE.items():
         if name == start or name.startswith(f"{start}_"):
-            raise ConfigurationError(f"strategy={name!r} {way}")
+            raise ConfigurationError(f"strategy={name!r} {advice}")
     return None
 
 
 def refuse_object(strategy: Any) -> None:
-    """Refuse what is neither a name nor one of our strategies.
+    """Refuse an object that is neither a name nor a strategy of Equipoise.
 
     Raises:
-        ConfigurationError: Always; for a strategy of Lightning's it names what to take instead.
+        ConfigurationError: Always. For a strategy of Lightning's, the message names an alternative.
     """
-    found = f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {strategy!r}."
+    message = f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {strategy!r}."
     if not isinstance(strategy, LightningStrategy):
-        raise ConfigurationError(found)
-    names = [base.__name__.removesuffix("Strategy") for base in type(strategy).__mro__]
-    way = " Strategies of Lightning work inside its own loops. Leave strategy out, and it follows from the devices."
+        raise ConfigurationError(message)
+    # Classes derived from Lightning's strategies count as those.
+    names = {base.__name__.removesuffix("Strategy") for base in type(strategy).__mro__}
+    advice = " Leave strategy out, and it follows from the devices."
     if "DDP" in names:
-        way = " Strategies of Lightning work inside its own loops. Take 'ddp', or DDPStrategy(...) from equipoise."
-    elif {"FSDP", "DeepSpeed", "ModelParallel"} & set(names):
-        way = f" Strategies of Lightning work inside its own loops.{_LARGE_MODELS}"
-    raise ConfigurationError(found + way)
+        advice = " Take 'ddp', or DDPStrategy(...) from equipoise."
+    elif not names.isdisjoint(("FSDP", "DeepSpeed", "ModelParallel")):
+        advice = _LARGE_MODELS
+    raise ConfigurationError(f"{message} Strategies of Lightning work inside its own loops.{advice}")

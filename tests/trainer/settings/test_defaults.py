@@ -26,6 +26,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from equipoise import DDPStrategy, ProgressBar, SingleDeviceStrategy, Strategy, Trainer
 from equipoise.precision import make_precision
 from equipoise.trainer.settings import defaults as select
+from equipoise.trainer.settings.callbacks import select_callbacks
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
 
@@ -106,7 +107,7 @@ def chosen(callbacks: Any = None, **options: Any) -> list[Any]:
         "enable_model_summary": False,
         "max_time": None,
     }
-    return select.select_callbacks(callbacks, **{**defaults, **options})
+    return select_callbacks(callbacks, **{**defaults, **options})
 
 
 def test_default_callbacks() -> None:
