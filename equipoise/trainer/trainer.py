@@ -23,7 +23,6 @@ from equipoise.trainer.runtime.preflight import as_module, data_of
 from equipoise.trainer.settings import arguments as check
 from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.argument_names import suggests_arguments
-from equipoise.trainer.settings.arguments import Duration
 from equipoise.trainer.settings.callbacks import select_callbacks
 from equipoise.trainer.settings.devices import Devices
 from equipoise.trainer.surface.public_state import PublicState
@@ -115,13 +114,13 @@ class Trainer(PublicState):
         min_epochs: int | None = None,
         max_steps: int = -1,
         min_steps: int | None = None,
-        max_time: Duration | None = None,
+        max_time: check.Duration | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | Duration | None = None,
+        val_check_interval: int | float | check.Duration | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,

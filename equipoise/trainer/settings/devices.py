@@ -134,7 +134,7 @@ def _named_devices(devices: Devices) -> list[torch.device] | None:
 
 def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> str:
     """Return "cpu", "cuda" or "mps"."""
-    # By name, as Lightning does; a class of the user is refused below.
+    # An accelerator of the user stays as it is, and is refused below.
     if isinstance(accelerator, Accelerator):
         class_name = type(accelerator).__name__
         accelerator = _LIGHTNING_ACCELERATORS.get(class_name, accelerator)
