@@ -1,8 +1,8 @@
 """Activation checkpointing: submodules compute their activations again in the backward.
 
-The second forward must do what the first did, and leave no trace of its own: random numbers are drawn again from where
-the first began, buffers such as BatchNorm's statistics are those it began with, and what it changes is forgotten
-(Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+The second forward must do the same as the first, and change nothing. Random numbers are drawn again from the state at
+the beginning of the first, buffers such as BatchNorm's statistics have the values from that time, and all changes are
+undone (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 """
 
 import difflib
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,19 @@ from equipoise.interop.torch.modules import buffers_of, versions
 
 __all__ = ["checkpoint_activations", "is_checkpointed", "keep_activations"]
 
-_OWN = "forward_without_checkpoint"  # where a forward that the module itself had as an attribute waits
+# The attribute in which a module keeps a forward that was an attribute of its own before.
+_ORIGINAL_FORWARD = "forward_without_checkpoint"
+
+# A dictionary of a module's buffers.
+Buffers = dict[str, Tensor | None]
 
 
 def checkpoint_activations(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Lets submodules compute their activations again in the backward instead of keeping them.
+    """Let submodules compute their activations again in the backward instead of keeping them.
 
-    Gradients, buffers and random numbers are the same to the bit. Parameters keep their names, and where no gradients
-    are computed nothing is different. Of submodules that lie in one another the outermost is meant; containers without
-    a forward, such as `nn.ModuleList`, are passed over in favour of what is in them.
+    Gradients, buffers and random numbers are the same to the bit. Parameters keep their names, and without gradients
+    nothing changes. If a chosen submodule contains another, only the outer one is used. Containers without a forward,
+    such as `nn.ModuleList`, are not chosen, but their items are.
 
     Args:
         module: The module.
@@ -42,7 +46,7 @@ def checkpoint_activations(module: nn.Module, patterns: Sequence[str]) -> list[s
         The names of the submodules.
 
     Raises:
-        ConfigurationError: If a pattern matches nothing, or something that cannot be computed twice.
+        ConfigurationError: If a pattern matches nothing, or a submodule that cannot be computed twice.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
@@ -50,65 +54,98 @@ def checkpoint_activations(module: nn.Module, patterns: Sequence[str]) -> list[s
         ['1']
         >>> keep_activations(model)
     """
+    # 1. The submodules that the patterns match.
+    submodules = dict(module.named_modules(remove_duplicate=False))
+    # The module itself.
+    submodules.pop("", None)
     chosen: dict[str, nn.Module] = {}
-    parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
     for pattern in patterns:
-        matching = [name for name, part in parts.items() if fnmatchcase(name, pattern) and _has_forward(part)]
-        if not matching:
-            raise ConfigurationError(_nothing(module, pattern, parts))
-        chosen |= {name: parts[name] for name in matching}
-    outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+        matches = _matches(pattern, submodules)
+        if not matches:
+            raise ConfigurationError(_no_match(module, pattern, submodules))
+        chosen |= matches
+
+    # 2. The outermost of them, all checked before the first is changed.
+    outermost = [name for name in chosen if not _is_inside(name, chosen)]
     for name in outermost:
         _check(name, chosen[name])
     for name in outermost:
-        if not is_checkpointed(part := chosen[name]):
-            state = vars(part)
-            if "forward" in state:
-                state[_OWN] = state["forward"]
-            state["forward"] = MethodType(_forward, part)  # of which a copy of the module makes its own
+        _replace_forward(chosen[name])
     return outermost
 
 
 def keep_activations(module: nn.Module) -> None:
-    """Takes back what `checkpoint_activations` did.
+    """Undo `checkpoint_activations`.
 
     Args:
         module: The module.
     """
     for part in module.modules():
-        if is_checkpointed(part):
-            state = vars(part)
-            del state["forward"]
-            if _OWN in state:
-                state["forward"] = state.pop(_OWN)
+        if not is_checkpointed(part):
+            continue
+        attributes = vars(part)
+        del attributes["forward"]
+        if _ORIGINAL_FORWARD in attributes:
+            attributes["forward"] = attributes.pop(_ORIGINAL_FORWARD)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether a module computes its activations twice."""
-    return getattr(vars(module).get("forward"), "__func__", None) is _forward
+    """Return whether a module computes its activations twice."""
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", None) is _forward
 
 
-def _has_forward(part: nn.Module) -> bool:
-    return type(part).forward is not nn.Module.forward or "forward" in vars(part)
+def _matches(pattern: str, submodules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the submodules with a forward whose names match a pattern."""
+    matches = {}
+    for name, submodule in submodules.items():
+        if fnmatchcase(name, pattern) and _has_forward(submodule):
+            matches[name] = submodule
+    return matches
 
 
-def _nothing(module: nn.Module, pattern: str, parts: dict[str, nn.Module]) -> str:
-    """That a pattern matches nothing, and what is near."""
-    names = [name for name, part in parts.items() if _has_forward(part)]
-    near = difflib.get_close_matches(pattern.replace("*", ""), names, 3) or names[:5]
-    hint = f" The nearest: {', '.join(near)}." if near else " It has none."
-    return (
-        f"activation_checkpointing: {pattern!r} matches no submodule of {type(module).__name__} with a forward.{hint}"
-    )
+def _has_forward(module: nn.Module) -> bool:
+    if "forward" in vars(module):
+        return True
+    return type(module).forward is not nn.Module.forward
 
 
-def _check(name: str, part: nn.Module) -> None:
-    if any(isinstance(below, Metric) for below in part.modules()):
-        raise ConfigurationError(
-            f"activation_checkpointing: {name!r} holds a metric, which would see every batch twice. Name submodules"
-            " that hold none."
-        )
-    if isinstance(part, torch.jit.ScriptModule):
+def _is_inside(name: str, chosen: dict[str, nn.Module]) -> bool:
+    """Return whether the name is that of a submodule of a chosen one."""
+    return any(name.startswith(f"{outer}.") for outer in chosen)
+
+
+def _replace_forward(module: nn.Module) -> None:
+    if is_checkpointed(module):
+        return
+    attributes = vars(module)
+    if "forward" in attributes:
+        attributes[_ORIGINAL_FORWARD] = attributes["forward"]
+    # A bound method, which copies of the module bind to themselves.
+    attributes["forward"] = MethodType(_forward, module)
+
+
+def _no_match(module: nn.Module, pattern: str, submodules: dict[str, nn.Module]) -> str:
+    """Return the message for a pattern that matches nothing, with names like it."""
+    names = [name for name, submodule in submodules.items() if _has_forward(submodule)]
+    text = pattern.replace("*", "")
+    nearest = difflib.get_close_matches(text, names, 3) or names[:5]
+    hint = " It has none."
+    if nearest:
+        hint = f" The nearest: {', '.join(nearest)}."
+    kind = type(module).__name__
+    return f"activation_checkpointing: {pattern!r} matches no submodule of {kind} with a forward.{hint}"
+
+
+def _check(name: str, module: nn.Module) -> None:
+    """Refuse submodules that cannot be computed twice."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            raise ConfigurationError(
+                f"activation_checkpointing: {name!r} holds a metric, which would see every batch twice. Name submodules"
+                " that hold none."
+            )
+    if isinstance(module, torch.jit.ScriptModule):
         raise ConfigurationError(
             f"activation_checkpointing: {name!r} is a scripted module, whose forward cannot be exchanged. Name another."
         )
@@ -118,96 +155,165 @@ def _check(name: str, part: nn.Module) -> None:
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in the place of a module's forward."""
-    own = vars(self).get(_OWN)
-    if own is None:
-        own = MethodType(type(self).forward, self)
+    """Run a module's forward under torch's checkpoint. Replaces the forward."""
+    original = vars(self).get(_ORIGINAL_FORWARD)
+    if original is None:
+        original = MethodType(type(self).forward, self)
     if not torch.is_grad_enabled():
-        return own(*args, **kwargs)
-    beginning = _Beginning(self)
+        return original(*args, **kwargs)
+    start = _ForwardStart(self)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return beginning.first(), beginning.again()
+        return start.first_forward(), start.second_forward()
 
+    # Torch looks for devices, whose generators it keeps, among positional arguments only. So the keyword arguments are
+    # passed as one.
     def compute(args: Any, kwargs: Any) -> Any:
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    # All arguments in two: torch looks for devices, whose generators it keeps, among those without a name only.
     return checkpoint(compute, args, kwargs, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
 
 
-_forward.__name__ = "forward"  # by which a bound method is pickled
+# The name by which a bound method is pickled.
+_forward.__name__ = "forward"
 
 
-class _Beginning:
-    """What a forward began with, as far as it has changed it; torch itself keeps its own generators."""
+class _ForwardStart:
+    """State at the beginning of a forward, as far as the forward changes it. Torch keeps its own generators.
+
+    Args:
+        module: The module.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())
-        self._changed: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        # Dictionary, name, and a copy with the values at the beginning.
+        self._changed_buffers: list[tuple[Buffers, str, Tensor | None]] = []
+        # States of generators; None if the first forward draws nothing from them.
         self._python: Any = None
         self._numpy: Any = None
 
     @contextmanager
-    def first(self) -> Iterator[None]:
-        """The forward that counts. What it leaves as it was need not be kept."""
-        held = [(own, name, buffer) for own in map(buffers_of, self._parts) for name, buffer in own.items()]
-        before = [(_version(buffer), _copy(buffer)) for _, _, buffer in held]
-        python, numpy = random.getstate(), _numpy_state()
+    def first_forward(self) -> Iterator[None]:
+        """Note the state that changes in a `with` block that runs the first forward."""
+        # 1. The state before.
+        noted = []
+        for part in self._parts:
+            registered = buffers_of(part)
+            for name, buffer in registered.items():
+                version = _version(buffer)
+                copied = _copy(buffer)
+                noted.append(_NotedBuffer(registered, name, buffer, version, copied))
+        python = random.getstate()
+        numpy = _numpy_state()
         yield
-        # BatchNorm changes its statistics without a trace in their version, but computes nothing from them.
-        self._changed = [
-            (own, name, copied)
-            for (own, name, buffer), (version, copied) in zip(held, before, strict=True)
-            if own.get(name) is not buffer or _version(buffer) != version
-        ]
-        self._python = python if random.getstate() != python else None
-        self._numpy = numpy if numpy is not None and not _alike(numpy, _numpy_state()) else None
+
+        # 2. The part of it that has changed. BatchNorm changes its statistics without a change of their versions, but
+        #    computes nothing from them.
+        self._changed_buffers = []
+        for buffer_before in noted:
+            if buffer_before.has_changed():
+                changed = (buffer_before.registered, buffer_before.name, buffer_before.copied)
+                self._changed_buffers.append(changed)
+        if random.getstate() != python:
+            self._python = python
+        else:
+            self._python = None
+        if numpy is not None and not _are_equal(numpy, _numpy_state()):
+            self._numpy = numpy
+        else:
+            self._numpy = None
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """The forward for the backward: with copies of the buffers, and without a trace in attributes."""
-        attributes = [(part, dict(vars(part))) for part in self._parts]
-        buffers = [(own, dict(own)) for own in map(buffers_of, self._parts)]
-        python, numpy = random.getstate(), _numpy_state()
+    def second_forward(self) -> Iterator[None]:
+        """Restore the noted state for a `with` block that runs the second forward, and undo all its changes."""
+        # 1. The state before.
+        attributes = []
+        buffers = []
+        for part in self._parts:
+            attributes.append((part, dict(vars(part))))
+            registered = buffers_of(part)
+            buffers.append((registered, dict(registered)))
+        python = random.getstate()
+        numpy = _numpy_state()
         try:
-            for own, before in buffers:
-                own.update({name: _copy(buffer) for name, buffer in before.items()})
-            for own, name, buffer in self._changed:
-                own[name] = _copy(buffer)
-            if self._python is not None:
-                random.setstate(self._python)
-            if self._numpy is not None:
-                sys.modules["numpy.random"].set_state(self._numpy)
+            # 2. The state at the beginning of the first forward, in copies.
+            for registered, before in buffers:
+                for name, buffer in before.items():
+                    registered[name] = _copy(buffer)
+            for registered, name, copied in self._changed_buffers:
+                registered[name] = _copy(copied)
+            self._set_generators(self._python, self._numpy)
             yield
         finally:
-            for own, before in buffers:
-                own.clear()
-                own.update(before)
-            for part, was in attributes:
-                vars(part).clear()
-                vars(part).update(was)
-            if self._python is not None:
-                random.setstate(python)
-            if self._numpy is not None:
-                sys.modules["numpy.random"].set_state(numpy)
+            # 3. The state before is restored.
+            for registered, before in buffers:
+                registered.clear()
+                registered.update(before)
+            for part, values in attributes:
+                present = vars(part)
+                present.clear()
+                present.update(values)
+            self._set_generators(python, numpy)
+
+    def _set_generators(self, python: Any, numpy: Any) -> None:
+        """Set the states of the generators that the first forward uses."""
+        if self._python is not None:
+            random.setstate(python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(numpy)
 
 
-def _version(buffer: Tensor | None) -> Any:
-    return None if buffer is None else versions([buffer])
+class _NotedBuffer(NamedTuple):
+    """A buffer at the beginning of a forward.
+
+    Attributes:
+        registered: The dictionary of buffers.
+        name: The name in it.
+        buffer: The buffer.
+        version: Its version.
+        copied: A copy.
+    """
+
+    registered: Buffers
+    name: str
+    buffer: Tensor | None
+    version: list[int] | None
+    copied: Tensor | None
+
+    def has_changed(self) -> bool:
+        """Return whether the buffer was changed or replaced since."""
+        if self.registered.get(self.name) is not self.buffer:
+            return True
+        return _version(self.buffer) != self.version
+
+
+def _version(buffer: Tensor | None) -> list[int] | None:
+    if buffer is None:
+        return None
+    return versions([buffer])
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
+    if buffer is None:
+        return None
+    return buffer.detach().clone()
 
 
 def _numpy_state() -> Any:
+    """Return the state of numpy's global generator; None if numpy is not imported."""
     numpy: Any = sys.modules.get("numpy.random")
-    return None if numpy is None else numpy.get_state(legacy=False)
+    if numpy is None:
+        return None
+    return numpy.get_state(legacy=False)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two states of numpy's generator are the same."""
-    if isinstance(one, dict):
-        return all(_alike(value, other[name]) for name, value in one.items())
-    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+def _are_equal(state: Any, present: Any) -> bool:
+    """Return whether two states of numpy's generator are equal."""
+    if isinstance(state, dict):
+        return all(_are_equal(value, present[name]) for name, value in state.items())
+    same = state == present
+    # Arrays are compared item by item.
+    if hasattr(state, "all"):
+        return bool(same.all())
+    return bool(same)

@@ -12,17 +12,18 @@ from equipoise.parallel.batches.weighting import Weight
 __all__ = ["EvaluationStep", "PartwiseStep", "StepResult", "TrainingStep"]
 
 T = TypeVar("T")
+# Returns the metric of the module for a copy of it.
 Original = Callable[[Any], Any]
 
 
 class StepResult(NamedTuple):
-    """What a training step came to.
+    """Result of a training step.
 
     Attributes:
-        loss: The mean loss, a scalar with its graph before the backward; None where the step was skipped.
-        weight: The denominator of that mean; None where nobody needs it.
-        outputs: What the module's `training_step` returned.
-        logged: What it logged, if it ran on one part of a batch.
+        loss: The mean loss, a scalar with its graph before the backward. None: the step was skipped.
+        weight: The denominator of that mean. None: it is not needed.
+        outputs: The return value of the module's `training_step`.
+        logged: The values that it logged, if it ran on one part of a batch. Default: none.
     """
 
     loss: Tensor | None
@@ -32,21 +33,39 @@ class StepResult(NamedTuple):
 
 
 class PartwiseStep(Protocol):
-    """A step of the user's module, as a strategy sees it that computes batches in parts."""
+    """A step of the user's module, for strategies that compute batches in parts."""
 
     def on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
-        """Runs the step of a copy of the module on a part of so many samples; what it logs stays with the result."""
+        """Run the step of a copy of the module on a part of a batch. Logged values stay with the result.
+
+        Args:
+            replica: The copy, or the module itself.
+            part: The part, on the device of the copy.
+            size: The part's number of samples.
+        """
 
     def inside(self) -> AbstractContextManager[None]:
-        """To be entered while runs of `on` lie in one another, in whatever threads."""
+        """Return a context manager to enter while nested calls of `on` run, in any thread."""
 
     def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Any]]:
-        """Runs a function on one part; returns its answer, and what it logged."""
+        """Run a function on one part of a batch. Return its result, and the values that it logged."""
 
     def log_together(
-        self, parts: Sequence[Sequence[Any]], weights: Sequence[Weight], device: torch.device, *, original: Original
+        self,
+        parts: Sequence[Sequence[Any]],
+        weights: Sequence[Weight],
+        device: torch.device,
+        *,
+        original: Original,
     ) -> None:
-        """Logs once what the parts of a batch logged apart; see `combine`."""
+        """Log once the values that the parts of a batch logged.
+
+        Args:
+            parts: The values that each part logged, in the order of the data.
+            weights: The weight of each part in a mean.
+            device: The device of the means.
+            original: Function that returns the module's metric for a copy of it.
+        """
 
     def combine(
         self,
@@ -57,43 +76,48 @@ class PartwiseStep(Protocol):
         dim: int = 0,
         original: Original,
     ) -> StepResult:
-        """Puts the results of parts together on a device, and logs what they logged.
+        """Put the results of parts together on a device, and log the values that they logged.
 
         Args:
-            results: In the order of the data.
-            sizes: The numbers of samples.
-            device: Where.
-            dim: The dimension of the samples.
-            original: The module's metric of which another is a copy.
+            results: The result of each part, in the order of the data.
+            sizes: The number of samples of each part.
+            device: The device of the result.
+            dim: The dimension of the samples. Default: the first.
+            original: Function that returns the module's metric for a copy of it.
         """
 
 
 class TrainingStep(PartwiseStep, Protocol):
-    """The user's training step, as a strategy sees it.
+    """The user's training step, for strategies.
 
     Attributes:
         batch_idx: The number of the batch.
-        first: Whether the accumulation window begins with the next backward.
+        first: True if the accumulation window begins with the next backward.
     """
-
-    def __call__(self, part: Any) -> StepResult:
-        """Runs `training_step` on a whole batch."""
 
     batch_idx: int
     first: bool
 
+    def __call__(self, part: Any) -> StepResult:
+        """Run `training_step` on a whole batch."""
+
     def backward(self, result: StepResult) -> None:
-        """Runs the backward of a result with its hooks and the scaler; nothing in manual optimisation."""
+        """Run the backward of a result with its hooks and the scaler. Does nothing in manual optimisation."""
 
     def piece_of(self, size: int, whole: int) -> None:
-        """The next part to go backward is a piece of so many samples of a batch."""
+        """Note that the next result is of a micro-batch, before its backward.
+
+        Args:
+            size: Number of samples of the micro-batch.
+            whole: Number of samples of its batch.
+        """
 
     def total_with(self, result: StepResult) -> Weight:
-        """Σw of this process's window, a result that is about to go backward included; 0 in manual optimisation."""
+        """Return Σw of this process's window and of a result before its backward; 0 in manual optimisation."""
 
 
 class EvaluationStep(PartwiseStep, Protocol):
-    """The user's step without gradients, as a strategy sees it."""
+    """The user's step without gradients, for strategies."""
 
     def __call__(self, part: Any) -> Any:
-        """Runs the step on a whole batch and returns its output."""
+        """Run the step on a whole batch and return its output."""
