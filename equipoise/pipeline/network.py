@@ -1,4 +1,4 @@
-"""The network of a pipeline: its calls are caught, traced, cut and run in stages."""
+"""The network of a pipeline: calls of it are intercepted, traced, cut and run in stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,14 +10,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.notices import rank_zero_warn
 from equipoise.parallel.activation_checkpointing import is_checkpointed
+from equipoise.pipeline.checked_traces import CheckedTraces, key_of_call
 from equipoise.pipeline.execution.placement import Placement
 from equipoise.pipeline.execution.suspended_step import current_step, is_inside_stage
 from equipoise.pipeline.execution.threaded_engine import Pipeline
+from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import StageProgram, homes_of, make_stages
-from equipoise.pipeline.graph.tracing import NotTraceable, Traced, trace
+from equipoise.pipeline.graph.tracing import Traced
 from equipoise.pipeline.planning.cut import (
     Cut,
     CutOptions,
@@ -32,32 +33,32 @@ from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.engine import ProcessPipeline
 from equipoise.pipeline.schedule.schedule import splits
-from equipoise.pipeline.verification.trace_comparison import Comparison, Parting
 
 __all__ = ["StagedNetwork"]
 
 
 class StagedNetwork:
-    """Stands before the forward of the network while a run lasts.
+    """Intercept calls of the network while a run lasts, and run them in stages.
 
-    Which module is the network shows when it is called: the user's module itself, or the largest of its children.
-    Nothing is cut before the first call, since blocks are measured with real inputs; nor, where it is to be trained,
-    before the first that trains it, since what follows the call in a training step counts, too.
+    The first call shows which module is the network: the user's module itself, or the largest of its children. Nothing
+    is cut before the first call, since blocks are measured with real inputs. A network to train is not cut before its
+    first training step either, since what follows the call in that step counts, too.
 
     Args:
         module: The user's module.
         options: Devices, schedule, micro-batches.
-        names: The modules to cut before; None: chosen by measuring.
+        names: Modules to cut before; None: chosen by measuring.
         threads: See `Pipeline`.
-        training: Whether it is to be trained; then it is measured as in training, whatever the first call is for.
+        training: True for a run that trains. The network is then measured in training mode, even if the first call
+            comes from a validation.
         copy_always: See `Placement`.
-        processes: Those that compute the stages but the last; None: all are computed here.
+        processes: Processes of the stages but the last; None: this process computes all stages.
 
     Attributes:
-        cut: Where it is cut; None before the first call.
+        cut: The cut; None before the first call.
         running: The stages of the last call; None before it.
-        rest: Measures what a training step computes after the call; None where there is no such step.
-        pinned: A cut of an earlier run, which is taken where nobody wishes another, if the network still has it.
+        rest: Measures what a training step computes after the call; None if there is no such step.
+        pinned: The cut of an earlier run. It is used if the user names no cut, and the network still has it.
     """
 
     def __init__(
@@ -71,8 +72,12 @@ class StagedNetwork:
         copy_always: bool = False,
         processes: StageClient | None = None,
     ) -> None:
-        self.module, self.options, self.names, self.threads = module, options, names, threads
-        self.training, self.processes = training, processes
+        self.module = module
+        self.options = options
+        self.names = names
+        self.threads = threads
+        self.training = training
+        self.processes = processes
         self.cut: Cut | None = None
         self.running: Pipeline | ProcessPipeline | None = None
         self.rest: LossProfile | None = None
@@ -84,22 +89,27 @@ class StagedNetwork:
             copy_always=copy_always,
             in_processes=processes is not None,
         )
-        self._signature: tuple[str, ...] = ()  # of the forward that was cut
-        self._originals: dict[str, Callable[..., Any]] = {}
-        self._own: dict[str, Any] = {}  # forwards that the user has set in an instance
+        self._modules = dict(module.named_modules())
+        self._patch = ForwardPatch(self._modules, self._interceptor)
+        self._traces = CheckedTraces(
+            module,
+            self._modules,
+            self._patch,
+            options.devices[-1],
+            self._all_parameters_here,
+        )
+        # Signature of the forward that was cut.
+        self._signature: tuple[str, ...] = ()
+        # Stages for each kind of call.
         self._pipelines: dict[tuple[Any, ...], Pipeline | ProcessPipeline] = {}
-        self._compared: set[tuple[Any, ...]] = set()  # calls of which what was followed has been compared
-        self._differing: set[str] = set()  # networks that differ from themselves, of which the user has been told
-        self._whole: dict[type[nn.Module], str] = {}  # submodules that were followed wrongly, with the reason
-        self._named = dict(module.named_modules())
 
-    # Calls.
+    # Interception of calls.
 
     def cover(self) -> None:
-        """Catches calls of the module and of its largest child.
+        """Intercept calls of the module and of its largest child.
 
         Raises:
-            ConfigurationError: If activations are checkpointed where that cannot be.
+            ConfigurationError: If activations are checkpointed where that is impossible.
         """
         if splits(self.options.schedule) and any(map(is_checkpointed, self.module.modules())):
             raise ConfigurationError(
@@ -107,256 +117,240 @@ class StagedNetwork:
                 " activation_checkpointing would compute the forward once more. Take 'interleaved_1f1b', or leave"
                 " activation_checkpointing out."
             )
-        children = {
-            name: child for name, child in self.module.named_children() if any(True for _ in child.parameters())
-        }
-        sizes = {name: sum(parameter.numel() for parameter in child.parameters()) for name, child in children.items()}
-        names = [max(sizes, key=lambda name: sizes[name])] if sizes else []
-        self.placement.place_outside(self._named[names[0]] if names else None)
+
+        # 1. The largest child is the likeliest network. All else can be placed now.
+        names = []
+        largest_child = self._largest_child()
+        if largest_child is None:
+            self.placement.place_outside(None)
+        else:
+            self.placement.place_outside(self._modules[largest_child])
+            names.append(largest_child)
+
+        # 2. The module itself is one only if it has a forward.
         if type(self.module).forward is not nn.Module.forward:
             names.append("")
         for name in names:
-            if is_checkpointed(self._named[name]):
+            if is_checkpointed(self._modules[name]):
                 raise ConfigurationError(
                     f"activation_checkpointing means {name!r}, which is the network that is cut into stages. Name parts"
                     f" of it, such as '{name}.*'."
                 )
-            self._originals[name] = self._named[name].forward
-            if "forward" in vars(self._named[name]):
-                self._own[name] = vars(self._named[name])["forward"]
-        self.recover()
+            self._patch.add(name)
+        self._patch.apply()
+
+    def _largest_child(self) -> str | None:
+        """Return the name of the child with the most parameters; None if no child has any."""
+        sizes: dict[str, int] = {}
+        for name, child in self.module.named_children():
+            parameters = list(child.parameters())
+            if parameters:
+                sizes[name] = sum(parameter.numel() for parameter in parameters)
+        if not sizes:
+            return None
+        return max(sizes, key=lambda name: sizes[name])
 
     def uncover(self) -> None:
-        """Lets calls through again."""
-        for name in self._originals:
-            if name in self._own:
-                self._named[name].forward = self._own[name]
-            elif "forward" in vars(self._named[name]):
-                del self._named[name].forward
+        """Let calls through again."""
+        self._patch.remove()
 
     def recover(self) -> None:
-        """Catches calls again after `uncover`."""
-        for name in self._originals:
-            self._named[name].forward = self._catcher(name)
+        """Intercept calls again after `uncover`."""
+        self._patch.apply()
 
     def release(self) -> None:
-        """The run has ended."""
+        """End interception after a run."""
         self.uncover()
         self.placement.stop_waiting()
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """While calls are caught in the midst of something that lets them through."""
-        self.recover()
-        try:
+        """Intercept calls within the context, where they are let through otherwise."""
+        with self._patch.applied():
             yield
-        finally:
-            self.uncover()
 
-    @contextmanager
-    def _uncovered(self) -> Iterator[None]:
-        self.uncover()
-        try:
-            yield
-        finally:
-            self.recover()
+    def _interceptor(self, name: str) -> Callable[..., Any]:
+        """Return the forward that replaces the network's own.
 
-    def _catcher(self, name: str) -> Callable[..., Any]:
+        Args:
+            name: The network's name in the user's module.
+        """
+
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if is_inside_stage():  # a stage that has it whole
-                return self._original_of(name, module)(*args, **kwargs)
+            # 1. A stage that contains the whole network computes it.
+            if is_inside_stage():
+                return self._patch.original_of(name, module)(*args, **kwargs)
+
+            # 2. A training step stops here, while it is measured or until the stages have run.
             if self.rest is not None and self.rest.running:
                 return self.rest.network_output()
             step = current_step()
             if step is not None:
                 step.inside = step.inside or name
                 return step.hand_over(args, kwargs)
+
+            # 3. Any other call runs forward.
             structure = CallStructure(args, kwargs)
-            if self._waits():
-                traced = self._compared_trace(name, structure)
-                with self._uncovered():
+            if self._postpones_cut():
+                traced = self._traces.checked(name, structure)
+                with self._patch.removed():
                     return compute_uncut(traced, structure.tensors, self.options.devices[-1])
-            self.running = pipeline = self.pipeline(name, structure, whole=True)
+            pipeline = self.pipeline(name, structure, is_full_batch=True)
+            self.running = pipeline
             with self.placement.shadows.in_forward():
                 return pipeline.forward(structure.tensors)
 
         # As a method: a copy of the module for another device binds methods to itself, and shares everything else.
-        return MethodType(forward, self._named[name])
+        return MethodType(forward, self._modules[name])
 
-    def _original_of(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward that was there before, of the network or of its copy on another device."""
-        original = self._originals[name]
-        if module is not self._named[name] and isinstance(original, MethodType):
-            return MethodType(original.__func__, module)
-        return original
-
-    def _waits(self) -> bool:
-        """Whether this is a call before training, which alone shows what a cut by measuring has to count."""
-        by_hand = self.names is not None or callable(getattr(self.module, "pipeline_cuts", None))
-        chosen = by_hand or self.cut is not None or self.pinned is not None
-        return self.training and not chosen and not torch.is_grad_enabled()
+    def _postpones_cut(self) -> bool:
+        """Return True for a call before training, if the cut is measured: only a training step shows all costs."""
+        if not self.training or torch.is_grad_enabled():
+            return False
+        names_are_given = self.names is not None or callable(getattr(self.module, "pipeline_cuts", None))
+        has_cut = self.cut is not None or self.pinned is not None
+        return not names_are_given and not has_cut
 
     # Stages.
 
-    def pipeline(self, name: str, structure: CallStructure, *, whole: bool = False) -> Pipeline | ProcessPipeline:
-        """The stages for a call.
+    def pipeline(
+        self, name: str, structure: CallStructure, *, is_full_batch: bool = False
+    ) -> Pipeline | ProcessPipeline:
+        """Return the stages for a call.
 
         Args:
             name: The network's name in the user's module.
             structure: The call.
-            whole: Whether it is a call with a whole batch, not with a micro-batch.
+            is_full_batch: True for a call with a full batch, False for one with a micro-batch. Default: False.
 
         Raises:
             ConfigurationError: If the network cannot be cut.
         """
-        network = self._named[name]
-        key = self._key(name, structure)
-        found = self._pipelines.get(key)
-        if found is None:
-            if self.cut is None:
-                self.placement.stop_waiting()
-                with self._as_trained():
-                    self._choose(name, structure, whole=whole)
-            assert self.cut is not None
-            traced = self._compared_trace(name, structure)
-            if traced.signature == self._signature:
-                ends = self.cut.ends
-            else:
-                ends = homes_of(traced, self.placement.stage_of(network), len(self.options.devices))
-            stages = make_stages(traced, ends, self.placement.shadow(traced))
-            found = self._make(traced, stages)
-            if len(self._pipelines) > 64:
-                self._pipelines.clear()  # calls with ever other numbers among their arguments
-                self._compared.clear()
-            self._pipelines[key] = found
-        return found
+        key = key_of_call(name, self._modules[name], structure)
+        pipeline = self._pipelines.get(key)
+        if pipeline is not None:
+            return pipeline
 
-    def _key(self, name: str, structure: CallStructure) -> tuple[Any, ...]:
-        """Return what calls have in common that are followed in the same way."""
-        return name, structure.key, tuple(part.training for part in self._named[name].modules())
+        # 1. Cut and place the network at its first call.
+        if self.cut is None:
+            self.placement.stop_waiting()
+            with self._training_mode():
+                self._choose_cut(name, structure, is_full_batch=is_full_batch)
+        assert self.cut is not None
 
-    def _make(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
+        # 2. Cut the same forward in the same places, and another one where its layers are.
+        traced = self._traces.checked(name, structure)
+        if traced.signature == self._signature:
+            ends = self.cut.ends
+        else:
+            stage_of = self.placement.stage_of(self._modules[name])
+            ends = homes_of(traced, stage_of, len(self.options.devices))
+        stages = make_stages(traced, ends, self.placement.shadow(traced))
+        pipeline = self._make_pipeline(traced, stages)
+
+        # 3. Keep the stages. Calls whose arguments contain ever other numbers would fill the memory.
+        if len(self._pipelines) > 64:
+            self._pipelines.clear()
+            self._traces.forget_comparisons()
+        self._pipelines[key] = pipeline
+        return pipeline
+
+    def _make_pipeline(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
+        options = self.options
         if self.processes is None:
-            options = self.options
             return Pipeline(
                 stages,
                 options.devices,
                 options.schedule,
                 stages_per_device=options.stages_per_device,
-                threads=self._may_have_threads(),
+                threads=self._allowed_threads(),
             )
-        with self._uncovered():  # the layers travel as they are
+        # Layers are sent to the processes with their original forwards.
+        with self._patch.removed():
             number = self.processes.give_out(traced.root, stages)
         count = len(self.processes.devices)
-        return ProcessPipeline(self.processes, number, stages[count - 1 :: count], self.options.schedule)
+        own_stages = stages[count - 1 :: count]
+        return ProcessPipeline(self.processes, number, own_stages, options.schedule)
 
-    def _may_have_threads(self) -> bool | None:
-        """Threads that share a random generator would draw from it beside one another while forwards are repeated."""
-        on_cpu = any(device.type == "cpu" for device in self.options.devices)
-        return False if on_cpu and any(map(is_checkpointed, self.module.modules())) else self.threads
+    def _allowed_threads(self) -> bool | None:
+        """Return `threads`, or False if activations are checkpointed on a CPU.
 
-    def _trace(self, name: str, network: nn.Module, structure: CallStructure) -> Traced:
-        try:
-            with self._uncovered():
-                return trace(network, self._originals[name], structure, self._whole)
-        except NotTraceable as error:
-            kind = type(network).__name__
-            raise ConfigurationError(
-                f"{kind} cannot be cut into stages: {error.obstacle}. Move what asks for values into a submodule, which"
-                " stays whole; or write the network as a sequence of blocks (nn.Sequential); or place its parts by"
-                " hand and train with strategy='single_device'."
-            ) from error
-
-    def _compared_trace(self, name: str, structure: CallStructure) -> Traced:
-        """Follow a call, and make sure that this computes what the forward does.
-
-        A submodule of the user's in which the two part stays whole, and the call is followed once more.
-
-        Raises:
-            ConfigurationError: If they part in the network's own forward.
+        Threads would share its random generator, and draw from it while another one repeats a forward.
         """
-        network, key = self._named[name], (*self._key(name, structure), torch.is_grad_enabled())
-        while True:
-            traced = self._trace(name, network, structure)
-            if key in self._compared:
-                return traced
-            comparison = Comparison(self.module, network, self._originals[name], structure, self.options.devices[-1])
-            with self._uncovered(), self._all_here():
-                parting = comparison.parting(traced)
-            if not comparison.is_possible and name not in self._differing:
-                self._differing.add(name)
-                rank_zero_warn(_cannot_be_compared(network))
-            if parting is None:
-                self._compared.add(key)
-                return traced
-            kinds = [type(part) for part in parting.owners if type(part) not in self._whole]
-            if not kinds:
-                raise ConfigurationError(_cannot_be_followed(network, parting)) from parting.error
-            self._whole[kinds[0]] = f"what was followed of it {parting}"
+        on_cpu = any(device.type == "cpu" for device in self.options.devices)
+        if on_cpu and any(map(is_checkpointed, self.module.modules())):
+            return False
+        return self.threads
 
     @contextmanager
-    def _all_here(self) -> Iterator[None]:
-        """While values of all layers are in this process."""
+    def _all_parameters_here(self) -> Iterator[None]:
+        """Gather the parameters of all stages in this process within the context."""
         if self.processes is None or not self.processes.elsewhere():
             yield
             return
         with self.processes.all_at_home():
             yield
 
+    # The cut.
+
     @contextmanager
-    def _as_trained(self) -> Iterator[None]:
-        """In the mode of training, if that is what is to come: a check of the validation may be the first call."""
-        before = [(part, part.training) for part in self.module.modules()]
+    def _training_mode(self) -> Iterator[None]:
+        """Set training mode within the context, if the run trains: its first call may come from a validation."""
+        modes = [(submodule, submodule.training) for submodule in self.module.modules()]
         if self.training and not self.module.training:
             self.module.train()
         try:
             yield
         finally:
-            for part, mode in before:
-                part.training = mode
+            for submodule, mode in modes:
+                submodule.training = mode
 
-    def _sample(self, structure: CallStructure, whole: bool) -> list[Tensor]:
-        """The tensors of a call with one micro-batch."""
-        tensors, dim = structure.tensors, self.options.dim
-        sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
-        if not whole or not self.training or len(sizes) != 1:
-            return tensors
-        size = -(-sizes.pop() // self.options.micro_batches)
-        return [tensor.narrow(dim, 0, size) if tensor.ndim > dim else tensor for tensor in tensors]
-
-    def _choose(self, name: str, structure: CallStructure, *, whole: bool) -> None:
-        """Cuts, and places every part on the device of its stage."""
-        traced = self._trace(name, self._named[name], structure)
-        names = self.names
-        if names is None and callable(own := getattr(self.module, "pipeline_cuts", None)):
-            names = list(own())
-        if names is not None:
-            cut: Cut | None = cut_by_names(traced, names, name, len(self.options.devices))
-        else:
-            cut = None if self.pinned is None else cut_as_pinned(traced, self.pinned, name, len(self.options.devices))
+    def _choose_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
+        """Cut the network, and place every layer on the device of its stage."""
+        network = self._modules[name]
+        traced = self._traces.unchecked(name, structure)
+        cut = self._unmeasured_cut(traced, name)
         if cut is None:
-            traced = self._compared_trace(name, structure)
-            tensors = self._sample(structure, whole)
-            with self._uncovered():
+            traced = self._traces.checked(name, structure)
+            tensors = self._one_micro_batch(structure, is_full_batch)
+            with self._patch.removed():
                 cut = cut_automatically(traced, self.module, tensors, self.options, name, self.rest)
-        sizes = self.placement.place(self._named[name], traced, cut.ends)
-        self.cut, self._signature = cut, traced.signature
-        rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table_of(cut, self.options, sizes)}")
+        sizes = self.placement.place(network, traced, cut.ends)
+        self.cut = cut
+        self._signature = traced.signature
+        table = table_of(cut, self.options, sizes)
+        rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table}")
 
+    def _unmeasured_cut(self, traced: Traced, name: str) -> Cut | None:
+        """Return the cut that the user names, or that of an earlier run; None if there is neither."""
+        stages = len(self.options.devices)
+        names = self.names
+        if names is None:
+            pipeline_cuts = getattr(self.module, "pipeline_cuts", None)
+            if callable(pipeline_cuts):
+                names = list(pipeline_cuts())
+        if names is not None:
+            return cut_by_names(traced, names, name, stages)
+        if self.pinned is not None:
+            return cut_as_pinned(traced, self.pinned, name, stages)
+        return None
 
-def _cannot_be_followed(network: nn.Module, parting: Parting) -> str:
-    return (
-        f"{type(network).__name__} cannot be cut into stages: what was followed of its forward {parting}. Before that"
-        " the forward asks something that a followed value answers wrongly, such as isinstance(x, Tensor), hasattr(x,"
-        " ...), `x.dtype is ...`, or an error that `try` waits for. Move the question, with what depends on it, into a"
-        " submodule, which then stays whole; or choose another strategy."
-    )
+    def _one_micro_batch(self, structure: CallStructure, is_full_batch: bool) -> list[Tensor]:
+        """Return the tensors of a call with one micro-batch."""
+        tensors = structure.tensors
+        dim = self.options.dim
+        if not is_full_batch or not self.training:
+            return tensors
+        sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
+        if len(sizes) != 1:
+            return tensors
 
-
-def _cannot_be_compared(network: nn.Module) -> str:
-    return (
-        f"{type(network).__name__} computes something else when it is called again with the same input, random numbers"
-        " and buffers, so what was followed of its forward could not be compared with it, and is used as it is. A"
-        " forward may use the clock, a generator of its own, or a counter outside of the module. Whatever it asks there"
-        " must not decide what is computed, unless it is asked in a submodule that stays whole."
-    )
+        # Round up, as the split of a batch does.
+        size = -(-sizes.pop() // self.options.micro_batches)
+        micro_batch = []
+        for tensor in tensors:
+            if tensor.ndim > dim:
+                micro_batch.append(tensor.narrow(dim, 0, size))
+            else:
+                micro_batch.append(tensor)
+        return micro_batch

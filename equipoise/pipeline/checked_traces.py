@@ -1,0 +1,150 @@
+"""Traces of the network's calls, each compared with the forward before it is used."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.notices import rank_zero_warn
+from equipoise.pipeline.forward_patch import ForwardPatch
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.tracing import NotTraceable, Traced, trace
+from equipoise.pipeline.verification.trace_comparison import Comparison, Parting
+
+__all__ = ["CheckedTraces", "key_of_call"]
+
+
+def key_of_call(name: str, network: nn.Module, structure: CallStructure) -> tuple[Any, ...]:
+    """Return a key that is equal for calls with the same trace.
+
+    Args:
+        name: The network's name in the user's module.
+        network: The network.
+        structure: The call.
+    """
+    modes = tuple(submodule.training for submodule in network.modules())
+    return name, structure.key, modes
+
+
+class CheckedTraces:
+    """Trace calls of the network, and compare each kind of call once with the forward.
+
+    Args:
+        module: The user's module.
+        modules: Its submodules by their names.
+        patch: Replaces the forwards of networks; a trace needs the original ones.
+        device: Device of the comparison.
+        all_parameters_here: Makes a context in which this process has the values of all parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        modules: Mapping[str, nn.Module],
+        patch: ForwardPatch,
+        device: torch.device,
+        all_parameters_here: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._module = module
+        self._modules = modules
+        self._patch = patch
+        self._device = device
+        self._all_parameters_here = all_parameters_here
+        # Calls whose trace agrees with the forward.
+        self._compared: set[tuple[Any, ...]] = set()
+        # Networks that differ from themselves when they are repeated, of which the user has been warned.
+        self._warned: set[str] = set()
+        # Classes of submodules whose trace differs from their forward, with the reason. They stay whole.
+        self._opaque_types: dict[type[nn.Module], str] = {}
+
+    def forget_comparisons(self) -> None:
+        """Forget which calls have been compared."""
+        self._compared.clear()
+
+    def unchecked(self, name: str, structure: CallStructure) -> Traced:
+        """Trace a call.
+
+        Args:
+            name: The network's name in the user's module.
+            structure: The call.
+
+        Raises:
+            ConfigurationError: If the network cannot be traced.
+        """
+        network = self._modules[name]
+        forward = self._patch.original(name)
+        try:
+            with self._patch.removed():
+                return trace(network, forward, structure, self._opaque_types)
+        except NotTraceable as error:
+            kind = type(network).__name__
+            raise ConfigurationError(
+                f"{kind} cannot be cut into stages: {error.obstacle}. Move what asks for values into a submodule, which"
+                " stays whole; or write the network as a sequence of blocks (nn.Sequential); or place its parts by"
+                " hand and train with strategy='single_device'."
+            ) from error
+
+    def checked(self, name: str, structure: CallStructure) -> Traced:
+        """Trace a call, and check that the trace computes what the forward does.
+
+        Where they differ in a submodule of the user's, that submodule stays whole, and the call is traced again.
+
+        Args:
+            name: The network's name in the user's module.
+            structure: The call.
+
+        Raises:
+            ConfigurationError: If they differ in the network's own forward.
+        """
+        network = self._modules[name]
+        key = (*key_of_call(name, network, structure), torch.is_grad_enabled())
+        while True:
+            # 1. Trace the call. One comparison is enough for each kind of call.
+            traced = self.unchecked(name, structure)
+            if key in self._compared:
+                return traced
+
+            # 2. Compare the trace with the forward.
+            parting = self._compare(name, structure, traced)
+            if parting is None:
+                self._compared.add(key)
+                return traced
+
+            # 3. Keep the likeliest submodule whole.
+            kinds = [type(module) for module in parting.owners if type(module) not in self._opaque_types]
+            if not kinds:
+                raise ConfigurationError(_cannot_be_followed(network, parting)) from parting.error
+            self._opaque_types[kinds[0]] = f"what was followed of it {parting}"
+
+    def _compare(self, name: str, structure: CallStructure, traced: Traced) -> Parting | None:
+        """Return the first difference between a trace and the forward; None if there is none, or none can be found."""
+        network = self._modules[name]
+        forward = self._patch.original(name)
+        comparison = Comparison(self._module, network, forward, structure, self._device)
+        with self._patch.removed(), self._all_parameters_here():
+            parting = comparison.parting(traced)
+        if not comparison.is_possible and name not in self._warned:
+            self._warned.add(name)
+            rank_zero_warn(_cannot_be_compared(network))
+        return parting
+
+
+def _cannot_be_followed(network: nn.Module, parting: Parting) -> str:
+    return (
+        f"{type(network).__name__} cannot be cut into stages: what was followed of its forward {parting}. Before that"
+        " the forward asks something that a followed value answers wrongly, such as isinstance(x, Tensor), hasattr(x,"
+        " ...), `x.dtype is ...`, or an error that `try` waits for. Move the question, with what depends on it, into a"
+        " submodule, which then stays whole; or choose another strategy."
+    )
+
+
+def _cannot_be_compared(network: nn.Module) -> str:
+    return (
+        f"{type(network).__name__} computes something else when it is called again with the same input, random numbers"
+        " and buffers, so what was followed of its forward could not be compared with it, and is used as it is. A"
+        " forward may use the clock, a generator of its own, or a counter outside of the module. Whatever it asks there"
+        " must not decide what is computed, unless it is asked in a submodule that stays whole."
+    )
