@@ -48,10 +48,12 @@ class SimulatedDevice:
         Raises:
             OutOfMemoryError: Torch's, if the part is too large.
         """
-        if self.most_samples is not None and size > self.most_samples:
-            raise torch.OutOfMemoryError(f"This simulated device holds {self.most_samples} samples, not {size}.")
+        most = self.most_samples
+        if most is not None and size > most:
+            raise torch.OutOfMemoryError(f"This simulated device holds {most} samples, not {size}.")
         result = function()
-        delay = self.seconds + self.seconds_per_sample * size
+        delay = self.seconds
+        delay += self.seconds_per_sample * size
         time.sleep(delay)
         return result
 
@@ -116,7 +118,12 @@ class Calibration:
         limits = [times.most for times in self.times]
         return _within(sizes, limits)
 
-    def measured(self, index: int, function: Callable[[], T], size: int) -> Callable[[], T]:
+    def measured(
+        self,
+        index: int,
+        function: Callable[[], T],
+        size: int,
+    ) -> Callable[[], T]:
         """Return a function that runs another one and measures it.
 
         It waits for the device before and after, which only these first steps do.
@@ -163,7 +170,8 @@ class Calibration:
             # 1. Bytes of one sample in the last step.
             allocated, last_size = self._allocated[index]
             peak = torch.cuda.max_memory_allocated(device)
-            per_sample = max(peak - allocated, 1) / last_size
+            used = max(peak - allocated, 1)
+            per_sample = used / last_size
             # 2. Bytes that a step may use: unused ones of the device and of torch's allocator.
             unused, _ = torch.cuda.mem_get_info(device)
             reserved = torch.cuda.memory_reserved(device)
@@ -181,7 +189,8 @@ def _within(sizes: list[int], limits: Sequence[int | None]) -> list[int]:
     The sizes remain as they are if all limits together are too small.
     """
     room: list[float] = []
-    for size, limit in zip(sizes, limits, strict=True):
+    pairs = zip(sizes, limits, strict=True)
+    for size, limit in pairs:
         if limit is None:
             room.append(math.inf)
         else:

@@ -85,7 +85,10 @@ class _Gatherer:
     def _tensors(self, outputs: Sequence[Any], path: str) -> Tensor:
         first = outputs[0]
         for output in outputs:
-            if not isinstance(output, Tensor) or not self._fits(output, first):
+            if not isinstance(output, Tensor):
+                raise _different(outputs, path)
+            # Tensors of other shapes cannot be put together.
+            if not self._fits(output, first):
                 raise _different(outputs, path)
         tensors = [to_device(output, self.device) for output in outputs]
         return self._join(tensors)
@@ -134,7 +137,9 @@ class _Gatherer:
     def _mappings(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
         for output in outputs:
-            if not isinstance(output, Mapping) or output.keys() != first.keys():
+            if not isinstance(output, Mapping):
+                raise _different(outputs, path)
+            if output.keys() != first.keys():
                 raise _different(outputs, path)
         results = []
         for key in first:
@@ -146,10 +151,13 @@ class _Gatherer:
     def _sequences(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
         for output in outputs:
-            if type(output) is not type(first) or len(output) != len(first):
+            if type(output) is not type(first):
+                raise _different(outputs, path)
+            if len(output) != len(first):
                 raise _different(outputs, path)
         results = []
-        for index, values in enumerate(zip(*outputs, strict=True)):
+        columns = zip(*outputs, strict=True)
+        for index, values in enumerate(columns):
             result = self.gather(values, f"{path}[{index}]")
             results.append(result)
         return rebuild(first, results)
@@ -169,7 +177,9 @@ class _Gatherer:
     def _arrays(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
         for output in outputs:
-            if not _is_array(output) or output.ndim != first.ndim:
+            if not _is_array(output):
+                raise _different(outputs, path)
+            if output.ndim != first.ndim:
                 raise _different(outputs, path)
         if len(outputs) == 1:
             return first
@@ -188,7 +198,8 @@ class _Gatherer:
                 return sum(outputs)
             if all(type(value) is float for value in outputs):
                 tensors = [torch.tensor(value, dtype=torch.float64) for value in outputs]
-                return self._join(tensors).item()
+                mean = self._join(tensors)
+                return mean.item()
         first = outputs[0]
         if all(_same(value, first) for value in outputs):
             return first
@@ -199,7 +210,9 @@ class _Gatherer:
         # 1. There are as many items as samples.
         tensors = []
         for output, size in zip(outputs, self.sizes, strict=True):
-            if not isinstance(output, list) or len(output) != size:
+            if not isinstance(output, list):
+                return False
+            if len(output) != size:
                 return False
             for _, tensor in entries_of(output):
                 tensors.append((tensor, size))
@@ -212,12 +225,15 @@ class _Gatherer:
 
         # 3. As many vectors as samples, as long as there are samples, may be either.
         first = outputs[0]
-        if len(outputs) > 1 and len(first) > 1 and all(map(_is_row, outputs, self.sizes)):
+        has_several = len(outputs) > 1 and len(first) > 1
+        if has_several and all(map(_is_row, outputs, self.sizes)):
             raise _ambiguous(first, path)
 
         # 4. Tensors of all samples are as long as there are samples.
         for tensor, size in tensors:
-            if tensor.ndim and (tensor.ndim <= self.dim or tensor.size(self.dim) != size):
+            if tensor.ndim == 0:
+                continue
+            if tensor.ndim <= self.dim or tensor.size(self.dim) != size:
                 return True
         return False
 
@@ -258,7 +274,12 @@ def _kind(value: Any) -> Any:
 
 def _is_row(items: list[Any], size: int) -> bool:
     """Return whether all items are vectors whose length is the number of samples."""
-    return all(isinstance(item, Tensor) and item.shape == (size,) for item in items)
+    for item in items:
+        if not isinstance(item, Tensor):
+            return False
+        if item.shape != (size,):
+            return False
+    return True
 
 
 def _is_array(value: Any) -> bool:

@@ -35,7 +35,10 @@ def are_shares(shares: Any) -> bool:
         >>> are_shares([2, 0, 3.5]), are_shares([0, 0]), are_shares("23")
         (True, False, False)
     """
-    if not isinstance(shares, Sequence) or isinstance(shares, str):
+    # A string is a sequence, too.
+    if isinstance(shares, str):
+        return False
+    if not isinstance(shares, Sequence):
         return False
     for share in shares:
         if isinstance(share, bool):
@@ -118,7 +121,10 @@ def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
         remainder = exact_sizes[index] - sizes[index]
         return -remainder, index
 
-    candidates = [index for index, share in enumerate(shares) if share > 0]
+    candidates = []
+    for index, share in enumerate(shares):
+        if share > 0:
+            candidates.append(index)
     candidates.sort(key=order)
     remaining = batch_size - sum(sizes)
     for index in candidates[:remaining]:
@@ -126,7 +132,11 @@ def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
     return sizes
 
 
-def first_device_sizes(batch_size: int, devices: int, first: int) -> tuple[list[int], bool]:
+def first_device_sizes(
+    batch_size: int,
+    devices: int,
+    first: int,
+) -> tuple[list[int], bool]:
     """Return the sizes of BalancedDataParallel, a class of Transformer-XL's training code (Dai et al., 2019).
 
     The first device gets `first` samples, the others share the rest evenly, lower ones first. That holds only where
@@ -148,10 +158,11 @@ def first_device_sizes(batch_size: int, devices: int, first: int) -> tuple[list[
         ([3, 3, 2], False)
     """
     rest = batch_size - first
-    if first < rest // (devices - 1):
-        sizes = [first, *even_sizes(rest, devices - 1)]
+    later_devices = devices - 1
+    if first < rest // later_devices:
+        sizes = [first, *even_sizes(rest, later_devices)]
     elif first == 0:
-        sizes = [0, *even_chunks(batch_size, devices - 1)]
+        sizes = [0, *even_chunks(batch_size, later_devices)]
     else:
         sizes = even_chunks(batch_size, devices)
     return sizes, sizes[0] == first
@@ -203,7 +214,9 @@ class DeviceTimes:
                 return base, slope
 
         # 3. Otherwise the least-squares line through the origin.
-        slope = _dot(sizes, times) / _dot(sizes, sizes)
+        products = _dot(sizes, times)
+        squares = _dot(sizes, sizes)
+        slope = products / squares
         return 0.0, max(slope, 1e-12)
 
     def noise(self) -> list[float]:
@@ -225,7 +238,8 @@ class DeviceTimes:
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    products = [a * b for a, b in zip(left, right, strict=True)]
+    pairs = zip(left, right, strict=True)
+    products = [a * b for a, b in pairs]
     return sum(products)
 
 
@@ -297,7 +311,11 @@ def _quickest_sizes(
 
     # 2. The time in which all devices together compute the batch, by bisection.
     low = 0.0
-    high = max(base + batch_size * per_sample for base, per_sample in lines)
+    high = 0.0
+    for base, per_sample in lines:
+        # The time in which this device computes the batch alone.
+        alone = base + batch_size * per_sample
+        high = max(high, alone)
     for _ in range(100):
         middle = (low + high) / 2
         exact_sizes = _samples_within(middle, lines, limits)

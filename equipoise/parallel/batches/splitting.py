@@ -125,7 +125,9 @@ def holds_samples(batch: Any, cut_before: bool = False) -> bool:
 
 
 def _may_be_image(item: Any) -> bool:
-    return type(item) is Tensor and item.ndim == 3
+    if type(item) is not Tensor:
+        return False
+    return item.ndim == 3
 
 
 def _are_images(tensors: list[Tensor], cut_before: bool) -> bool:
@@ -228,8 +230,10 @@ class Splitter:
 
     def __init__(self, module: Any, dim: int = 0) -> None:
         self.dim = dim
-        self._size: Callable[[Any], Any] | None = _method(module, "batch_size", 1)
-        self._split: Callable[[Any, list[int]], Any] | None = _method(module, "split_batch", 2)
+        # The methods of the module; None if it does not define them.
+        self._size = _method(module, "batch_size", 1)
+        self._split = _method(module, "split_batch", 2)
+        # True once a batch of this kind was cut.
         self._cut_before = False
 
     @property
@@ -246,9 +250,10 @@ class Splitter:
         if self._size is None:
             return infer_batch_size(batch, self.dim)
         size = self._size(batch)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise StepError(f"`batch_size(batch)` of the module must return the number of samples, not {size!r}.")
-        return size
+        # A bool is an int, too.
+        if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+            return size
+        raise StepError(f"`batch_size(batch)` of the module must return the number of samples, not {size!r}.")
 
     def size_to_cut(self, batch: Any) -> int:
         """Return the number of samples of a batch that must be cut.
@@ -316,7 +321,12 @@ def _method(module: Any, name: str, arguments: int) -> Callable[..., Any] | None
     return method  # type: ignore[no-any-return]
 
 
-def why_not(batch: Any, dim: int, what: str, name: str = "batch") -> str:
+def why_not(
+    batch: Any,
+    dim: int,
+    what: str,
+    name: str = "batch",
+) -> str:
     """Return the reason why a batch cannot be cut, as a sentence.
 
     Args:
@@ -329,7 +339,8 @@ def why_not(batch: Any, dim: int, what: str, name: str = "batch") -> str:
     for path, tensor in entries_of(batch):
         # A tensor without dimensions belongs to every part, so it is no obstacle.
         if tensor.ndim > dim:
-            lengths.append(f"{name}{path} is of length {tensor.size(dim)}")
+            length = tensor.size(dim)
+            lengths.append(f"{name}{path} is of length {length}")
         elif tensor.ndim:
             lengths.append(f"{name}{path} has {tensor.ndim} dimensions")
     if not lengths:

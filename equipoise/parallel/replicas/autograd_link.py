@@ -16,7 +16,10 @@ from equipoise.parallel.replicas import coalesced
 __all__ = ["connect"]
 
 
-def connect(sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+def connect(
+    sources: Sequence[Tensor],
+    copies: Sequence[Sequence[Tensor]],
+) -> list[list[Tensor]]:
     """Return the values of copies, with a graph that leads to their sources.
 
     Args:
@@ -26,7 +29,12 @@ def connect(sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> li
     Returns:
         For each device, a tensor for each copy, in its memory. Tensors of sources that need no gradient have no graph.
     """
-    trainable = [index for index, source in enumerate(sources) if source.requires_grad]
+    trainable = []
+    trainable_sources = []
+    for index, source in enumerate(sources):
+        if source.requires_grad:
+            trainable.append(index)
+            trainable_sources.append(source)
 
     # 1. Copies without a graph, and the trainable ones of all devices in one list.
     results = []
@@ -36,15 +44,15 @@ def connect(sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> li
         results.append(tensors)
         for index in trainable:
             # Another object: autograd would give the one in the results a graph.
-            value = device_copies[index].detach()
-            values.append(value)
+            copied = device_copies[index]
+            values.append(copied.detach())
 
     # 2. The trainable ones with a graph.
-    trainable_sources = [sources[index] for index in trainable]
-    connected = iter(_Connection.apply(values, *trainable_sources))  # type: ignore[no-untyped-call]
+    connected = _Connection.apply(values, *trainable_sources)  # type: ignore[no-untyped-call]
+    remaining = iter(connected)
     for tensors in results:
         for index in trainable:
-            tensors[index] = next(connected)
+            tensors[index] = next(remaining)
     return results
 
 
@@ -61,7 +69,10 @@ class _Connection(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         # Gradients come device by device, in the order of the sources.
         count = len(ctx.devices)
-        by_source = [gradients[index::count] for index in range(count)]
+        by_source = []
+        for index in range(count):
+            of_source = gradients[index::count]
+            by_source.append(of_source)
         # For second derivatives the sums need a graph.
         if torch.is_grad_enabled():
             sums = _differentiable_sums(by_source, ctx.devices)
@@ -109,7 +120,10 @@ def _coalesced_sums(
         columns: list[list[Any]] = []
         for position, is_present in enumerate(present):
             if is_present:
-                column = [by_source[index][position] for index in group]
+                column = []
+                for index in group:
+                    gradient = by_source[index][position]
+                    column.append(gradient)
                 columns.append(column)
         if not columns:
             continue

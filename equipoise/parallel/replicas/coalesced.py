@@ -16,7 +16,10 @@ from equipoise.to_device import to_device
 __all__ = ["broadcast", "reduce_add"]
 
 
-def broadcast(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Sequence[Tensor]]:
+def broadcast(
+    tensors: Sequence[Tensor],
+    devices: Sequence[torch.device],
+) -> list[Sequence[Tensor]]:
     """Return, for each device, tensors with these values, to copy from.
 
     Args:
@@ -51,8 +54,10 @@ def reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         return first
     root = first[0].device
     devices = [column[0].device for column in tensors]
+    # Sparse tensors cannot travel in one message.
     is_sparse = any(tensor.is_sparse for tensor in first)
-    if _are_distinct(devices) and not is_sparse:
+    are_distinct = _are_distinct(devices)
+    if are_distinct and not is_sparse:
         sums: list[Tensor] = comm.reduce_add_coalesced(tensors, root.index)  # type: ignore[no-untyped-call]
         return sums
     for column in rest:
@@ -63,6 +68,8 @@ def reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
 
 def _are_distinct(devices: Sequence[torch.device]) -> bool:
     """Return whether these are different CUDA devices."""
-    if any(device.type != "cuda" for device in devices):
+    types = {device.type for device in devices}
+    if types != {"cuda"}:
         return False
-    return len(set(devices)) == len(devices)
+    distinct = set(devices)
+    return len(distinct) == len(devices)

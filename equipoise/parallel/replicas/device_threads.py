@@ -106,9 +106,12 @@ class ThreadState(NamedTuple):
     def _enter_cuda(self, stack: ExitStack) -> None:
         """Enter the streams that differ from this thread's, and then the device, which entering a stream changes."""
         for stream in self.cuda_streams:
-            if torch.cuda.current_stream(stream.device) != stream:
+            present_stream = torch.cuda.current_stream(stream.device)
+            if present_stream != stream:
                 stack.enter_context(torch.cuda.stream(stream))
-        if self.cuda_device is not None and torch.cuda.current_device() != self.cuda_device:
+        if self.cuda_device is None:
+            return
+        if torch.cuda.current_device() != self.cuda_device:
             stack.enter_context(torch.cuda.device(self.cuda_device))
 
 
@@ -125,7 +128,9 @@ class DeviceThreads:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self.failed: int | None = None
-        device_types = {"cpu", *(device.type for device in devices)}
+        device_types = {"cpu"}
+        for device in devices:
+            device_types.add(device.type)
         autocast_types = filter(torch.amp.is_autocast_available, device_types)
         self._autocast_types = tuple(autocast_types)
         self._pool: ThreadPoolExecutor | None = None
@@ -151,7 +156,8 @@ class DeviceThreads:
         # 1. The positions of each device's functions.
         by_device: dict[torch.device, list[int]] = {}
         for position, (index, _) in enumerate(functions):
-            positions = by_device.setdefault(self.devices[index], [])
+            device = self.devices[index]
+            positions = by_device.setdefault(device, [])
             positions.append(position)
 
         def work(device: torch.device, positions: list[int]) -> None:
@@ -162,7 +168,9 @@ class DeviceThreads:
                         results[position] = function()
                 except BaseException as error:
                     failed[device] = index
-                    error.add_note(f"This was part {position + 1} of {len(functions)} of the batch, on {device}.")
+                    number = position + 1
+                    count = len(functions)
+                    error.add_note(f"This was part {number} of {count} of the batch, on {device}.")
                     raise
 
         # 2. Other threads begin, in the state of this one.

@@ -121,11 +121,13 @@ class ModuleCopy:
         for (source, _), tensor in pairs:
             self._copies[id(source)] = tensor
         for registered, name, source in self.parameter_slots:
-            registered[name] = self._copies[id(source)]
+            tensor = self._copies[id(source)]
+            registered[name] = tensor
 
     def _copy(self, module: nn.Module) -> nn.Module:
         """Copy a module and all below it. A module that occurs twice is copied once."""
-        existing: nn.Module | None = self._copies.get(id(module))
+        key = id(module)
+        existing: nn.Module | None = self._copies.get(key)
         if existing is not None:
             return existing
         if isinstance(module, (Metric, MetricCollection)):
@@ -133,7 +135,7 @@ class ModuleCopy:
 
         # 1. An empty module, which is known before its children are copied: they may refer to it.
         shell = shell_of(module)
-        self._copies[id(module)] = shell
+        self._copies[key] = shell
         self.shells.append((module, shell))
 
         # 2. Parameters.
@@ -155,7 +157,7 @@ class ModuleCopy:
             buffers[name] = self._copy_buffer(buffer)
             self.buffers.append((sources, buffers, name))
 
-        # 4. Children.
+        # 4. Children, which may be None like parameters and buffers.
         children = children_of(shell)
         for name, child in children_of(module).items():
             if child is None:
@@ -165,36 +167,41 @@ class ModuleCopy:
         return shell
 
     def _copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        existing: nn.Parameter | None = self._copies.get(id(parameter))
+        key = id(parameter)
+        existing: nn.Parameter | None = self._copies.get(key)
         if existing is not None:
             return existing
         data = torch.empty_like(parameter, device=self.device)
         data.copy_(parameter)
-        copied = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        self._copies[id(parameter)] = copied
+        requires_grad = parameter.requires_grad
+        copied = nn.Parameter(data, requires_grad=requires_grad)
+        self._copies[key] = copied
         self.parameters.append((parameter, copied))
         return copied
 
     def _copy_buffer(self, buffer: Tensor) -> Tensor:
-        existing: Tensor | None = self._copies.get(id(buffer))
+        key = id(buffer)
+        existing: Tensor | None = self._copies.get(key)
         if existing is not None:
             return existing
         copied = torch.empty_like(buffer, device=self.device)
         copied.copy_(buffer)
-        self._copies[id(buffer)] = copied
+        self._copies[key] = copied
         return copied
 
     def _copy_metric(self, module: nn.Module) -> nn.Module:
         """Copy a metric or a collection of metrics. They gather values in attributes, so copies share nothing."""
         memo = dict(self._copies)
-        copied: nn.Module = copy.deepcopy(module, memo).to(self.device)
+        copied = copy.deepcopy(module, memo)
+        copied = copied.to(self.device)
         pairs = zip(module.modules(), copied.modules(), strict=True)
         for source, target in pairs:
-            is_new = id(source) not in self._copies
+            key = id(source)
+            is_new = key not in self._copies
             if is_new and isinstance(source, Metric) and isinstance(target, Metric):
                 self.metrics.append((source, target))
                 take_metric_state(target)
-            self._copies[id(source)] = target
+            self._copies[key] = target
         return copied
 
 

@@ -11,6 +11,9 @@ from equipoise.interop.torch.modules import buffers_of, children_of, parameters_
 
 __all__ = ["ModuleStructure"]
 
+# The dictionary of a module's buffers.
+Buffers = dict[str, Tensor | None]
+
 
 class ModuleStructure:
     """Notes what is registered in some modules, and compares it with what is registered later.
@@ -29,7 +32,8 @@ class ModuleStructure:
             self._registered.append(children_of(module))
         values = map(dict.values, self._registered)
         self._objects = list(chain.from_iterable(values))
-        self._lengths = list(map(len, self._registered))
+        lengths = map(len, self._registered)
+        self._lengths = list(lengths)
 
         # Dictionaries of buffers, which are compared by name: steps may replace a buffer.
         self._buffers = [buffers_of(module) for module in modules]
@@ -41,7 +45,8 @@ class ModuleStructure:
 
     def has_changed(self) -> bool:
         """Return whether modules, parameters or buffers were added, removed or, other than buffers, replaced."""
-        if list(map(len, self._registered)) != self._lengths:
+        lengths = map(len, self._registered)
+        if list(lengths) != self._lengths:
             return True
         values = map(dict.values, self._registered)
         present = chain.from_iterable(values)
@@ -54,7 +59,7 @@ class ModuleStructure:
         return names != self._buffer_names
 
 
-def _names_of(buffers: list[dict[str, Tensor | None]]) -> list[str]:
+def _names_of(buffers: list[Buffers]) -> list[str]:
     """Return the names of all buffers that are not None."""
     names = []
     for registered in buffers:

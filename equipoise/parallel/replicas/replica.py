@@ -22,7 +22,18 @@ __all__ = ["Replica"]
 AttributeDict = dict[str, Any]
 
 # Types of attributes that refer to no module.
-_PLAIN = (bool, int, float, str, tuple, dict, list, set, torch.dtype, type(None))
+_PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    tuple,
+    dict,
+    list,
+    set,
+    torch.dtype,
+    type(None),
+)
 
 
 class _Attributes(NamedTuple):
@@ -75,15 +86,20 @@ class Replica:
         self._shells = self._copy.shells
         self.module = self._copy.module
         self.parameters = self._copy.parameters
-        self.sources: list[Tensor] = [source for source, _ in self.parameters]
-        self.copies: list[Tensor] = [copied for _, copied in self.parameters]
+        self.sources: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        for source, copied in self.parameters:
+            self.sources.append(source)
+            self.copies.append(copied)
         self.metrics = self._copy.metrics
 
         # 2. Its attributes.
         self._trainable: list[bool] = []
         self._attributes: list[_Attributes] = []
-        for source, shell in self._shells:
-            attributes = self._compare_attributes(type(source), vars(source), vars(shell))
+        modules = []
+        for module, shell in self._shells:
+            modules.append(module)
+            attributes = self._compare_attributes(type(module), vars(module), vars(shell))
             self._attributes.append(attributes)
         self.refresh_attributes()
         for _, shell in self._shells:
@@ -92,7 +108,6 @@ class Replica:
                 shell.flatten_parameters()
 
         # 3. What the module was like at the last refresh.
-        modules = [source for source, _ in self._shells]
         self.structure = ModuleStructure(modules)
         self.trusted = False
         self._last_buffers: list[Tensor] = []
@@ -123,9 +138,20 @@ class Replica:
         if any(containers):
             lengths = list(map(len, containers))
         is_plain = False
-        if kind.__module__.startswith("torch.nn.modules.") and not originals:
+        is_of_torch = kind.__module__.startswith("torch.nn.modules.")
+        if is_of_torch and not originals:
+            # Modules, methods and tensors are no plain values.
             is_plain = all(isinstance(value, _PLAIN) for value in values)
-        return _Attributes(source, target, overrides, originals, values, containers, lengths, is_plain)
+        return _Attributes(
+            source=source,
+            target=target,
+            overrides=overrides,
+            originals=originals,
+            values=values,
+            containers=containers,
+            lengths=lengths,
+            is_plain=is_plain,
+        )
 
     def refresh_attributes(self) -> None:
         """Set the copy's attributes to the module's."""
@@ -143,8 +169,8 @@ class Replica:
                 else:
                     same = not any(containers)
             if not same:
-                kind = type(self._shells[index][0])
-                attributes = self._compare_attributes(kind, source, target)
+                module, _ = self._shells[index]
+                attributes = self._compare_attributes(type(module), source, target)
                 self._attributes[index] = attributes
                 overrides = attributes.overrides
                 originals = attributes.originals
@@ -196,7 +222,9 @@ class Replica:
         self._last_buffers = buffers
         if not self.trusted or self._buffer_versions is None:
             return True
-        if self._buffer_versions != last_versions or len(buffers) != len(last_buffers):
+        if self._buffer_versions != last_versions:
+            return True
+        if len(buffers) != len(last_buffers):
             return True
         return not all(map(is_, buffers, last_buffers))
 
@@ -252,7 +280,10 @@ class Replica:
 
     def buffers(self) -> list[Tensor]:
         """Return the module's buffers."""
-        return [sources[name] for sources, _, name in self._buffers]
+        buffers = []
+        for sources, _, name in self._buffers:
+            buffers.append(sources[name])
+        return buffers
 
     def load_buffers(self, tensors: Sequence[Tensor]) -> None:
         """Copy values into the buffers, without a trace in the graphs that use them.
@@ -303,4 +334,6 @@ class Replica:
 
 def _fits(buffer: Tensor, values: Tensor) -> bool:
     """Return whether values can be copied into a buffer without a change of shape or dtype."""
-    return buffer.shape == values.shape and buffer.dtype == values.dtype
+    if buffer.shape != values.shape:
+        return False
+    return buffer.dtype == values.dtype

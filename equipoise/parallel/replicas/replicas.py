@@ -196,7 +196,10 @@ class Replicas:
             weights: The weights of the parts in a mean.
         """
         # 1. Note the states before, and everything that cannot be merged.
-        metrics = [module for module in self.module.modules() if isinstance(module, Metric)]
+        metrics = []
+        for module in self.module.modules():
+            if isinstance(module, Metric):
+                metrics.append(module)
         states = [take_metric_state(metric) for metric in metrics]
         by_part = []
         unmergeable = []

@@ -23,7 +23,16 @@ _LENGTH = 64
 # Number of objects that are examined, nearer ones first.
 _MOST_OBJECTS = 10_000
 # Types without generators inside.
-_LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, ModuleType)
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.Tensor,
+    type,
+    ModuleType,
+)
 
 
 def linked(holders: Iterable[Any]) -> Iterator[Any]:

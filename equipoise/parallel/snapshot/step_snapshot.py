@@ -192,7 +192,8 @@ def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
     """Group buffers by dtype, device and number of dimensions, where all from 2 count as 2."""
     indices_by_kind: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for index, buffer in enumerate(buffers):
-        kind = (min(buffer.ndim, 2), buffer.dtype, buffer.device)
+        ndim = min(buffer.ndim, 2)
+        kind = (ndim, buffer.dtype, buffer.device)
         indices = indices_by_kind.setdefault(kind, [])
         indices.append(index)
     with torch.no_grad():
