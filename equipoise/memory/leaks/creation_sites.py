@@ -1,4 +1,4 @@
-"""The line of the program that created a tensor."""
+"""Creation sites of tensors: lines of the user's program."""
 
 import inspect
 import weakref
@@ -10,65 +10,80 @@ from torch import Tensor
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 from equipoise.memory.leaks.references import is_of_user
 
-__all__ = ["Origins"]
+__all__ = ["CreationSites"]
 
-_LOOPS = ("equipoise", "lightning", "pytorch_lightning")  # who calls the user's code; above them stands `trainer.fit`
+# Packages that call the user's code. The line above them in the stack is `trainer.fit`.
+_CALLERS = ("equipoise", "lightning", "pytorch_lightning")
+# Frames from `_line_of_user` to the operation: this function, `_on_operation`, and the watch that calls it.
+_OWN_FRAMES = 3
 
 
-class Origins:
-    """Notes, while it is on, for each tensor the line of the user's that wrote it last.
+class CreationSites:
+    """Records for each tensor the line of the user's program that wrote it last, from `start` to `stop`.
 
     Example:
         >>> import torch
-        >>> origins = Origins()
-        >>> origins.start()
+        >>> sites = CreationSites()
+        >>> sites.start()
         >>> ones = torch.ones(2)
-        >>> origins.stop()
-        >>> origins.of(torch.ones(2))
+        >>> sites.stop()
+        >>> sites.of(torch.ones(2))
         ''
     """
 
     def __init__(self) -> None:
-        self._lines: dict[int, tuple[weakref.ref[Any], str]] = {}  # by the id of the storage
-        self._watch = OperationWatch(self._saw)
+        # Lines by the id of the storage, which may belong to another storage later.
+        self._lines: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._watch = OperationWatch(self._on_operation)
 
     def start(self) -> None:
-        """Begins to note; may be called twice."""
+        """Begin to record; may be called twice."""
         self._watch.start()
 
     def stop(self) -> None:
-        """Ends it; may be called twice."""
+        """Stop recording; may be called twice."""
         self._watch.stop()
 
     def of(self, tensor: Tensor) -> str:
-        """Where a tensor was written, as "file:line"; empty if it was not seen."""
+        """Return the line that wrote a tensor, as "file:line"; empty if unknown."""
         storage = _storage_of(tensor)
-        seen, line = self._lines.get(id(storage), (None, ""))
-        return line if seen is not None and seen() is storage else ""
+        reference_and_line = self._lines.get(id(storage))
+        if reference_and_line is None:
+            return ""
+        reference, line = reference_and_line
+        if reference() is not storage:
+            return ""
+        return line
 
-    def _saw(self, name: str, result: Any, args: Any) -> None:
+    def _on_operation(self, name: str, result: Any, args: Any) -> None:
         line = _line_of_user()
         for tensor in tensors_in(result):
-            storage = _storage_of(tensor)
-            if line or not self.of(tensor):  # what a logger does with it, such as detach, is not worth telling
+            # An operation of a library, such as a logger's `detach`, does not hide the user's line.
+            if line or not self.of(tensor):
+                storage = _storage_of(tensor)
                 self._lines[id(storage)] = (weakref.ref(storage), line)
 
 
 def _storage_of(tensor: Tensor) -> Any:
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or of another library's kind
+    except (NotImplementedError, RuntimeError):
+        # The tensor is sparse, or of a class from another library.
         return tensor
 
 
 def _line_of_user() -> str:
+    """Return the innermost line of the user's program below the training loop, empty without one."""
     frame = inspect.currentframe()
-    frame = frame.f_back.f_back.f_back if frame and frame.f_back and frame.f_back.f_back else None  # past this module
+    for _ in range(_OWN_FRAMES):
+        if frame is not None:
+            frame = frame.f_back
     while frame is not None:
         file = frame.f_code.co_filename
         if is_of_user(file):
             return f"{Path(file).name}:{frame.f_lineno}"
-        if frame.f_globals.get("__name__", "").partition(".")[0] in _LOOPS:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package in _CALLERS:
             return ""
         frame = frame.f_back
     return ""
