@@ -1,9 +1,9 @@
 """Sum gradients over processes, in buckets, while the backward still runs.
 
 Parameters are gathered into buckets in the order in which their gradients become ready, which is about the reverse of
-that in which the module holds them. When all gradients of a bucket are there, and all buckets before it are on their
-way, it is summed over the processes. So the order of the exchanges is fixed whatever order gradients come in, and each
-bucket is exchanged once per window: a process that is late, or does its work twice, is a straggler to the others.
+that in which the module holds them. A bucket is summed over the processes as soon as all its gradients are ready and
+all buckets before it were sent. So the order of the exchanges is fixed whatever order gradients become ready in, and
+each bucket is exchanged once per window: a process that is late, or repeats its work, is a straggler to the rest.
 
 The idea of buckets is that of Li et al., "PyTorch Distributed" (2020).
 """
@@ -22,65 +22,91 @@ from equipoise.parallel.batches.weighting import Weight
 
 __all__ = ["GradientReducer"]
 
+_WIDE_DTYPES = (torch.float32, torch.float64)
+_FIRST_CUDA_BUCKET = 1 << 20  # bytes
+
 
 class _Bucket:
-    """Parameters of one dtype and device whose gradients travel together.
+    """Parameters of one dtype and device whose gradients are exchanged together.
 
-    Behind the gradients travel, for each parameter, how many processes have one, and a weight.
+    The flat tensor holds the gradients and then a tail: for each parameter the number of processes that have a
+    gradient of it, and the weight.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        first, sizes = parameters[0], [p.numel() for p in parameters]
+        first = parameters[0]
+        sizes = [parameter.numel() for parameter in parameters]
+        tail_size = len(parameters) + 1
         self.parameters = parameters
-        self.flat = torch.zeros(sum(sizes) + len(parameters) + 1, dtype=first.dtype, device=first.device)
-        *parts, self.tail = torch.split(self.flat, [*sizes, len(parameters) + 1])
-        self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-        self.full = torch.ones_like(self.tail)  # the tail where all gradients are there
+        self.flat = torch.zeros(sum(sizes) + tail_size, dtype=first.dtype, device=first.device)
+        *segments, self.tail = torch.split(self.flat, [*sizes, tail_size])
+        self.views = [segment.view(parameter.shape) for segment, parameter in zip(segments, parameters, strict=True)]
+        # The tail of a process that has all gradients.
+        self.full_tail = torch.ones_like(self.tail)
         self.weight: Weight = 1
         self.missing = set(range(len(parameters)))
-        self.sent = self.whole = False
+        self.sent = False
+        self.is_complete = False
 
     def begin(self, weight: Weight) -> None:
-        """No gradient is there yet."""
+        """Expect all gradients again."""
         self.missing.update(range(len(self.parameters)))
         self.sent = False
         if isinstance(weight, Tensor) or isinstance(self.weight, Tensor) or weight != self.weight:
             self.weight = weight
-            self.full[-1] = weight
+            self.full_tail[-1] = weight
 
     def fill(self) -> None:
-        """Copies the gradients in; those that are not there count as zeros."""
-        grads = [p.grad for p in self.parameters]
-        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-            raise StepError(
-                "The native engine exchanges dense gradients only. Take Embedding(sparse=False), or engine='torch'."
-            )
-        there = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
-        self.sent, self.whole = True, len(there) == len(grads)
-        tail = self.full
-        if not self.whole:
-            for view in (view for view, grad in zip(self.views, grads, strict=True) if grad is None):
-                view.zero_()
-            there_or_not = [float(grad is not None) for grad in grads]
-            tail = torch.cat([torch.tensor(there_or_not).to(tail), tail[-1:]])
-        foreach.copy_([*(view for view, _ in there), self.tail], [*(grad for _, grad in there), tail])
+        """Copy the gradients into the flat tensor; missing gradients count as zeros."""
+        # 1. Separate the parameters that have a gradient from those that have none.
+        filled_views = []
+        empty_views = []
+        gradients = []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                empty_views.append(view)
+                continue
+            if gradient.layout is not torch.strided:
+                raise StepError(
+                    "The native engine exchanges dense gradients only. Take Embedding(sparse=False), or engine='torch'."
+                )
+            filled_views.append(view)
+            gradients.append(gradient)
+        self.sent = True
+        self.is_complete = not empty_views
 
-    def hand_out(self) -> None:
-        """Makes the sums the gradients; a parameter that no process has a gradient of is left without."""
-        if self.whole:  # here at least, so nothing needs to be read
+        # 2. Write zeros for the missing gradients, and count them in the tail.
+        tail = self.full_tail
+        if not self.is_complete:
+            for view in empty_views:
+                view.zero_()
+            counts = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters])
+            tail = torch.cat([counts.to(tail), tail[-1:]])
+
+        # 3. Copy the gradients and the tail in one call.
+        filled_views.append(self.tail)
+        gradients.append(tail)
+        foreach.copy_(filled_views, gradients)
+
+    def assign_gradients(self) -> None:
+        """Make the sums the gradients; a parameter without a gradient in any process gets none."""
+        if self.is_complete:
+            # This process has all gradients, so the counts are positive and need not be read from the device.
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
-        else:
-            for parameter, view, count in zip(self.parameters, self.views, self.tail[:-1].tolist(), strict=True):
-                parameter.grad = view if count else None
+            return
+        counts = self.tail[:-1].tolist()
+        for parameter, view, count in zip(self.parameters, self.views, counts, strict=True):
+            parameter.grad = view if count else None
 
 
 class GradientReducer:
     """Sums gradients over all processes.
 
     Args:
-        parameters: All that are learned, in the same order in all processes.
-        bucket_megabytes: The size of a bucket in MiB. Default: 25.
+        parameters: Parameters in the same order in all processes. Those that require no gradient are left out.
+        bucket_megabytes: Size of a bucket in MiB. Default: 25.
 
     Example:
         >>> reducer = GradientReducer(module.parameters())  # doctest: +SKIP
@@ -90,48 +116,68 @@ class GradientReducer:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_megabytes: float = 25.0) -> None:
-        learned = [parameter for parameter in parameters if parameter.requires_grad]
-        self._buckets = [_Bucket(group) for group in _grouped(learned, int(bucket_megabytes * 2**20))]
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        groups = _group_into_buckets(trainable, int(bucket_megabytes * 2**20))
+        self._buckets = [_Bucket(group) for group in groups]
         self._handles: list[Any] = []
+        self._register_hooks()
+        # The weight travels with gradients if they are of float32 or wider: 257 would become 256 in bfloat16.
+        # Without such a bucket it is a tensor of its own.
+        self._weight_bucket = self._first_wide_bucket()
+        device = trainable[0].device if trainable else None
+        self._separate_weight = torch.zeros((), dtype=torch.float64, device=device)
+        self._works: list[dist.Work] = []
+        self._next = 0
+        self._is_open = False
+        self._eager = False
+        self._broken = False
+
+    def _register_hooks(self) -> None:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 register: Any = parameter.register_post_accumulate_grad_hook
-                self._handles.append(register(partial(self._ready, bucket, index)))
-        # The weight travels with gradients if they are of float32 or wider: 257 would become 256 in bfloat16.
-        wide = [bucket for bucket in self._buckets if bucket.flat.dtype in (torch.float32, torch.float64)]
-        self._carrier = wide[0] if wide else None
-        self._apart = torch.zeros((), dtype=torch.float64, device=learned[0].device if learned else None)
-        self._works: list[dist.Work] = []
-        self._next = 0
-        self._live = self._eager = self._broken = False
+                handle = register(partial(self._ready, bucket, index))
+                self._handles.append(handle)
+
+    def _first_wide_bucket(self) -> _Bucket | None:
+        for bucket in self._buckets:
+            if bucket.flat.dtype in _WIDE_DTYPES:
+                return bucket
+        return None
 
     def close(self) -> None:
-        """Takes its hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def begin(self, weight: Weight = 1, *, eager: bool = True) -> None:
-        """The next backward is the last of its window.
+        """Prepare for the last backward of a window.
 
         Args:
-            weight: A number to be summed along with the gradients. Default: 1.
-            eager: Whether its gradients are exchanged as they become ready, not only at the end.
+            weight: Number that is summed along with the gradients. Default: 1.
+            eager: True exchanges gradients as they become ready, False only at the end. Default: True.
         """
-        self._live, self._eager = True, eager
+        self._is_open = True
+        self._eager = eager
+        # After a failed attempt, buckets that were sent stay as they are.
         if not self._broken:
-            self._next, self._works = 0, []
+            self._next = 0
+            self._works = []
         for bucket in self._buckets[self._next :]:
-            bucket.begin(weight if bucket is self._carrier else 1)
-        if self._carrier is None and not self._broken:
-            self._apart.fill_(weight)
-            dist.all_reduce(self._apart)
+            bucket.begin(weight if bucket is self._weight_bucket else 1)
+        if self._weight_bucket is None and not self._broken:
+            self._separate_weight.fill_(weight)
+            dist.all_reduce(self._separate_weight)
 
     def total(self) -> Tensor:
-        """The weights of all processes, summed; a 0-dim tensor."""
-        return self._apart if self._carrier is None else self._carrier.tail[-1]
+        """Return the sum of the weights of all processes, a 0-dim tensor."""
+        if self._weight_bucket is None:
+            return self._separate_weight
+        return self._weight_bucket.tail[-1]
 
     def _ready(self, bucket: _Bucket, index: int, parameter: Tensor) -> None:
-        if not self._live or not self._eager:
+        """Note that a gradient is ready, and send the buckets that are full."""
+        if not self._is_open or not self._eager:
             return
         if bucket.sent:
             if self._broken:
@@ -153,53 +199,68 @@ class GradientReducer:
         self._works.append(work)
 
     def break_off(self) -> bool:
-        """Ends an attempt that failed. The next one completes the exchange: what was sent stays as it is.
+        """End an attempt that failed. The next attempt completes the exchange and keeps the buckets already sent.
 
         Returns:
-            Whether anything was sent.
+            True if a bucket or the weight was sent.
         """
-        self._broken = self._broken or (self._live and (self._next > 0 or self._carrier is None))
-        self._live = False
+        has_sent = self._next > 0 or self._weight_bucket is None
+        self._broken = self._broken or (self._is_open and has_sent)
+        self._is_open = False
         return self._broken
 
     @property
     def is_open(self) -> bool:
-        """Whether an exchange has begun and is not finished."""
-        return self._live
+        """True if an exchange has begun and is not finished."""
+        return self._is_open
 
     def finish(self) -> None:
-        """Sends what is left and waits; afterwards the gradients are the sums.
+        """Send the remaining buckets and wait; afterwards the gradients are the sums.
 
-        A parameter that no process has a gradient of is left without.
+        A parameter without a gradient in any process gets none.
         """
-        self._live = self._broken = False
+        self._is_open = False
+        self._broken = False
         while self._next < len(self._buckets):
             self._send()
         for work, bucket in zip(self._works, self._buckets, strict=True):
             work.wait()
-            bucket.hand_out()
+            bucket.assign_gradients()
 
     def scale(self, factor: float) -> None:
-        """Multiplies all gradients."""
-        parameters = (parameter for bucket in self._buckets for parameter in bucket.parameters)
-        foreach.multiply_([p.grad for p in parameters if p.grad is not None], factor)
+        """Multiply all gradients in place."""
+        gradients = []
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                if parameter.grad is not None:
+                    gradients.append(parameter.grad)
+        foreach.multiply_(gradients, factor)
 
 
-def _grouped(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Parameters in buckets, from the last to the first; of one dtype and device each.
+def _group_into_buckets(parameters: Sequence[nn.Parameter], bucket_size: int) -> list[list[nn.Parameter]]:
+    """Group parameters of one dtype and device into buckets of about `bucket_size` bytes, from the last to the first.
 
-    A bucket is closed by the parameter that fills it, so that a large one need not wait for those behind it. On CUDA
-    the first one is small, to begin early; on a CPU the exchange takes its time from the backward, so fewer are better.
+    The parameter that fills a bucket closes it, so that a large parameter need not wait for those before it in the
+    module. On CUDA the first bucket is small, so that the exchange begins early. On a CPU the exchange competes with
+    the backward, so fewer buckets are better.
     """
+    limit = bucket_size
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        limit = min(_FIRST_CUDA_BUCKET, bucket_size)
     groups: list[list[nn.Parameter]] = []
-    size, limit = 0, most if all(p.device.type == "cpu" for p in parameters) else min(1 << 20, most)
+    size = 0
     for parameter in reversed(parameters):
-        last = groups[-1][0] if groups else None
-        fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not fits or size >= limit:
-            limit = most if groups else limit
+        if not groups:
+            groups.append([])
+        elif size >= limit or not _can_share_bucket(groups[-1][0], parameter):
+            # Only the first bucket has a limit of its own.
+            limit = bucket_size
             groups.append([])
             size = 0
         groups[-1].append(parameter)
         size += parameter.numel() * parameter.element_size()
     return groups
+
+
+def _can_share_bucket(first: nn.Parameter, second: nn.Parameter) -> bool:
+    return first.dtype == second.dtype and first.device == second.device

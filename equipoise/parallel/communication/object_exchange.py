@@ -1,7 +1,7 @@
 """Exchange objects between the processes of a group.
 
-Torch's own functions for that unpickle whatever arrives. Here bytes are exchanged, and read only if a process of this
-run has written them; see `authentication`.
+Torch's own functions for that unpickle whatever arrives. Here the processes exchange bytes, and unpickle them only if a
+process of this run has written them; see `authentication`.
 """
 
 from typing import Any, TypeVar
@@ -22,53 +22,70 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     """Return the values of all processes, in the order of their ranks.
 
     Args:
-        value: That of this process.
-        group: The process group. Default: all processes.
+        value: Value of this process.
+        group: Process group. Default: all processes.
     """
-    group, device = _place(group)
-    count = dist.get_world_size(group)
-    own = _bytes_of(value, device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(count)]
-    dist.all_gather(lengths, torch.tensor([own.numel()], device=device), group=group)
-    sizes = [int(length) for length in lengths]
+    if group is None:
+        group = host_group()
+    device = _device_of(group)
+    num_processes = dist.get_world_size(group)
+    content = _encode(value, device)
+
+    # 1. Exchange the lengths, since a collective needs tensors of equal size.
+    length = torch.tensor([content.numel()], device=device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_processes)]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [int(size) for size in lengths]
     longest = max(sizes)
+
+    # 2. Exchange the contents, padded to the longest.
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: own.numel()] = own
-    contents = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(count)]
-    dist.all_gather(contents, padded, group=group)
-    return [_value_of(content[:size]) for content, size in zip(contents, sizes, strict=True)]
+    padded[: content.numel()] = content
+    buffers = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(num_processes)]
+    dist.all_gather(buffers, padded, group=group)
+
+    # 3. Decode each without its padding.
+    values = []
+    for buffer, size in zip(buffers, sizes, strict=True):
+        values.append(_decode(buffer[:size]))
+    return values
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
-    """Return the value of one process, in all; there it is the very object.
+    """Return the value of one process in all processes. The source receives the object itself, not a copy.
 
     Args:
-        value: That of the source; others give anything.
-        source: The rank of the process.
+        value: Value of the source; other processes may pass anything.
+        source: Rank of the process that has the value. Default: 0.
     """
-    group, device = _place(None)
-    is_source = dist.get_rank() == source
-    content = _bytes_of(value, device) if is_source else torch.zeros(0, dtype=torch.uint8, device=device)
-    length = torch.tensor([content.numel()], device=device)
+    group = host_group()
+    device = _device_of(group)
+    if dist.get_rank() == source:
+        content = _encode(value, device)
+        length = torch.tensor([content.numel()], device=device)
+        dist.broadcast(length, source, group=group)
+        dist.broadcast(content, source, group=group)
+        return value
+    length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.broadcast(length, source, group=group)
-    if not is_source:
-        content = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    content = torch.zeros(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(content, source, group=group)
-    return value if is_source else _value_of(content)
+    received: T = _decode(content)
+    return received
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, torch.device]:
-    """Return the group through which bytes go, and where they lie."""
-    if group is None:
-        group = host_group()
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device on which the group exchanges tensors."""
     if dist.get_backend(group) == "nccl":
-        return group, torch.device("cuda", torch.cuda.current_device())
-    return group, torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
-def _bytes_of(value: Any, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8).to(device)
+def _encode(value: Any, device: torch.device) -> Tensor:
+    content = bytearray(dumps(value))
+    return torch.frombuffer(content, dtype=torch.uint8).to(device)
 
 
-def _value_of(content: Tensor) -> Any:
-    return loads(content.cpu().numpy().tobytes())
+def _decode(content: Tensor) -> Any:
+    array = content.cpu().numpy()
+    return loads(array.tobytes())
