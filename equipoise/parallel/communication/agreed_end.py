@@ -1,11 +1,11 @@
-"""Agreement of all processes on the batch after which they end, once one received a signal.
+"""Agree on the batch after which all processes end, once one received a signal.
 
     rank 0                                    every rank, after each batch since its signal
     all ranks were signalled?                 "I was signalled"
-    the end is two windows ahead              is the end known, and was this the batch?
+    the end is two windows ahead              is the end set, and was this the batch?
 
-Every window ends with an exchange between all processes, so none is more than a window ahead of another, and all read
-the end before they come to it. Nothing is exchanged until a signal comes.
+Every window ends with an exchange between all processes, so no process is more than a window ahead of another, and all
+read the end before they reach it. Nothing is exchanged until a signal arrives.
 """
 
 import time
@@ -17,40 +17,53 @@ from equipoise.parallel.communication.process_group import group_store
 
 __all__ = ["agree_to_end"]
 
-# After both a process ends without the others, which no signal has reached. One window is what rank 0 may be behind,
-# another what it may have missed of the others' notes, and the third is for a signal that comes a moment later.
+# After both limits a process ends alone, since no signal has reached the rest. Rank 0 may be one window behind, it may
+# read the notes of the other ranks one window late, and the third window is for a signal that arrives a moment later.
 _ALONE_AFTER = 10.0  # seconds
 _ALONE_AFTER_WINDOWS = 3
+# Key in the store of the number of batches after which all processes end.
 _END = "end/batch"
 
 
 def agree_to_end(rank: int, size: int, device: torch.device, batch: int, window: int) -> bool:
-    """Return whether all processes end after this batch; called after each batch by a process that was signalled.
+    """Return True if all processes end after this batch. A process that was signalled calls it after each batch.
 
     Args:
-        rank: The number of this process.
-        size: The number of processes.
-        device: Where this process computes.
-        batch: The number of batches so far, the same in all processes.
-        window: The number of batches from one exchange of gradients to the next.
+        rank: Rank of this process.
+        size: Number of processes.
+        device: Device of this process.
+        batch: Number of batches so far, the same in all processes.
+        window: Number of batches from one exchange of gradients to the next.
     """
     store = group_store()
     if store is None:
-        return True  # the process group is another program's
+        # Another program began the process group, so no store is available for an agreement.
+        return True
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # exchanges that were only queued do not hold this process back
-    signalled = [f"end/signalled/{each}" for each in range(size)]
-    if not store.check([signalled[rank]]):
-        store.set(signalled[rank], f"{time.monotonic()} {batch}")
-    if rank == 0 and not store.check([_END]) and store.check(signalled):
+        # Exchanges that are only queued do not keep this process from running ahead.
+        torch.cuda.synchronize(device)
+
+    # 1. Note that this process was signalled.
+    keys = [f"end/signalled/{other_rank}" for other_rank in range(size)]
+    key = keys[rank]
+    if not store.check([key]):
+        store.set(key, f"{time.monotonic()} {batch}")
+
+    # 2. The main process sets the end once all were signalled.
+    if rank == 0 and not store.check([_END]) and store.check(keys):
         store.set(_END, str(batch + 2 * window))
+
+    # 3. Compare with the end, or stop waiting for it.
     if store.check([_END]):
-        return batch >= int(store.get(_END))
-    seconds, batches = _passed(store, signalled[rank], batch)
+        end = int(store.get(_END))
+        return batch >= end
+    seconds, batches = _elapsed(store, key, batch)
     return seconds > _ALONE_AFTER and batches > _ALONE_AFTER_WINDOWS * window
 
 
-def _passed(store: Store, key: str, batch: int) -> tuple[float, int]:
+def _elapsed(store: Store, key: str, batch: int) -> tuple[float, int]:
     """Return the seconds and the batches since this process was signalled."""
-    moment, first = store.get(key).split()
-    return time.monotonic() - float(moment), batch - int(first)
+    signal_time, signal_batch = store.get(key).split()
+    seconds = time.monotonic() - float(signal_time)
+    batches = batch - int(signal_batch)
+    return seconds, batches

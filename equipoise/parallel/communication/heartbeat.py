@@ -1,13 +1,12 @@
 """Heartbeat of the main process; the other processes end when it stops.
 
-The first process of a pipeline decides what happens next, and others wait for its commands as long as it takes: a
-validation may last for hours. So a hang there shows in nothing that is due. A thread of the first process sends a beat
-whenever the run has gone on, and a thread of each other process waits for beats.
+The main process of a pipeline decides what happens next, and the other processes wait for its commands without a
+limit: a validation may last for hours. So no timeout of an exchange reveals that the main process hangs. A thread of
+the main process sends a beat whenever the run has made progress, and a thread of each other process waits for beats.
 
-The run goes on while a thread that computes for it uses the processor, or while it waits for a value of another
-process, for which there is a limit already. So a step may take any time, and a loader that asks for its next batch
-again and again may wait for any time; a call that sleeps or waits for `timeout` seconds on end, and uses nothing, is
-a hang.
+The run makes progress while a thread that computes for it uses the processor, or while it waits for a value of another
+process, which has a limit already. So a step may take any time, and a loader that polls for its next batch may wait
+for any time. A call that sleeps or waits for `timeout` seconds on end, and uses no processor time, is a hang.
 """
 
 import contextlib
@@ -23,67 +22,84 @@ import torch.distributed as dist
 
 __all__ = ["Progress", "heard", "sending"]
 
-_BEATS = 8  # within a timeout
-_COMPUTING = "equipoise-"  # how names of threads begin in which steps and stages run
-_GOES_ON, _LAST = 1, 0  # a beat, and the one after which no other comes
-_LEAVING = 10.0  # seconds that the last beat has to arrive; a process that it does not reach is gone, or hangs
+# Number of beats within a timeout.
+_BEATS = 8
+# Prefix of the names of threads in which steps and stages run.
+_COMPUTING = "equipoise-"
+# Value of an ordinary beat.
+_GOES_ON = 1
+# Value of the last beat.
+_LAST = 0
+# Seconds that the last beat has to arrive. A process that it does not reach has ended, or hangs.
+_LEAVING = 10.0
 
 
 class Progress:
-    """Notices whether a process goes on.
+    """Observes the processor time of a run's threads.
 
     Args:
-        thread: Thread in which the run goes on, beside those of its steps and stages.
-        waits: Returns whether it waits for another process.
+        thread: Thread in which the run continues, beside those of its steps and stages.
+        waits: Returns True while the run waits for another process.
     """
 
     def __init__(self, thread: threading.Thread, waits: Callable[[], bool]) -> None:
-        self._thread, self._waits = thread, waits
-        self._used: dict[int, float] = {}
+        self._thread = thread
+        self._waits = waits
+        # By the identity of a thread, in seconds.
+        self._processor_times: dict[int, float] = {}
 
     def has_gone_on(self) -> bool:
-        """Return whether a computing thread has used the processor since this was asked last, or waits."""
-        before = self._used
-        self._used = {id(thread): _seconds(thread) for thread in threading.enumerate() if self._computes(thread)}
-        return self._waits() or self._used != before
+        """Return True if a computing thread has used the processor since the last call, or if the run waits."""
+        before = self._processor_times
+        self._processor_times = {}
+        for thread in threading.enumerate():
+            if self._computes(thread):
+                self._processor_times[id(thread)] = _processor_time(thread)
+        return self._waits() or self._processor_times != before
 
     def _computes(self, thread: threading.Thread) -> bool:
         return thread is self._thread or thread.name.startswith(_COMPUTING)
 
 
-def _seconds(thread: threading.Thread) -> float:
-    """Return the seconds of the processor that a thread has used; those of the process where no system tells."""
+def _processor_time(thread: threading.Thread) -> float:
+    """Return the processor time of a thread in seconds; that of the process if the system measures no threads."""
     if thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
         return time.process_time()
     try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    except OSError:  # it has ended
+        clock = time.pthread_getcpuclockid(thread.ident)
+        return time.clock_gettime(clock)
+    except OSError:
+        # The thread has ended.
         return 0.0
 
 
 @contextlib.contextmanager
 def sending(group: dist.ProcessGroup, count: int, timeout: float, waits: Callable[[], bool]) -> Iterator[None]:
-    """Send beats to the other processes while something is done.
+    """Send beats to the other processes during a block.
 
     Args:
-        group: A process group for nothing else.
-        count: Number of its processes, of which this is the first.
-        timeout: Seconds after which the others count this process as hung.
-        waits: Returns whether this process waits for another.
+        group: Process group that only the heartbeat uses.
+        count: Number of processes in the group; this one is rank 0.
+        timeout: Seconds after which the other processes count this one as hung.
+        waits: Returns True while this process waits for another.
     """
-    ended, caller = threading.Event(), threading.current_thread()
+    ended = threading.Event()
+    caller = threading.current_thread()
 
     def run(rank: int) -> None:
         progress = Progress(caller, waits)
-        with contextlib.suppress(RuntimeError):  # the other process has ended, which shows elsewhere
+        # An error means that the other process has ended, which is reported elsewhere.
+        with contextlib.suppress(RuntimeError):
             while not ended.wait(timeout / _BEATS):
                 if progress.has_gone_on():
                     dist.send(torch.tensor([_GOES_ON]), rank, group=group)
             dist.send(torch.tensor([_LAST]), rank, group=group)
 
-    # One for each process, since a beat leaves when the other side takes it, and that may itself hang.
-    threads = [threading.Thread(target=run, args=(rank,), name="heartbeat", daemon=True) for rank in range(1, count)]
-    for thread in threads:
+    # One thread for each process: a send returns when the receiver takes the beat, and the receiver may hang.
+    threads = []
+    for rank in range(1, count):
+        thread = threading.Thread(target=run, args=(rank,), name="heartbeat", daemon=True)
+        threads.append(thread)
         thread.start()
     try:
         yield
@@ -95,11 +111,11 @@ def sending(group: dist.ProcessGroup, count: int, timeout: float, waits: Callabl
 
 @contextlib.contextmanager
 def heard(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
-    """Wait for beats of the first process while something is done; abort this process when none comes.
+    """Wait for beats of the main process during a block; abort this process when none arrives.
 
     Args:
-        group: A process group for nothing else, which waits for `timeout`.
-        timeout: Seconds for which a beat is waited for.
+        group: Process group that only the heartbeat uses, with the same timeout.
+        timeout: Seconds to wait for a beat.
     """
 
     def run() -> None:
@@ -118,7 +134,10 @@ def heard(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
 
 
 def _abort(timeout: float) -> None:
-    """End this process, which nothing but the first one's command could end, by the signal that others know."""
+    """Abort this process, which only a command of the main process could end otherwise.
+
+    The parent takes SIGABRT for a consequence of another failure.
+    """
     print(
         f"The first process of the pipeline has not gone on for {timeout:g} seconds and counts as hung; this one ends.",
         file=sys.stderr,

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -18,29 +19,37 @@ __all__ = ["check_alone", "check_count", "compute_metrics_alone", "in_group", "p
 
 
 def check_count(place: Rank, devices: Sequence[torch.device], num_nodes: int) -> None:
-    """Checks that there is a process for each device.
+    """Check that the number of processes is that of the devices.
+
+    Args:
+        place: Rank of this process.
+        devices: Devices on each machine.
+        num_nodes: Number of machines.
 
     Raises:
-        ConfigurationError: If there are more or fewer.
+        ConfigurationError: If there are more or fewer processes than devices.
     """
-    wanted = len(devices) * num_nodes
-    uneven = len(devices) == place.local_world_size and num_nodes == place.num_nodes  # machines may have unequal counts
-    if wanted != place.world_size and not uneven:
-        raise ConfigurationError(
-            f"There are {place.world_size} processes, but {len(devices)} devices on each of {num_nodes} machines"
-            f" need {wanted}. Leave out devices and num_nodes, which then follow from what started the processes, or"
-            " let them agree with it."
-        )
+    num_required = len(devices) * num_nodes
+    if num_required == place.world_size:
+        return
+    # Machines may have unequal numbers of devices; then those of this machine must agree.
+    if len(devices) == place.local_world_size and num_nodes == place.num_nodes:
+        return
+    raise ConfigurationError(
+        f"There are {place.world_size} processes, but {len(devices)} devices on each of {num_nodes} machines"
+        f" need {num_required}. Leave out devices and num_nodes, which then follow from what started the processes, or"
+        " let them agree with it."
+    )
 
 
 def refuse_copies(name: str) -> None:
-    """Checks that a strategy which computes in one process was not started in several.
+    """Check that a strategy which computes in one process was not started in several.
 
     Args:
-        name: The strategy's name.
+        name: Name of the strategy.
 
     Raises:
-        ConfigurationError: If there are several processes, each of which would train a copy of its own.
+        ConfigurationError: If there are several processes, each of which would train a separate copy.
     """
     place = find_rank()
     if place is None:
@@ -56,13 +65,13 @@ def refuse_copies(name: str) -> None:
 
 
 def check_alone(num_nodes: int) -> None:
-    """Checks that this program is the only one of its run, where nothing in the environment says otherwise.
+    """Check that a process without a rank in its environment is the only one of its run.
 
     Args:
-        num_nodes: The number of machines.
+        num_nodes: Number of machines that the user chose.
 
     Raises:
-        ConfigurationError: If there are to be several machines, or `mpirun` has started several processes.
+        ConfigurationError: If the user chose several machines, or `mpirun` has started several processes.
     """
     if num_nodes != 1:
         raise ConfigurationError(
@@ -73,6 +82,7 @@ def check_alone(num_nodes: int) -> None:
 
 
 def _refuse_mpi() -> None:
+    """Raise if `mpirun` has started several processes, since its variables do not let them meet."""
     size = mpi_size()
     if size > 1:
         raise ConfigurationError(
@@ -86,49 +96,63 @@ def _refuse_mpi() -> None:
 
 
 def place_of_worker(rank: int, size: int, device: torch.device) -> Rank:
-    """Where a process stands that the trainer has started; its environment says so, too."""
+    """Return the rank of a worker on this machine, and set it in the worker's environment.
+
+    Args:
+        rank: Number of the worker, from 0.
+        size: Number of workers.
+        device: Device of the worker.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     if device.type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return Rank(rank, rank, 0, size, size)
+    return Rank(global_rank=rank, local_rank=rank, node_rank=0, world_size=size, local_world_size=size)
 
 
 @contextmanager
 def in_group(
     place: Rank, device: torch.device, *, timeout: float, port: int | None = None, backend: str | None = None
 ) -> Iterator[None]:
-    """Joins the process group; see `parallel.process_group.joined`.
+    """Join the process group during a block; see `process_group.joined`.
 
     Args:
-        place: Where this process stands.
-        device: Where it computes.
+        place: Rank of this process.
+        device: Device of this process.
         timeout: Seconds for which processes wait for one another.
-        port: That of a store on this machine. None: the environment says where to meet.
-        backend: Torch's backend.
+        port: Port of a store on this machine. Default: None, the environment states where to meet.
+        backend: Torch's backend. Default: "nccl" for CUDA, else "gloo".
     """
+    # Lightning's messages for rank 0 read the rank from this attribute.
     vars(rank_zero_only)["rank"] = place.global_rank
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with joined(place, device, timeout=timedelta(seconds=timeout), port=port, backend=backend):
+    limit = timedelta(seconds=timeout)
+    with joined(place, device, timeout=limit, port=port, backend=backend):
         yield
 
 
 def compute_metrics_alone(module: nn.Module) -> Callable[[], None]:
-    """Lets the metrics of a module ask no other process, where one has seen all data and others do not compute any.
+    """Keep the metrics of a module from synchronising, because one process updates them with all data.
+
+    Args:
+        module: Module whose metrics, and those of its submodules, compute alone.
 
     Returns:
-        A function that leaves them as they were.
+        Function that lets the metrics synchronise as before.
     """
-    before = [(part, part.distributed_available_fn) for part in module.modules() if isinstance(part, Metric)]
-    for metric, _ in before:
-        metric.distributed_available_fn = _never
+    # The functions by which a metric decides whether to synchronise.
+    original_functions: list[tuple[Metric, Any]] = []
+    for submodule in module.modules():
+        if isinstance(submodule, Metric):
+            original_functions.append((submodule, submodule.distributed_available_fn))
+            submodule.distributed_available_fn = _never_available
 
     def restore() -> None:
-        for metric, available in before:
-            metric.distributed_available_fn = available
+        for metric, function in original_functions:
+            metric.distributed_available_fn = function
 
     return restore
 
 
-def _never() -> bool:
+def _never_available() -> bool:
     return False

@@ -1,4 +1,4 @@
-"""Process groups: how processes meet, join and leave."""
+"""Join and leave process groups: the processes meet at a store, exchange tensors, and leave together."""
 
 import contextlib
 import os
@@ -20,16 +20,22 @@ from equipoise.parallel.payload.authentication import key_of_environment, use_ke
 __all__ = ["StoreServer", "another_group", "follows_from_another", "group_store", "host_group", "joined"]
 
 LOOPBACK = "127.0.0.1"
-_GROUPS = count()  # joined so far, as many in every process
-_MEETING = timedelta(seconds=60)  # at least; processes on a busy machine do not start at the same moment
+# Number of groups joined so far, the same in every process.
+_GROUPS = count()
+# Shortest time to meet: processes on a busy machine do not start at the same moment.
+_MEETING = timedelta(seconds=60)
+# Parts of messages of errors that follow from the end of another process.
 _SIGNS = ("connection closed by peer", "connection reset", "pair closure", "broken pipe", "timed out waiting", "nccl")
 
 
 class StoreServer:
-    """The store through which the processes of this machine find each other; it listens on the loopback interface only.
+    """Store through which the processes of this machine meet; it listens on the loopback interface only.
 
-    The socket is bound before anybody asks for it, so no other program can take its port. As a context manager it
-    closes its port at the end.
+    The socket is bound at once, so no other program can take its port. As a context manager it closes its port at the
+    end.
+
+    Attributes:
+        port: Port on which it listens.
     """
 
     def __init__(self) -> None:
@@ -37,12 +43,13 @@ class StoreServer:
         listener.bind((LOOPBACK, 0))
         listener.listen(128)
         self.port: int = listener.getsockname()[1]
+        # The store owns the socket and closes it.
         self._store: TCPStore | None = TCPStore(
             LOOPBACK,
             self.port,
             is_master=True,
             wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store's from now on
+            master_listen_fd=listener.detach(),
             use_libuv=False,
         )
 
@@ -50,7 +57,7 @@ class StoreServer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the port, whoever still refers to this object, as the traceback of an error does."""
+        """Close the port, even if a traceback still refers to this object."""
         self._store = None
 
 
@@ -58,58 +65,77 @@ class StoreServer:
 def joined(
     place: Rank, device: torch.device, *, timeout: timedelta, port: int | None = None, backend: str | None = None
 ) -> Iterator[None]:
-    """Joins the process group, and leaves it in order if nothing goes wrong.
+    """Join the process group, and leave it in order if no error occurs.
 
-    A group that somebody else began is taken as it is, and left to them.
+    A group that another program began is used as it is and not ended.
 
     Args:
-        place: Where this process stands.
-        device: Where it computes.
-        timeout: How long processes wait for one another.
-        port: That of a store on this machine. None: the environment says where to meet.
-        backend: Default: "nccl" for CUDA, else "gloo".
+        place: Rank of this process.
+        device: Device of this process.
+        timeout: Time for which processes wait for one another.
+        port: Port of a store on this machine. Default: None, the environment states where to meet.
+        backend: Torch's backend. Default: "nccl" for CUDA, else "gloo".
+
+    Raises:
+        ConfigurationError: If the environment does not state where to meet, or another program uses the port.
     """
-    if port is None:  # else the parent has given this process a key
+    if port is None:
+        # With a port, the parent has sent this process a key.
         use_key(key_of_environment())
     if dist.is_initialized():
-        with _beside(timeout):
+        with _with_host_group(timeout):
             yield
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    store: Store
-    with contextlib.ExitStack() as hosts:
+    with contextlib.ExitStack() as cleanup:
+        # 1. Meet and begin the groups.
         with _loopback(only=port is not None):
-            if port is not None:
-                store = TCPStore(LOOPBACK, port, is_master=False, timeout=max(timeout, _MEETING), use_libuv=False)
-            else:
-                _meet_under_slurm()
-                store = _meet(place, timeout)
-            # What an earlier group, or attempt of torchrun's, has left there would mislead this one.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = PrefixStore(f"equipoise/{attempt}/{next(_GROUPS)}", store)
-            if port is not None:
-                store.set(f"here/{place.global_rank}", "")
-                store.wait([f"here/{rank}" for rank in range(place.world_size)], max(timeout, _MEETING))
+            store = _connect(place, timeout, port)
             dist.init_process_group(
                 backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
             )
-            hosts.enter_context(_beside(timeout))
-        hosts.enter_context(_kept(store))
+            cleanup.enter_context(_with_host_group(timeout))
+        cleanup.enter_context(_registered(store))
         yield
-        dist.barrier(device_ids=[device.index or 0] if backend == "nccl" else None)
+        # 2. Wait for all, so that no process leaves while another still exchanges with it.
+        device_ids = [device.index or 0] if backend == "nccl" else None
+        dist.barrier(device_ids=device_ids)
     dist.destroy_process_group()
 
 
-_stores: list[Store] = []  # of this process, while it belongs to a group that it has joined
+def _connect(place: Rank, timeout: timedelta, port: int | None) -> Store:
+    """Return a store that only this group uses, once all processes of this machine are connected."""
+    store: Store
+    meeting_time = max(timeout, _MEETING)
+    if port is not None:
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=meeting_time, use_libuv=False)
+    else:
+        _set_address_under_slurm()
+        store = _meet(place, timeout)
+    # Entries of an earlier group, or of an earlier attempt of torchrun, would mislead this group.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"equipoise/{attempt}/{next(_GROUPS)}", store)
+    if port is not None:
+        store.set(f"here/{place.global_rank}", "")
+        keys = [f"here/{rank}" for rank in range(place.world_size)]
+        store.wait(keys, meeting_time)
+    return store
+
+
+# Stores of this process while it belongs to a group that it has joined.
+_stores: list[Store] = []
 
 
 def group_store() -> Store | None:
-    """Return the store of the group that this process has joined; None outside of one, and in a group of others."""
-    return _stores[-1] if _stores else None
+    """Return the store of the group that this process has joined; None if it joined none itself."""
+    if not _stores:
+        return None
+    return _stores[-1]
 
 
 @contextlib.contextmanager
-def _kept(store: Store) -> Iterator[None]:
+def _registered(store: Store) -> Iterator[None]:
+    """Let `group_store` return a store during a block."""
     _stores.append(store)
     try:
         yield
@@ -117,16 +143,19 @@ def _kept(store: Store) -> Iterator[None]:
         _stores.pop()
 
 
-_host_groups: list[dist.ProcessGroup] = []  # of this process, while it belongs to a group that knows devices only
+# Groups for tensors on the host, while the default group exchanges tensors on devices only.
+_host_groups: list[dist.ProcessGroup] = []
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return the process group of all processes that takes tensors of the host; None: the default group does."""
-    return _host_groups[-1] if _host_groups else None
+    """Return the process group of all processes that exchanges tensors on the host; None: the default group."""
+    if not _host_groups:
+        return None
+    return _host_groups[-1]
 
 
 @contextlib.contextmanager
-def _beside(timeout: timedelta) -> Iterator[None]:
+def _with_host_group(timeout: timedelta) -> Iterator[None]:
     """Begin a process group for the host beside a default group that exchanges between devices only."""
     if dist.get_backend() != "nccl":
         yield
@@ -142,11 +171,11 @@ def _beside(timeout: timedelta) -> Iterator[None]:
 
 @contextlib.contextmanager
 def another_group(timeout: timedelta, *, local: bool) -> Iterator[dist.ProcessGroup]:
-    """Begin one more group of the same processes, for the host's tensors, with connections of its own.
+    """Begin one more group of the same processes, for tensors on the host, with separate connections.
 
     Args:
-        timeout: How long processes wait for one another in it.
-        local: Whether all processes are on this machine, and meet over the loopback interface only.
+        timeout: Time for which processes wait for one another in it.
+        local: True if all processes are on this machine and meet over the loopback interface only.
     """
     with _loopback(only=local):
         group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
@@ -154,27 +183,32 @@ def another_group(timeout: timedelta, *, local: bool) -> Iterator[dist.ProcessGr
     dist.destroy_process_group(group)
 
 
-_meeting_points: dict[tuple[str, str, int, int], Store] = {}  # by address, port, rank and number of processes
+# By address, port, rank and number of processes.
+_meeting_points: dict[tuple[str, str, int, int], Store] = {}
 
 
 def _meet(place: Rank, timeout: timedelta) -> Store:
-    """Return the store at which the processes meet, where the environment says; the same one for every group.
+    """Return the store at the address in the environment, the same one for every group.
 
-    The first process serves the store, where no launcher does. If it closed the store after each run, a faster process
+    The main process serves the store, unless a launcher does. If it closed the store after each run, a faster process
     could connect for the next run before that, and lose its connection: both would wait until the timeout.
     """
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
         raise ConfigurationError(
             f"The environment says RANK={place.global_rank} and WORLD_SIZE={place.world_size}, but not"
             f" {' and '.join(missing)}, where the processes are to meet. Start the script with torchrun, which sets all"
             " of them."
         )
     point = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], place.global_rank, place.world_size)
+    store: Store
     if point in _meeting_points:
-        _meeting_points[point].set_timeout(timeout)
-        return _meeting_points[point]
+        store = _meeting_points[point]
+        store.set_timeout(timeout)
+        return store
     try:
-        store: Store = next(rendezvous("env://", place.global_rank, place.world_size, timeout=timeout))[0]
+        meetings = rendezvous("env://", place.global_rank, place.world_size, timeout=timeout)
+        store = next(meetings)[0]
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -185,30 +219,47 @@ def _meet(place: Rank, timeout: timedelta) -> Store:
     return store
 
 
-def _meet_under_slurm() -> None:
-    """Lets processes that Slurm has started meet on its first machine, at a port that follows from the job."""
-    if "SLURM_PROCID" in os.environ and "SLURM_NODELIST" in os.environ:
-        first = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_NODELIST"])
-        os.environ.setdefault("MASTER_ADDR", first)
-        os.environ.setdefault("MASTER_PORT", str(15000 + int(os.environ.get("SLURM_JOB_ID", "0")[-4:])))
+def _set_address_under_slurm() -> None:
+    """Set the address of processes that Slurm has started: its first machine, and a port that follows from the job."""
+    if "SLURM_PROCID" not in os.environ or "SLURM_NODELIST" not in os.environ:
+        return
+    first_machine = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_NODELIST"])
+    os.environ.setdefault("MASTER_ADDR", first_machine)
+    job = os.environ.get("SLURM_JOB_ID", "0")
+    port = 15000 + int(job[-4:])
+    os.environ.setdefault("MASTER_PORT", str(port))
 
 
 @contextlib.contextmanager
 def _loopback(*, only: bool) -> Iterator[None]:
-    """Lets gloo connect processes over the loopback interface alone, unless somebody chose another."""
-    name = "GLOO_SOCKET_IFNAME"
-    if not only or name in os.environ:
+    """Let gloo connect processes over the loopback interface only, unless the user chose another interface."""
+    variable = "GLOO_SOCKET_IFNAME"
+    if not only or variable in os.environ:
         yield
         return
-    os.environ[name] = next((each for _, each in socket.if_nameindex() if each in ("lo", "lo0")), "lo")
+    os.environ[variable] = _loopback_interface()
     try:
         yield
     finally:
-        del os.environ[name]
+        del os.environ[variable]
+
+
+def _loopback_interface() -> str:
+    for _, interface in socket.if_nameindex():
+        if interface in ("lo", "lo0"):
+            return interface
+    return "lo"
 
 
 def follows_from_another(error: BaseException) -> bool:
-    """Whether an error looks like what happens to a process when another one ends or hangs."""
+    """Return True for an error that is typical of a process when another one ends or hangs.
+
+    Args:
+        error: Error of this process.
+    """
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error).lower()
+    return any(sign in message for sign in _SIGNS)

@@ -1,7 +1,7 @@
-"""Parameters whose values lie in another process: shapes can be read, values cannot.
+"""Parameters whose values are in another process: shapes can be read, values cannot.
 
 A module keeps every parameter, and so does an optimiser; their shapes, dtypes, names and missing gradients stay right.
-Values would be wrong whatever they were, so reading or writing one is an error that says where it lies.
+Any value would be wrong, so reading or writing one is an error that says where the values are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,10 @@ from equipoise.errors import StepError
 
 __all__ = ["ElsewhereParameter", "bring_back", "send_elsewhere"]
 
+# Functions that read or write an attribute, such as `grad`.
 _ATTRIBUTES = {"__get__", "__set__", "__delete__"}
-_QUESTIONS = {
+# Functions that need no values.
+_VALUE_FREE = {
     "__len__",
     "data_ptr",
     "dim",
@@ -41,29 +43,35 @@ _QUESTIONS = {
     "stride",
     "untyped_storage",
 }
+# Functions that return a view, which has no values either.
 _VIEWS = {"detach", "view", "view_as", "expand", "as_subclass"}
+_ALLOWED = _ATTRIBUTES | _VALUE_FREE | _VIEWS
 
 
-def _asked(
+def _torch_function(
     cls: type, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Answer a question about a tensor that lies elsewhere; refuse whatever needs its values."""
+    """Call a function of torch on a parameter of another process; raise if it needs the values."""
     name = getattr(func, "__name__", "")
-    plain: Any = nn.Parameter.__torch_function__
-    asks_type = name == "type" and len(args) == 1 and not kwargs  # with more arguments it converts
-    if asks_type or name in _ATTRIBUTES or name in _QUESTIONS or name in _VIEWS:
-        answer = plain(func, types, args, kwargs or {})
-        return answer.as_subclass(_ElsewhereView) if type(answer) is Tensor else answer
-    if name == "equal":  # callbacks of Lightning's look for a parameter in an optimiser by it
+    call: Any = nn.Parameter.__torch_function__
+    # With more arguments `type` converts the values.
+    reads_type = name == "type" and len(args) == 1 and not kwargs
+    if reads_type or name in _ALLOWED:
+        result = call(func, types, args, kwargs or {})
+        if type(result) is Tensor:
+            return result.as_subclass(_ElsewhereView)
+        return result
+    if name == "equal":
+        # Lightning's callbacks look for a parameter in an optimiser by this.
         return args[0] is args[1]
     if name == "__repr__":
-        return f"<{_form(args[0])}, device {args[0].device}; the values are in another process>"
-    if name == "__format__" and not any(args[1:]):  # a format such as ".3f" needs the value
+        return f"<{_description(args[0])}, device {args[0].device}; the values are in another process>"
+    # A format such as ".3f" needs the value.
+    if name == "__format__" and not any(args[1:]):
         return str(args[0])
-    form = next((_form(value) for value in _flat(args) if isinstance(value, ElsewhereParameter | _ElsewhereView)), "")
     raise StepError(
-        f"A parameter of another stage ({form}) was read or written to by `{name}`, in a callback, a hook or a step,"
-        " but its values lie in another process. Use it within the network's forward; or read"
+        f"A parameter of another stage ({_first_description(args)}) was read or written to by `{name}`, in a callback,"
+        " a hook or a step, but its values lie in another process. Use it within the network's forward; or read"
         " `trainer.strategy.module_state(module)`, which is the whole state; or take engine='threads', where all"
         " parameters are in this process."
     )
@@ -72,43 +80,55 @@ def _asked(
 class ElsewhereParameter(nn.Parameter):
     """A parameter in another process."""
 
-    __torch_function__: Any = classmethod(_asked)
+    __torch_function__: Any = classmethod(_torch_function)
 
 
 class _ElsewhereView(Tensor):
-    """What `data` and `detach` give of one."""
+    """View of a parameter in another process, as `data` and `detach` return it."""
 
-    __torch_function__: Any = classmethod(_asked)
+    __torch_function__: Any = classmethod(_torch_function)
 
 
 def send_elsewhere(parameter: Tensor) -> None:
-    """Let nobody read a parameter from now on.
+    """Mark a parameter as one whose values are in another process, so that reading them raises an error.
 
     Args:
-        parameter: The parameter. One of a class of its own stays readable.
+        parameter: Parameter of this process. One of a class derived from `nn.Parameter` stays readable.
     """
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ElsewhereParameter
 
 
 def bring_back(tensor: Tensor, values: Tensor) -> None:
-    """Give a parameter its values back.
+    """Set the values of a parameter, and make it an ordinary parameter again.
 
     Args:
-        tensor: The parameter, or a buffer.
-        values: Its values.
+        tensor: Parameter or buffer.
+        values: Values of the same shape.
     """
-    changed: Any = tensor
+    # mypy knows no assignment to the class of a tensor.
+    parameter: Any = tensor
     if type(tensor) is ElsewhereParameter:
-        changed.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter
     tensor.data = values
 
 
-def _flat(values: Any) -> list[Any]:
-    if isinstance(values, list | tuple):
-        return [item for value in values for item in _flat(value)]
-    return [values]
+def _first_description(args: Sequence[Any]) -> str:
+    """Describe the first parameter of another process among nested arguments."""
+    for value in _flatten(args):
+        if isinstance(value, ElsewhereParameter | _ElsewhereView):
+            return _description(value)
+    return ""
 
 
-def _form(tensor: Tensor) -> str:
+def _flatten(values: Any) -> list[Any]:
+    if not isinstance(values, list | tuple):
+        return [values]
+    items = []
+    for value in values:
+        items += _flatten(value)
+    return items
+
+
+def _description(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}"
