@@ -1,7 +1,7 @@
 """Write a file completely or not at all, and remove files that killed processes left.
 
-The content goes to `.NAME.MACHINE-RANDOM.part` beside the target, which takes the target's name at the end. The writer
-holds a lock on it. The lock ends with the process, so an unlocked file of this machine has no writer any more.
+The content goes to `.NAME.MACHINE-RANDOM.part` beside the target. At the end this file receives the target's name. The
+writer holds a lock on it. The lock ends with the process, so an unlocked file of this machine has no writer any more.
 """
 
 import errno
@@ -18,7 +18,8 @@ from typing import IO, Any
 from equipoise.errors import CheckpointError
 
 fcntl: Any = None
-if os.name == "posix":  # elsewhere there are no such locks, and nothing is cleared
+# Other systems have no such locks, so nothing is cleared there.
+if os.name == "posix":
     import fcntl
 
 __all__ = ["write_at_once"]
@@ -35,36 +36,42 @@ _WITHOUT_SPACE = {
 
 
 def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
-    """Write a file; after a crash at any moment, the path holds the whole file or what it held before.
+    """Write a file; after a crash at any moment, the path holds the complete file or its earlier content.
 
     Args:
-        target: The path of the file. Its folder is created if there is none.
-        write: Writes the content to the binary file that it gets.
+        target: The path of the file. Its folder is created if it does not exist.
+        write: Writes the content to the binary file that is its argument.
 
     Raises:
         CheckpointError: If the disk is full, or a quota or a limit of the process is reached.
     """
+    # 1. A temporary file in the same folder.
     target.parent.mkdir(parents=True, exist_ok=True)
     _clear_unfinished(target.parent)
     handle, name = _create_locked(target)
     file = _Checked(os.fdopen(handle, "wb"))
     try:
         with file.file:
+            # 2. The content must be on the disk before the name is.
             write(file)
             file.flush()
             os.fsync(handle)
-            os.chmod(name, 0o666 & ~_umask())  # a temporary file is private, a checkpoint need not be
+
+            # 3. A temporary file is private; a checkpoint has the usual permissions.
+            mode = 0o666 & ~_umask()
+            os.chmod(name, mode)
             os.replace(name, target)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
-        cause = file.error or error  # torch raises an error of its own when writing fails
+        # Torch raises an error of its own when writing fails.
+        cause = file.error or error
         if isinstance(cause, OSError) and cause.errno in _WITHOUT_SPACE:
             raise _without_space(target, write, cause) from error
         raise
 
 
 class _Checked:
-    """A file that remembers the error of a failed write, closing included.
+    """A file that remembers the error of a failed write or flush.
 
     Args:
         file: The file itself.
@@ -83,7 +90,7 @@ class _Checked:
             raise
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Pass all bytes to the operating system."""
         try:
             self.file.flush()
         except OSError as error:
@@ -92,7 +99,7 @@ class _Checked:
 
 
 class _Counter:
-    """A file that only counts what is written to it."""
+    """A file that only counts the bytes that are written to it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -107,6 +114,7 @@ class _Counter:
 
 
 def _without_space(target: Path, write: Callable[[Any], None], cause: OSError) -> CheckpointError:
+    # Write once more, to learn the size.
     counter = _Counter()
     write(counter)
     free = shutil.disk_usage(target.parent).free
@@ -119,6 +127,7 @@ def _without_space(target: Path, write: Callable[[Any], None], cause: OSError) -
 
 
 def _umask() -> int:
+    # The value can be read only by setting another one.
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -131,21 +140,28 @@ def _create_locked(target: Path) -> tuple[int, str]:
     """Create a temporary file beside the target and lock it; return its handle and its name."""
     while True:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.{_MACHINE}-", suffix=".part")
-        if not _lock(handle, wait=True) or _is_still(name, handle):
+        if not _lock(handle, wait=True):
             return handle, name
-        os.close(handle)  # another process has cleared it before the lock was set
+        if _is_still(name, handle):
+            return handle, name
+        # Another process has cleared it before the lock was set.
+        os.close(handle)
 
 
 def _clear_unfinished(folder: Path) -> None:
     """Remove the temporary files of this machine whose writers have ended."""
     for entry in os.scandir(folder):
-        if not _UNFINISHED.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+        if not _UNFINISHED.fullmatch(entry.name):
+            continue
+        if not entry.is_file(follow_symlinks=False):
             continue
         try:
             handle = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
-            continue  # another user's, or another process has just cleared it
+            # It belongs to another user, or another process has just cleared it.
+            continue
         try:
+            # If no process holds the lock, its writer has ended.
             if _lock(handle, wait=False) and _is_still(entry.path, handle):
                 os.unlink(entry.path)
         finally:
@@ -153,11 +169,14 @@ def _clear_unfinished(folder: Path) -> None:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Lock a file; return whether that succeeded: some file systems know no locks."""
+    """Lock a file; return whether that succeeded, as some file systems have no locks."""
     if fcntl is None:
         return False
+    flags = fcntl.LOCK_EX
+    if not wait:
+        flags |= fcntl.LOCK_NB
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(handle, flags)
     except OSError:
         return False
     return True
@@ -166,6 +185,7 @@ def _lock(handle: int, *, wait: bool) -> bool:
 def _is_still(name: str, handle: int) -> bool:
     """Return whether a name still belongs to an open file."""
     try:
-        return os.path.samestat(os.stat(name, follow_symlinks=False), os.fstat(handle))
+        by_name = os.stat(name, follow_symlinks=False)
     except FileNotFoundError:
         return False
+    return os.path.samestat(by_name, os.fstat(handle))

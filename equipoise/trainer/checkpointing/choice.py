@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a path, "best", "last" or nothing refers to."""
+"""Choose the checkpoint that a path, "best", "last" or None refers to."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -18,75 +18,108 @@ __all__ = ["select_checkpoint"]
 
 
 def select_checkpoint(trainer: "Trainer", ckpt_path: Any, *, module_given: bool) -> Any:
-    """The path that `ckpt_path` stands for; None for none.
+    """Return the path that `ckpt_path` stands for; None for no checkpoint.
 
     Args:
         trainer: The trainer, whose checkpoint callbacks know the best and the last.
         ckpt_path: A path, "best", "last" or None.
-        module_given: Whether a module was passed; without one, the best checkpoint of the last fit is meant.
+        module_given: Whether a module was passed. If not, None means the best checkpoint of the last fit.
 
     Raises:
         ConfigurationError: If there is no such checkpoint.
     """
-    word = trainer.state.fn.value if trainer.state.fn is not None else "fit"
-    if ckpt_path is not None and not isinstance(ckpt_path, str | os.PathLike):
-        raise ConfigurationError(f"ckpt_path must be a path, 'best', 'last' or None, not {ckpt_path!r}.")
-    if ckpt_path is not None and not os.fspath(ckpt_path):
-        raise ConfigurationError("ckpt_path must be a path, 'best', 'last' or None, not empty.")
-    if ckpt_path is None and trainer.managed_ckpt_path is not None:
-        return trainer.managed_ckpt_path
+    entry_point = "fit"
+    if trainer.state.fn is not None:
+        entry_point = trainer.state.fn.value
+
+    # 1. None: the choice of the trainer.
     if ckpt_path is None:
-        keepers = [callback for callback in trainer.callbacks if is_a(callback, OnExceptionCheckpoint)]
-        if keepers and trainer.state.fn == TrainerFn.FITTING:
-            ckpt_path = "last"
-        elif module_given:
+        if trainer.managed_ckpt_path is not None:
+            return trainer.managed_ckpt_path
+        ckpt_path = _default_choice(trainer, entry_point, module_given=module_given)
+        if ckpt_path is None:
             return None
-        else:
-            rank_zero_warn(
-                f"`{word}` was called without a module: the best checkpoint of the last fit is used. Say so with"
-                " ckpt_path='best'."
-            )
-            ckpt_path = "best"
+
+    # 2. A path.
+    if not isinstance(ckpt_path, str | os.PathLike):
+        raise ConfigurationError(f"ckpt_path must be a path, 'best', 'last' or None, not {ckpt_path!r}.")
+    if not os.fspath(ckpt_path):
+        raise ConfigurationError("ckpt_path must be a path, 'best', 'last' or None, not empty.")
+
+    # 3. The path of a word.
     if ckpt_path == "best":
-        return _best(trainer, word)
-    return _last(trainer, word) if ckpt_path == "last" else ckpt_path
+        return _best(trainer, entry_point)
+    if ckpt_path == "last":
+        return _last(trainer, entry_point)
+    return ckpt_path
 
 
-def _best(trainer: "Trainer", word: str) -> str:
-    keeper = trainer.checkpoint_callback
-    if keeper is None:
+def _default_choice(trainer: "Trainer", entry_point: str, *, module_given: bool) -> str | None:
+    """Return "best", "last" or None, if the user has chosen nothing."""
+    # A fit goes on where an exception has ended the last one.
+    if trainer.state.fn == TrainerFn.FITTING:
+        for callback in trainer.callbacks:
+            if is_a(callback, OnExceptionCheckpoint):
+                return "last"
+    if module_given:
+        return None
+    rank_zero_warn(
+        f"`{entry_point}` was called without a module: the best checkpoint of the last fit is used. Say so with"
+        " ckpt_path='best'."
+    )
+    return "best"
+
+
+def _best(trainer: "Trainer", entry_point: str) -> str:
+    """Return the best checkpoint of the first checkpoint callback."""
+    callback = trainer.checkpoint_callback
+    if callback is None:
         raise ConfigurationError(
-            f"`{word}(ckpt_path='best')` needs a ModelCheckpoint among the callbacks, but there is none. Give a path,"
-            f" or pass the module, `{word}(module)`, to use the weights that it has."
+            f"`{entry_point}(ckpt_path='best')` needs a ModelCheckpoint among the callbacks, but there is none. Give a"
+            f" path, or pass the module, `{entry_point}(module)`, to use the weights that it has."
         )
-    if len(trainer.checkpoint_callbacks) > 1:
+    count = len(trainer.checkpoint_callbacks)
+    if count > 1:
+        monitor = getattr(callback, "monitor", None)
         rank_zero_warn(
-            f"`{word}(ckpt_path='best')`: {len(trainer.checkpoint_callbacks)} callbacks save checkpoints. The best of"
-            f" the first is used, which monitors {getattr(keeper, 'monitor', None)!r}. Give a path for another."
+            f"`{entry_point}(ckpt_path='best')`: {count} callbacks save checkpoints. The best of"
+            f" the first is used, which monitors {monitor!r}. Give a path for another."
         )
-    if not (path := getattr(keeper, "best_model_path", "")):
-        why = " With fast_dev_run nothing is saved." if trainer.fast_dev_run else ""
-        raise ConfigurationError(
-            f"`{word}(ckpt_path='best')`: no checkpoint was saved yet.{why} Give a path, or fit first."
-        )
-    return str(path)
+    path = getattr(callback, "best_model_path", "")
+    if path:
+        return str(path)
+    reason = ""
+    if trainer.fast_dev_run:
+        reason = " With fast_dev_run nothing is saved."
+    raise ConfigurationError(
+        f"`{entry_point}(ckpt_path='best')`: no checkpoint was saved yet.{reason} Give a path, or fit first."
+    )
 
 
-def _last(trainer: "Trainer", word: str) -> str | None:
-    """The newest of the files that callbacks call their last; none is no error: one may say "last" at the first fit."""
+def _last(trainer: "Trainer", entry_point: str) -> str | None:
+    """Return the newest of the last checkpoints of all callbacks; None, with a warning, if there is none."""
     from lightning.fabric.utilities.cloud_io import get_filesystem
 
-    found: set[str] = set()
+    # 1. The paths that callbacks write.
+    paths: set[str] = set()
     for callback in trainer.callbacks:
         if is_a(callback, ModelCheckpoint):
-            found |= last_checkpoints(callback, trainer)
+            paths |= last_checkpoints(callback, trainer)
         elif is_a(callback, OnExceptionCheckpoint):
-            found.add(str(callback.ckpt_path))
-    existing = {path: get_filesystem(path).modified(path) for path in found if get_filesystem(path).exists(path)}
-    if not existing:
+            paths.add(str(callback.ckpt_path))
+
+    # 2. The times of those that exist.
+    times = {}
+    for path in paths:
+        filesystem = get_filesystem(path)
+        if filesystem.exists(path):
+            times[path] = filesystem.modified(path)
+
+    # 3. No file is no error: a script may choose "last" for its first fit as well.
+    if not times:
         rank_zero_warn(
-            f"`{word}(ckpt_path='last')`: there is no last checkpoint yet, so the module's present weights are used."
-            " ModelCheckpoint(save_last=True) writes one."
+            f"`{entry_point}(ckpt_path='last')`: there is no last checkpoint yet, so the module's present weights are"
+            " used. ModelCheckpoint(save_last=True) writes one."
         )
         return None
-    return max(existing, key=lambda path: existing[path])
+    return max(times, key=lambda path: times[path])

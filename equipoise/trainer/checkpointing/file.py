@@ -1,7 +1,7 @@
 """Checkpoint files: written completely or not at all, and verified when read.
 
-Objects are written as they are, as Lightning does. Safety is the reader's: it builds data, and puts a stand-in for any
-other object unless the user says otherwise.
+The writer pickles all objects, as Lightning does. The reader is the safe side: it builds data, and a stand-in for any
+other object, unless the user trusts the file.
 """
 
 import os
@@ -22,6 +22,7 @@ from equipoise.trainer.checkpointing.atomic_file import write_at_once
 
 __all__ = ["check_contents", "check_is_file", "is_plain", "read_checkpoint", "write_checkpoint"]
 
+# Types of plain values, besides containers and tensors.
 _PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -29,45 +30,60 @@ _PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint; after a crash at any moment, the path holds the whole file or what it held before.
+    """Write a checkpoint; after a crash at any moment, the path holds the complete file or its earlier content.
 
     Args:
-        checkpoint: What to write.
+        checkpoint: The content.
         path: A local path, or a URL that fsspec knows.
 
     Raises:
-        CheckpointError: If something in it cannot be pickled, or the disk is full.
+        CheckpointError: If an object in it cannot be pickled, or the disk is full.
     """
+    path_text = os.fspath(path)
     try:
+        # Other file systems have no locks, and their writers replace a file at once.
         if _is_remote(path):
-            TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
+            TorchCheckpointIO().save_checkpoint(checkpoint, path_text)
         else:
             write_at_once(Path(path), lambda file: torch.save(checkpoint, file))
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        # These are errors of pickle only if pickle alone fails as well.
         place = _place_that_cannot_be_pickled(checkpoint)
         if place is None:
             raise
         raise CheckpointError(
-            f"The checkpoint {os.fspath(path)!r} cannot be written: {place} cannot be pickled ({error}). Leave it"
+            f"The checkpoint {path_text!r} cannot be written: {place} cannot be pickled ({error}). Leave it"
             " out, for hyperparameters with `save_hyperparameters(ignore=[...])`, or make it a class or function of a"
             " module."
         ) from error
 
 
-def _place_that_cannot_be_pickled(value: Any, place: str = "the checkpoint") -> str | None:
-    """Return where in nested containers the first value is that cannot be pickled; None if all can."""
+def _place_that_cannot_be_pickled(value: Any, place: str = "") -> str | None:
+    """Return the place and class of the first object, in nested containers, that cannot be pickled; None if all can.
+
+    Args:
+        value: The object.
+        place: Its place; empty: the checkpoint itself.
+    """
     if isinstance(value, Tensor) or _can_be_pickled(value):
         return None
+
+    # 1. An object in it.
     children: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         children = list(value.items())
     elif isinstance(value, list | tuple):
         children = list(enumerate(value))
     for key, child in children:
-        name = repr(key) if place == "the checkpoint" else f"{place}[{key!r}]"
-        if found := _place_that_cannot_be_pickled(child, name):
-            return found
-    return f"{place}, a {type(value).__name__},"
+        child_place = repr(key)
+        if place:
+            child_place = f"{place}[{key!r}]"
+        result = _place_that_cannot_be_pickled(child, child_place)
+        if result is not None:
+            return result
+
+    # 2. The object itself.
+    return f"{place or 'the checkpoint'}, a {type(value).__name__},"
 
 
 def _can_be_pickled(value: Any) -> bool:
@@ -75,20 +91,26 @@ def _can_be_pickled(value: Any) -> bool:
         def write(self, data: Any) -> int:
             return len(data)
 
+    # The protocol of torch.save.
+    pickler = pickle.Pickler(Nowhere(), protocol=2)
     try:
-        pickle.Pickler(Nowhere(), protocol=2).dump(value)
+        pickler.dump(value)
     except Exception:
+        # Methods of the user may raise any error.
         return False
     return True
 
 
 def is_plain(value: Any) -> bool:
     """Return whether a value consists of plain containers, numbers, strings and tensors."""
-    if type(value) in (list, tuple):
+    # Derived classes are not plain, so types are compared exactly.
+    kind = type(value)
+    if kind in (list, tuple):
         return all(map(is_plain, value))
-    if type(value) is dict:
-        return all(map(is_plain, [*value, *value.values()]))
-    return type(value) in (*_PLAIN, Tensor)
+    if kind is dict:
+        keys_are_plain = all(map(is_plain, value))
+        return keys_are_plain and all(map(is_plain, value.values()))
+    return kind is Tensor or kind in _PLAIN
 
 
 # Reading
@@ -99,46 +121,59 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
 
     Args:
         path: A local path, or a URL that fsspec knows.
-        weights_only: True: nothing in the file is run, and objects that are not data become stand-ins. False: objects
-            are created as they were, which runs whatever code the file names. Default: True.
+        weights_only: True: no code in the file is run, and objects that are not data become stand-ins. False: all
+            objects are created, which runs any code that the file names. Default: True.
+
+    Returns:
+        The content.
 
     Raises:
         CheckpointError: If the file is missing, damaged, or is no checkpoint.
     """
     check_is_file(path)
-    read = _read_data if weights_only else _read_objects
+    path_text = os.fspath(path)
+    read = _read_data
+    if not weights_only:
+        read = _read_objects
     try:
-        with get_filesystem(os.fspath(path)).open(os.fspath(path), "rb") as file:
+        filesystem = get_filesystem(path_text)
+        with filesystem.open(path_text, "rb") as file:
             checkpoint: dict[str, Any] = read(file)
     except FileNotFoundError as error:
-        raise CheckpointError(f"There is no checkpoint at {os.fspath(path)!r}.") from error
+        raise CheckpointError(f"There is no checkpoint at {path_text!r}.") from error
     except PermissionError as error:
-        raise CheckpointError(f"The checkpoint {os.fspath(path)!r} may not be read by this user.") from error
+        raise CheckpointError(f"The checkpoint {path_text!r} may not be read by this user.") from error
     except MemoryError as error:
-        raise CheckpointError(f"The checkpoint {os.fspath(path)!r} does not fit into memory.") from error
-    except Exception as error:  # a damaged file fails in many ways
-        raise CheckpointError(_unreadable(path, error, weights_only=weights_only)) from error
+        raise CheckpointError(f"The checkpoint {path_text!r} does not fit into memory.") from error
+    except Exception as error:
+        # A damaged file may raise any error.
+        message = _unreadable(path, error, weights_only=weights_only)
+        raise CheckpointError(message) from error
     check_contents(checkpoint, path)
     return checkpoint
 
 
 def _read_data(file: IO[bytes]) -> Any:
-    """Read a file without running anything that stands in it."""
-    return read_archive(file) if is_archive(file) else read_legacy(file)
+    """Read a file without running any code in it."""
+    if is_archive(file):
+        return read_archive(file)
+    return read_legacy(file)
 
 
 def _read_objects(file: IO[bytes]) -> Any:
-    """Read a file as torch does, with whatever code it names."""
+    """Read a file as torch does, which runs any code that it names."""
     if is_archive(file):
-        check_archive(file)  # torch does not compare check sums
+        # Torch does not compare check sums.
+        check_archive(file)
         file.seek(0)
     with pl_legacy_patch(), warnings.catch_warnings():
+        # Torch warns of its own reader of old files.
         warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated.*")
         return torch.load(file, map_location=_on_cpu, weights_only=False)
 
 
 def _on_cpu(storage: Any, location: str) -> Any:
-    """Read everything to the CPU: the devices of the writing run may not be there."""
+    """Leave a storage on the CPU, as the devices of the writing run may not exist here."""
     return storage
 
 
@@ -150,10 +185,10 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     """Check that a checkpoint exists.
 
     Args:
-        path: Its path. The address of a remote file, as `s3://...`, is not looked up.
+        path: Its path. A remote file, such as `s3://...`, is not checked.
 
     Raises:
-        CheckpointError: If there is no such file; it names others in the same folder.
+        CheckpointError: If there is no such file; the message names other checkpoints in the same folder.
     """
     if not _is_remote(path):
         _check_is_file(Path(path))
@@ -162,20 +197,26 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
 def _check_is_file(path: Path) -> None:
     if path.is_file():
         return
-    what = "does not exist"
+    problem = "does not exist"
     folder = path.parent
     if path.is_dir():
-        what = "is a folder"
+        problem = "is a folder"
         folder = path
-    beside = sorted(p.name for p in folder.glob("*.ckpt"))[:5]
-    hint = f" In that folder there are: {', '.join(beside)}." if beside else ""
-    raise CheckpointError(f"The checkpoint {str(path)!r} {what}.{hint}")
+    hint = ""
+    names = sorted(file.name for file in folder.glob("*.ckpt"))
+    if names:
+        hint = f" In that folder there are: {', '.join(names[:5])}."
+    raise CheckpointError(f"The checkpoint {str(path)!r} {problem}.{hint}")
 
 
 def _unreadable(path: str | os.PathLike[str], error: Exception, *, weights_only: bool) -> str:
-    reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-    if isinstance(error, CheckpointError):
-        reason = str(error).rstrip(".")
+    """Return the message for a file that cannot be read."""
+    reason = str(error)
+    if not isinstance(error, CheckpointError):
+        # In one line: messages of torch have several.
+        words = f"{type(error).__name__}: {error}".split()
+        reason = " ".join(words)
+    reason = reason.rstrip(".")
     size = ""
     if not _is_remote(path):
         size = f" ({Path(path).stat().st_size} bytes)"
@@ -186,7 +227,11 @@ def _unreadable(path: str | os.PathLike[str], error: Exception, *, weights_only:
 
 
 def check_contents(checkpoint: Any, path: str | os.PathLike[str]) -> None:
-    """Check that what was read is a checkpoint of a Trainer.
+    """Check that the content of a file is a checkpoint of a Trainer.
+
+    Args:
+        checkpoint: The content.
+        path: The path of the file, for the message.
 
     Raises:
         CheckpointError: If it is not.

@@ -1,7 +1,7 @@
 """Check the layout of a checkpoint before any part of it is used.
 
-A file can be whole and yet hold a text where a counter belongs, written by another program or by hand. The error names
-the entry, as `loops['fit_loop']['epoch_progress']`, and what belongs there.
+A complete file can hold a text in place of a counter, if another program or a person has changed it. The error names
+the entry, such as `loops['fit_loop']['epoch_progress']`, and the expected kind of value.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,35 +26,40 @@ __all__ = [
 
 Check = Callable[[Any, str], None]
 
+# Integers of torch have 64 bits.
 _LARGEST_COUNT = 2**63
+
+# Errors that damaged entries cause.
 _FROM_DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
 def check_layout(checkpoint: dict[str, Any]) -> None:
-    """Check the types of the entries that the trainer uses; others may be anything.
+    """Check the types of the entries that the trainer uses; other entries may be of any type.
 
     Args:
-        checkpoint: What was read, brought up to date.
+        checkpoint: The content of the file, after its migration.
 
     Raises:
-        CheckpointError: Naming the first entry that is of another type.
+        CheckpointError: If an entry is of another type; the message names the first.
     """
     _CHECKPOINT(checkpoint, "")
 
 
 def check_version(checkpoint: dict[str, Any]) -> None:
-    """Check the version of Lightning that a checkpoint names, which decides how to bring it up to date."""
+    """Check the type of the version of Lightning in a checkpoint, on which its migration depends."""
     version = checkpoint["pytorch-lightning_version"]
     if not isinstance(version, str):
         raise _damaged("pytorch-lightning_version", "a text", version)
 
 
 def check_like(current: Mapping[str, Any], saved: Any, place: str) -> None:
-    """Check that a saved state has values of the kinds of the present ones, where both have one.
+    """Check that the values of a saved state are of the same kinds as the present values.
+
+    Only names that both have are compared.
 
     Args:
-        current: The options or the state of an object, as it is now.
-        saved: What a checkpoint holds for it.
+        current: The present options or state of an object.
+        saved: The saved ones.
         place: The entry, for the error.
 
     Raises:
@@ -65,48 +70,60 @@ def check_like(current: Mapping[str, Any], saved: Any, place: str) -> None:
     """
     _mapping(saved, place)
     for name, value in current.items():
-        other = saved.get(name)
-        if value is None or other is None:
+        saved_value = saved.get(name)
+        if value is not None and saved_value is not None:
+            _check_kind(value, saved_value, f"{place}[{name!r}]")
+
+
+def _check_kind(value: Any, saved_value: Any, place: str) -> None:
+    """Check that a saved value is of the kind of the present one."""
+    # True and False are integers, too, so they come first.
+    if isinstance(value, bool):
+        _flag(saved_value, place)
+        return
+    for kinds, saved_kinds, expected in _KINDS:
+        if not isinstance(value, kinds):
             continue
-        if isinstance(value, bool):
-            _flag(other, f"{place}[{name!r}]")
-            continue
-        for kinds, allowed, expected in _KINDS:
-            too_large = isinstance(other, int) and abs(other) >= _LARGEST_COUNT
-            if isinstance(value, kinds) and (too_large or not isinstance(other, allowed)):
-                raise _damaged(f"{place}[{name!r}]", expected, other)
+        if not isinstance(saved_value, saved_kinds):
+            raise _damaged(place, expected, saved_value)
+        if isinstance(saved_value, int) and abs(saved_value) >= _LARGEST_COUNT:
+            raise _damaged(place, expected, saved_value)
 
 
 def check_optimizer_state(state: Mapping[str, Any], place: str) -> None:
-    """Check that what an optimiser keeps for its parameters is of one kind for all of them.
+    """Check that the state of an optimiser has values of the same kinds for all parameters.
 
     Args:
         state: The optimiser's saved state.
         place: The entry, for the error.
 
     Raises:
-        CheckpointError: If an average is no tensor where others are, or a count of steps is no count.
+        CheckpointError: If a value is a tensor for some parameters only, or a number of steps is none.
     """
-    of_parameters = state.get("state", {})
-    _mapping(of_parameters, f"{place}['state']")
+    parameter_states = state.get("state", {})
+    _mapping(parameter_states, f"{place}['state']")
+    # Whether a value is a tensor, by its name, as for the first parameter that has it.
     are_tensors: dict[str, bool] = {}
-    for index, entries in of_parameters.items():
+    for index, entries in parameter_states.items():
+        # Some optimisers save something else.
         if not isinstance(entries, dict):
-            continue  # some optimisers keep something else
+            continue
         for name, value in entries.items():
-            here = f"{place}['state'][{index!r}][{name!r}]"
+            value_place = f"{place}['state'][{index!r}][{name!r}]"
             if name == "step":
-                _number_of_steps(value, here)
-            elif value is not None and are_tensors.setdefault(name, isinstance(value, Tensor)) != isinstance(
-                value, Tensor
-            ):
-                raise _damaged(here, "of the same kind as for the other parameters", value)
+                _number_of_steps(value, value_place)
+                continue
+            if value is None:
+                continue
+            is_tensor = isinstance(value, Tensor)
+            if are_tensors.setdefault(name, is_tensor) != is_tensor:
+                raise _damaged(value_place, "of the same kind as for the other parameters", value)
 
 
 def check_optimizer_shapes(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Check that what one of torch's own optimisers keeps for a parameter has the parameter's shape.
+    """Check that the state of one of torch's optimisers has the shapes of its parameters.
 
-    Only what has that shape in all of them is looked at; an optimiser of another class may keep whatever it wants.
+    Only values that have that shape in every optimiser of torch are checked. Optimisers of other classes are not.
 
     Args:
         optimizer: The optimiser.
@@ -114,14 +131,23 @@ def check_optimizer_shapes(optimizer: Optimizer, state: Mapping[str, Any], names
         names: Names of parameters, by their identity.
 
     Raises:
-        CheckpointError: Naming the first parameter to which something does not fit.
+        CheckpointError: If a shape does not fit; the message names the first such parameter.
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in state.get("param_groups", ()) for index in group.get("params", ())]
+
+    # 1. Parameters, and their indices in the saved state, in the same order.
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    indices: list[Any] = []
+    for saved_group in state.get("param_groups", ()):
+        indices += saved_group.get("params", ())
+
+    # 2. Shapes.
+    parameter_states = state.get("state", {})
     for index, parameter in zip(indices, parameters, strict=False):
-        entries = state.get("state", {}).get(index, {})
+        entries = parameter_states.get(index, {})
         for name in _SHAPED_AS_PARAMETERS & entries.keys():
             value = entries[name]
             if isinstance(value, Tensor) and value.shape != parameter.shape:
@@ -134,12 +160,24 @@ def check_optimizer_shapes(optimizer: Optimizer, state: Mapping[str, Any], names
 
 
 _SHAPED_AS_PARAMETERS = {
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adam, AdamW, NAdam, RAdam, Adamax, SparseAdam
-    *("momentum_buffer", "square_avg", "grad_avg", "acc_delta"),  # SGD, Muon, RMSprop, Adadelta
-    *("sum", "prev", "step_size", "ax"),  # Adagrad, Rprop, ASGD
+    # Adam, AdamW, NAdam, RAdam, Adamax, SparseAdam
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_inf",
+    # SGD, Muon, RMSprop, Adadelta
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    # Adagrad, Rprop, ASGD
+    "sum",
+    "prev",
+    "step_size",
+    "ax",
 }
 
-# What a value is now, what it may be in a checkpoint, and how that is called.
+# Types of a present value, types of a saved one, and their name in messages.
 _KINDS: tuple[tuple[Any, Any, str], ...] = (
     ((int, float), (int, float, Tensor), "a number"),
     (str, str, "a text"),
@@ -154,10 +192,10 @@ def loading(place: str, owner: object = None) -> Iterator[None]:
 
     Args:
         place: The entry.
-        owner: The object that loads it. The errors of a class of the user stay what they are, with a note.
+        owner: The object that loads it. Errors of a class of the user are raised as they are, with a note.
 
     Raises:
-        CheckpointError: Instead of errors that a damaged entry causes.
+        CheckpointError: In place of errors that a damaged entry causes.
     """
     try:
         yield
@@ -167,18 +205,23 @@ def loading(place: str, owner: object = None) -> Iterator[None]:
         if owner is not None and not type(owner).__module__.startswith(("equipoise.", "lightning.", "torch.")):
             error.add_note(f"This happened while {place} of the checkpoint was loaded.")
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        # In one line: messages of torch have several.
+        words = f"{type(error).__name__}: {error}".split()
+        reason = " ".join(words).rstrip(".")
         raise CheckpointError(
             f"The checkpoint's entry {place} cannot be loaded ({reason}). Take another one."
         ) from error
 
 
 def _damaged(place: str, expected: str, value: Any) -> CheckpointError:
-    shown = f"{value!r:.60}" if isinstance(value, str | int | float | StandIn | None) else f"a {type(value).__name__}"
-    return CheckpointError(f"The checkpoint is damaged: {place} must be {expected}, not {shown}. Take another one.")
+    text = f"a {type(value).__name__}"
+    # Only these are short for certain.
+    if isinstance(value, str | int | float | StandIn | None):
+        text = f"{value!r:.60}"
+    return CheckpointError(f"The checkpoint is damaged: {place} must be {expected}, not {text}. Take another one.")
 
 
-# Kinds of entries
+# Checks of kinds of entries: each takes a value and its place
 
 
 def _count(value: Any, place: str) -> None:
@@ -187,8 +230,13 @@ def _count(value: Any, place: str) -> None:
 
 
 def _number_of_steps(value: Any, place: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT
-    if not number and not (isinstance(value, Tensor) and value.numel() == 1):
+    # Torch's optimisers count in a tensor, others in a number.
+    is_count = False
+    if isinstance(value, Tensor):
+        is_count = value.numel() == 1
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        is_count = 0 <= value < _LARGEST_COUNT
+    if not is_count:
         raise _damaged(place, "a number of steps", value)
 
 
@@ -221,7 +269,10 @@ def _texts(value: Any, place: str) -> None:
             raise _damaged(f"{place}[{index}]", "a text", item)
 
 
-def _each(check: Check) -> Check:
+# Checks made of others
+
+
+def _list_of(check: Check) -> Check:
     def check_all(value: Any, place: str) -> None:
         _list(value, place)
         for index, item in enumerate(value):
@@ -231,11 +282,11 @@ def _each(check: Check) -> Check:
 
 
 def _optional(check: Check) -> Check:
-    def check_if_there(value: Any, place: str) -> None:
+    def check_unless_none(value: Any, place: str) -> None:
         if value is not None:
             check(value, place)
 
-    return check_if_there
+    return check_unless_none
 
 
 def _filled(check: Check) -> Check:
@@ -268,21 +319,31 @@ def _gradient(value: Any, place: str) -> None:
 
 
 def _fields(checks: dict[str, Check], *, required: bool = False) -> Check:
-    """Return a check of a dictionary, each of whose known entries has a check of its own."""
+    """Return a check of a dictionary.
+
+    Args:
+        checks: A check for each entry. Other entries may be of any type.
+        required: Whether all these entries must exist. Default: False.
+    """
 
     def check_fields(value: Any, place: str) -> None:
         _mapping(value, place)
         for name, check in checks.items():
-            if required and name not in value:
-                raise CheckpointError(f"The checkpoint is damaged: {place} lacks {name!r}. Take another one.")
             if name in value:
-                check(value[name], f"{place}[{name!r}]" if place else name)
+                # The outermost entries have no place before them.
+                entry_place = name
+                if place:
+                    entry_place = f"{place}[{name!r}]"
+                check(value[name], entry_place)
+            elif required:
+                raise CheckpointError(f"The checkpoint is damaged: {place} lacks {name!r}. Take another one.")
 
     return check_fields
 
 
 # The layout
 
+# Counters of the loops, under Lightning's names.
 _COUNTS = _fields(dict.fromkeys(("ready", "started", "processed", "completed"), _count))
 _PROGRESS = _fields({"total": _COUNTS, "current": _COUNTS, "is_last_batch": _flag})
 _OPTIMIZER = _fields({"optimizer": _fields({"step": _PROGRESS, "zero_grad": _PROGRESS})})
@@ -299,26 +360,31 @@ _FIT_LOOP = _fields(
     }
 )
 _EVALUATION = _fields({"batch_progress": _PROGRESS})
+
+# The position of a process in an epoch.
 _RANDOM_STATE = _fields({"global": _random_state, "generators": _list}, required=True)
 _POSITION = _fields(
     {
         "random_state": _RANDOM_STATE,
-        "epoch_random_state": _unless_empty(_RANDOM_STATE),  # empty before the first epoch of a run
+        # Empty before the first epoch of a run.
+        "epoch_random_state": _unless_empty(_RANDOM_STATE),
         "order_drawn": _flag,
         "ahead": _list,
         "window": _named,
-        "gradients": _each(_gradient),
-        "logs": _fields({"callback_metrics": _mapping, "entries": _each(_named)}),
+        "gradients": _list_of(_gradient),
+        "logs": _fields({"callback_metrics": _mapping, "entries": _list_of(_named)}),
         "metrics": _named,
         "metrics_of_validation": _texts,
         "before_validation": _optional(_fields({"random_state": _RANDOM_STATE, "metrics": _named})),
     }
 )
-_LEFT = _fields({"loop": _FIT_LOOP, "positions": _filled(_each(_POSITION))}, required=True)
+_LEFT = _fields({"loop": _FIT_LOOP, "positions": _filled(_list_of(_POSITION))}, required=True)
+
+# The entry of Equipoise, and the whole file.
 _EQUIPOISE = _fields(
     {
         "position": _optional(_POSITION),
-        "positions": _each(_POSITION),
+        "positions": _list_of(_POSITION),
         "left": _optional(_LEFT),
         "strategy": _named,
     }
@@ -329,8 +395,8 @@ _CHECKPOINT = _fields(
         "epoch": _count,
         "global_step": _count,
         "callbacks": _mapping,
-        "optimizer_states": _each(_mapping),
-        "lr_schedulers": _each(_mapping),
+        "optimizer_states": _list_of(_mapping),
+        "lr_schedulers": _list_of(_mapping),
         "loops": _fields(
             {"fit_loop": _FIT_LOOP, "validate_loop": _EVALUATION, "test_loop": _EVALUATION, "predict_loop": _EVALUATION}
         ),

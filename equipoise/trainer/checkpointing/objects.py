@@ -1,6 +1,6 @@
 """Warnings about objects in a checkpoint that are not created when it is read.
 
-Hyperparameters are not looked at: the trainer does not use them, and `load_from_checkpoint` is Lightning's.
+Hyperparameters are left out: the trainer does not use them, and `load_from_checkpoint` is Lightning's.
 """
 
 import io
@@ -21,12 +21,23 @@ if TYPE_CHECKING:
 
 __all__ = ["warn_of_objects_read", "warn_of_objects_written"]
 
-_HYPERPARAMETERS = {
-    f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}{end}"
-    for owner in (LightningModule, LightningDataModule)
-    for end in ("", "_type", "_name")
-} | {LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE, LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE}
+
+def _hyperparameter_entries() -> set[str]:
+    """Return the entries of a checkpoint in which Lightning saves hyperparameters."""
+    names = set()
+    for owner in (LightningModule, LightningDataModule):
+        key = owner.CHECKPOINT_HYPER_PARAMS_KEY
+        names.update((key, f"{key}_type", f"{key}_name"))
+        names.add(owner.CHECKPOINT_HYPER_PARAMS_TYPE)
+    return names
+
+
+_HYPERPARAMETERS = _hyperparameter_entries()
+
+# Entries that only a training uses.
 _OF_TRAINING = {"optimizer_states", "lr_schedulers", "loops", "equipoise"}
+
+# Number of objects that a warning names.
 _MOST_LISTED = 5
 
 
@@ -35,19 +46,24 @@ def warn_of_objects_written(trainer: "Trainer", checkpoint: dict[str, Any]) -> N
 
     Args:
         trainer: The trainer, which remembers that it has warned.
-        checkpoint: What is about to be written.
+        checkpoint: The content of the file that is about to be written.
     """
     if trainer.objects_were_reported:
         return
     trainer.objects_were_reported = True
+
+    # 1. A checkpoint that the safe reader refuses altogether.
+    entries = {key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS}
     try:
-        objects = _objects_in({key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS})
+        objects = _objects_in(entries)
     except CheckpointError as error:
         rank_zero_warn(
             f"The checkpoints of this run can be read with weights_only=False alone: {error}. Save plain data, such as"
             " tensors, in place of what causes this."
         )
         return
+
+    # 2. Objects for which it builds stand-ins.
     if objects:
         rank_zero_warn(
             f"The checkpoints of this run hold objects that are no plain data: {_listed(objects)}. They are"
@@ -61,11 +77,14 @@ def warn_of_objects_read(checkpoint: dict[str, Any], *, fitting: bool) -> None:
     """Warn of the objects in a checkpoint that were not created.
 
     Args:
-        checkpoint: What was read.
-        fitting: Whether a training goes on from it; otherwise it uses less of the checkpoint.
+        checkpoint: The content of the file.
+        fitting: Whether a training resumes from it; other runs use fewer of its entries.
     """
-    unused = _HYPERPARAMETERS if fitting else _HYPERPARAMETERS | _OF_TRAINING
-    objects = stand_ins_in({key: value for key, value in checkpoint.items() if key not in unused})
+    unused = _HYPERPARAMETERS
+    if not fitting:
+        unused = _HYPERPARAMETERS | _OF_TRAINING
+    entries = {key: value for key, value in checkpoint.items() if key not in unused}
+    objects = stand_ins_in(entries)
     if objects:
         rank_zero_warn(
             f"The checkpoint holds objects that were not created, as that could run code: {_listed(objects)}. Using one"
@@ -74,34 +93,51 @@ def warn_of_objects_read(checkpoint: dict[str, Any], *, fitting: bool) -> None:
 
 
 def _listed(objects: dict[str, str]) -> str:
-    shown = [f"{place.removeprefix('[').replace(']', '', 1)} ({name})" for place, name in objects.items()]
-    more = f" and {len(shown) - _MOST_LISTED} more" if len(shown) > _MOST_LISTED else ""
-    return ", ".join(shown[:_MOST_LISTED]) + more
+    """Return the first objects as a text: places and classes."""
+    descriptions = []
+    for place, class_name in objects.items():
+        # "['callbacks']['mine']" is shown as "'callbacks'['mine']".
+        short_place = place.removeprefix("[").replace("]", "", 1)
+        descriptions.append(f"{short_place} ({class_name})")
+    text = ", ".join(descriptions[:_MOST_LISTED])
+    count = len(descriptions) - _MOST_LISTED
+    if count > 0:
+        text += f" and {count} more"
+    return text
 
 
 class _WithoutTensors(pickle.Pickler):
     """Pickles objects without the content of tensors."""
 
     def persistent_id(self, value: Any) -> Any:
-        """Return a sign for tensors, and None for what is pickled."""
-        return "tensor" if isinstance(value, Tensor | torch.UntypedStorage | torch.TypedStorage) else None
+        """Return an identifier for a tensor, and None for an object that is pickled."""
+        if isinstance(value, Tensor | torch.UntypedStorage | torch.TypedStorage):
+            return "tensor"
+        return None
 
 
 def _objects_in(checkpoint: dict[str, Any]) -> dict[str, str]:
-    """Return where the objects are that are not created when a checkpoint is read, and their classes.
+    """Return the places and classes of the objects that are not created when a checkpoint is read.
 
     Raises:
         CheckpointError: If it cannot be read.
     """
+    # 1. Write it to memory.
     file = io.BytesIO()
+    pickler = _WithoutTensors(file, protocol=2)
     try:
-        _WithoutTensors(file, protocol=2).dump(checkpoint)
+        pickler.dump(checkpoint)
     except Exception:
-        return {}  # writing it will say why
+        # The writer of the file raises the same error, with a better message.
+        return {}
+
+    # 2. Read it as the safe reader does, with None in place of each tensor.
     file.seek(0)
     try:
-        return stand_ins_in(load_pickle(file, lambda identifier: None))
+        content = load_pickle(file, lambda identifier: None)
+        return stand_ins_in(content)
     except CheckpointError:
         raise
     except Exception:
-        return {}  # a class that the user allows may need its tensors
+        # A class that the user allows may need its tensors.
+        return {}

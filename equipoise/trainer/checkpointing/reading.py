@@ -21,18 +21,22 @@ __all__ = ["load_checkpoint"]
 def load_checkpoint(
     path: Any, checkpoint_io: CheckpointIO | None = None, *, weights_only: bool | None = None, fitting: bool = True
 ) -> dict[str, Any]:
-    """Read a checkpoint and bring one of an older Lightning up to date.
+    """Read a checkpoint, and migrate one of an older Lightning.
 
     Args:
-        path: Where it is.
-        checkpoint_io: The plugin that wrote it. None: it is a file of ours or of Lightning.
-        weights_only: False creates the objects in it, which runs whatever code it names. None or True: it is read as
+        path: The path of the file.
+        checkpoint_io: The plugin that wrote it. None: Equipoise or Lightning wrote it.
+        weights_only: False creates the objects in it, which runs any code that it names. None or True: it is read as
             data, and stand-ins take the places of objects. Default: None.
-        fitting: Whether a training goes on from it. Default: True.
+        fitting: Whether a training resumes from it. Default: True.
+
+    Returns:
+        The content of the file.
 
     Raises:
-        CheckpointError: If it cannot be read, or has not the layout of a checkpoint.
+        CheckpointError: If it cannot be read, or does not have the layout of a checkpoint.
     """
+    # 1. Read the file.
     if weights_only is False:
         rank_zero_warn(
             f"weights_only=False: the code that the checkpoint {os.fspath(path)!r} names is run. Do so only with files"
@@ -43,28 +47,35 @@ def load_checkpoint(
     else:
         checkpoint = _read_by_plugin(checkpoint_io, path, weights_only=weights_only is not False)
     rank_zero_info(f"Restoring states from the checkpoint path at {path}")
+
+    # 2. Migrate it. Lightning changes the content, which may be damaged in any way.
     if "pytorch-lightning_version" in checkpoint:
         check_version(checkpoint)
         with loading("pytorch-lightning_version"):
             checkpoint, _ = migrate_checkpoint(checkpoint)
+
+    # 3. Check it.
     check_layout(checkpoint)
     warn_of_objects_read(checkpoint, fitting=fitting)
     return checkpoint
 
 
 def _reads_common_files(checkpoint_io: CheckpointIO) -> bool:
-    """Return whether a plugin reads by Lightning's own method, so the files are those that everybody writes."""
-    inner: Any = checkpoint_io
+    """Return whether a plugin reads by Lightning's own method, so that its files are ordinary files of torch."""
+    reader: Any = checkpoint_io
+    # This one writes in the background, and reads by another one.
     if isinstance(checkpoint_io, AsyncCheckpointIO):
-        inner = checkpoint_io.checkpoint_io
-    return type(inner).load_checkpoint is TorchCheckpointIO.load_checkpoint
+        reader = checkpoint_io.checkpoint_io
+    return type(reader).load_checkpoint is TorchCheckpointIO.load_checkpoint
 
 
 def _read_by_plugin(checkpoint_io: CheckpointIO, path: Any, *, weights_only: bool) -> dict[str, Any]:
     try:
         checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     except UnpicklingError as error:
-        reason = str(error).split("\n")[0].rstrip(".")
+        # The other lines are advice for torch.load.
+        first_line = str(error).split("\n")[0]
+        reason = first_line.rstrip(".")
         raise CheckpointError(
             f"{type(checkpoint_io).__name__} cannot read the checkpoint {os.fspath(path)!r} with weights_only=True:"
             f" {reason}. If you trust the file, pass weights_only=False."
