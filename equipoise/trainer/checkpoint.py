@@ -19,7 +19,8 @@ from equipoise.interop.lightning.callbacks import load_saving_states, saving_sta
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state, loading
+from equipoise.trainer.checkpointing.entry_checks import loading
+from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.logging.csv_rows import rows_written
 from equipoise.trainer.loops.resumption import position_of, resume

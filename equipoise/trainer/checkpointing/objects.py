@@ -24,7 +24,7 @@ __all__ = ["warn_of_objects_read", "warn_of_objects_written"]
 
 def _hyperparameter_entries() -> set[str]:
     """Return the entries of a checkpoint in which Lightning saves hyperparameters."""
-    names = set()
+    names: set[str] = set()
     for owner in (LightningModule, LightningDataModule):
         key = owner.CHECKPOINT_HYPER_PARAMS_KEY
         names.update((key, f"{key}_type", f"{key}_name"))

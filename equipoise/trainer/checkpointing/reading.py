@@ -11,8 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import CheckpointError
 from equipoise.notices import rank_zero_warn
+from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import check_contents, read_checkpoint
-from equipoise.trainer.checkpointing.layout import check_layout, check_version, loading
+from equipoise.trainer.checkpointing.layout import check_layout, check_version
 from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 
 __all__ = ["load_checkpoint"]

@@ -22,7 +22,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.interop.lightning.loggers import continue_csv, csv_writer, set_csv_rewriting
-from equipoise.trainer.checkpointing.layout import loading
+from equipoise.trainer.checkpointing.entry_checks import loading
 
 __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
 
