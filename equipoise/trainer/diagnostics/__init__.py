@@ -1,1 +1,1 @@
-"""What an error or a bad value is about."""
+"""Causes of errors and of values that are not finite."""

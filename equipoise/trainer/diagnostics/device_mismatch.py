@@ -3,6 +3,7 @@
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from equipoise.errors import StepError
@@ -15,32 +16,35 @@ __all__ = ["EXPLAINED", "explain_device_mismatch"]
 
 EXPLAINED = (RuntimeError, TypeError, IndexError, ValueError)
 
+# Parts of the messages of torch.
 _MESSAGES = ("on the same device", "not on the expected device")
 
 
 def explain_device_mismatch(error: Exception, module: nn.Module, batch: Any) -> None:
-    """Add notes to an error of a step; raise a better one if the error is that tensors lie on different devices.
+    """Add notes to an error of a step; raise a better one if tensors are on different devices.
 
     Args:
-        error: What torch raised.
+        error: The error that torch has raised.
         module: The user's module.
-        batch: The batch that was being computed, or the iterator from which the step pulls it.
+        batch: The batch of the step, or the iterator from which the step pulls it.
 
     Raises:
-        StepError: Naming the batch's entries, parameters and buffers that lie apart from the others, and the devices.
+        StepError: If tensors are on different devices. The message names the entries of the batch, the parameters and
+            the buffers that are not on the most frequent device.
     """
     if is_out_of_memory(error):
         return
     if isinstance(batch, DataLoaderIter):
         batch = batch.batch
-    with suppress(Exception):  # the user's `__repr__` or `__len__` may fail, and the error is what they must see
+    # The user's `__repr__` or `__len__` may fail, but the user must see the error itself.
+    with suppress(Exception):
         add_notes(error, module, batch)
-    if not isinstance(error, RuntimeError) or not any(part in str(error) for part in _MESSAGES):
+    if not _is_device_mismatch(error):
         return
-    places = {f"parameter {name!r}": p.device for name, p in module.named_parameters()}
-    places |= {f"buffer {name!r}": b.device for name, b in module.named_buffers()}
-    places |= {f"batch{path}": tensor.device for path, tensor in entries_of(batch)}
-    devices = list(places.values())
+
+    # 1. All tensors are on one device, so the step has created another one.
+    tensor_devices = _devices_of_tensors(module, batch)
+    devices = list(tensor_devices.values())
     if len(set(devices)) == 1:
         raise StepError(
             "Tensors of one operation lie on different devices. The batch and all parameters and buffers are on"
@@ -49,10 +53,33 @@ def explain_device_mismatch(error: Exception, module: nn.Module, batch: Any) -> 
         ) from error
     if not devices:
         return
+
+    # 2. Some are on another device than most.
     common = max(set(devices), key=devices.count)
-    astray = [f"{name} is on {device}" for name, device in places.items() if device != common]
-    listed = "; ".join(astray[:5]) + (f"; and {len(astray) - 5} more" if len(astray) > 5 else "")
+    exceptions = [f"{name} is on {device}" for name, device in tensor_devices.items() if device != common]
+    listed = "; ".join(exceptions[:5])
+    if len(exceptions) > 5:
+        listed += f"; and {len(exceptions) - 5} more"
     raise StepError(
         f"Tensors of one operation lie on different devices: {listed}, while the rest is on {common}. Tensors that"
         " the module makes belong on `self.device`; constant ones are best registered with `register_buffer`."
     ) from error
+
+
+def _is_device_mismatch(error: Exception) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return any(part in message for part in _MESSAGES)
+
+
+def _devices_of_tensors(module: nn.Module, batch: Any) -> dict[str, torch.device]:
+    """Return the device of each parameter, buffer and entry of the batch, by a description."""
+    devices = {}
+    for name, parameter in module.named_parameters():
+        devices[f"parameter {name!r}"] = parameter.device
+    for name, buffer in module.named_buffers():
+        devices[f"buffer {name!r}"] = buffer.device
+    for path, tensor in entries_of(batch):
+        devices[f"batch{path}"] = tensor.device
+    return devices

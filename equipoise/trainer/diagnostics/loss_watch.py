@@ -1,7 +1,7 @@
 """Report, once in a fit, a loss that is not finite or a step that never returns a loss.
 
-A loss on the CPU is looked at in every step. A loss on another device is looked at every `log_every_n_steps` batches,
-by a copy that nothing waits for, so no step waits for the device.
+A loss on the CPU is checked in every step. A loss on another device is checked every `log_every_n_steps` batches, by an
+asynchronous copy, so no step waits for the device.
 """
 
 import math
@@ -23,15 +23,16 @@ __all__ = ["LossWatch"]
 
 _ADVICE = " Trainer(detect_nonfinite=True) names the first module whose output is not finite."
 
-_MOST_WINDOWS = (
-    10  # accumulation windows that may be without a loss at the beginning: a few are often skipped on purpose
-)
+# Number of accumulation windows at the beginning that may have no loss: users often skip a few on purpose.
+_MOST_WINDOWS = 10
 
+# A function that the loop calls after each batch: with the result of the step, the batch, its index, and whether it is
+# the last of its accumulation window.
 Watch = Callable[[StepResult, Any, int, bool], None]
 
 
 class LossWatch:
-    """Looks at the losses of one fit.
+    """Checks the losses of one fit.
 
     Args:
         context: The run.
@@ -49,36 +50,42 @@ class LossWatch:
         self._windows_without_loss = 0
         self._has_reported = False
         self._every = max(trainer.log_every_n_steps, 1)
-        self._arriving: tuple[ArrivingValue, str] | None = None  # a loss and its place
+        # A loss on its way to the CPU, and its place.
+        self._arriving: tuple[ArrivingValue, str] | None = None
         self._outputs: NonFiniteOutputs | None = None
         if trainer.detect_nonfinite:
             self._outputs = NonFiniteOutputs(context.module)
             self._outputs.start()
 
     def bind(self) -> Watch | None:
-        """Return what the loop calls after each batch; None where nothing is to be looked at."""
+        """Return the function that the loop calls after each batch; None if no loss is checked."""
         trainer = self._trainer
-        if trainer.detect_nonfinite is False or trainer.barebones or self._has_reported:
+        if trainer.detect_nonfinite is False or trainer.barebones:
             return None
-        if self._outputs is not None or self._strategy.root_device.type == "cpu":
-            return self._look_now
-        return self._look_later
+        if self._has_reported:
+            return None
+        # With `detect_nonfinite=True` the user accepts that each step waits.
+        if self._outputs is not None:
+            return self._check_now
+        if self._strategy.root_device.type == "cpu":
+            return self._check_now
+        return self._check_later
 
     def count_skipped(self) -> None:
         """Count a call of `training_step` that returned None."""
         self.skipped += 1
 
     def close(self) -> None:
-        """End the watch. The last copy is read, since nothing is computed any more."""
+        """End the watch, and wait for the last copy."""
         if self._outputs is not None:
             self._outputs.stop()
         self._read_arrived(wait=True)
 
-    def _look_now(self, result: StepResult, batch: Any, index: int, last: bool) -> None:
+    def _check_now(self, result: StepResult, batch: Any, index: int, last: bool) -> None:
         """Read the loss in the step."""
         loss = result.loss
         if loss is None:
-            self._look_for_skips(last)
+            self._check_skips(last)
         else:
             self._has_seen_loss = True
             value = loss.item()
@@ -87,15 +94,16 @@ class LossWatch:
         if self._outputs is not None:
             self._outputs.clear()
 
-    def _look_later(self, result: StepResult, batch: Any, index: int, last: bool) -> None:
-        """Begin a copy of the loss now and then, and read the copy before."""
+    def _check_later(self, result: StepResult, batch: Any, index: int, last: bool) -> None:
+        """Begin a copy of the loss every few batches, and read the previous copy."""
         loss = result.loss
         if loss is None:
-            self._look_for_skips(last)
+            self._check_skips(last)
             return
         self._has_seen_loss = True
         if index % self._every == 0 and not self._has_reported:
             self._read_arrived()
+            # If the previous copy has not arrived yet, this loss is not checked.
             if self._arriving is None:
                 self._arriving = (ArrivingValue(loss), self._place(index))
 
@@ -108,19 +116,26 @@ class LossWatch:
         if value is None:
             return
         self._arriving = None
-        if not math.isfinite(value) and not self._has_reported:
-            self._report(
-                value, place, f" The loss is looked at every {self._every} batches (log_every_n_steps).{_ADVICE}"
-            )
-
-    def _look_for_skips(self, last: bool) -> None:
-        """Report if the first windows, or all of the first epoch, had no loss because the step returned none."""
-        if not last or self._has_seen_loss or self._has_reported or not self.skipped:
+        if math.isfinite(value) or self._has_reported:
             return
+        explanation = f" The loss is looked at every {self._every} batches (log_every_n_steps).{_ADVICE}"
+        self._report(value, place, explanation)
+
+    def _check_skips(self, last: bool) -> None:
+        """Report if the step returned None in all of the first windows, or in all of the first epoch."""
+        # 1. Only the end of a window counts, and only as long as there was no loss.
+        if not last or not self.skipped:
+            return
+        if self._has_seen_loss or self._has_reported:
+            return
+
+        # 2. A few windows without a loss are allowed.
         self._windows_without_loss += 1
         if self._windows_without_loss < _MOST_WINDOWS and not self._trainer.fit_loop_state.batches_done():
             return
-        self._has_seen_loss = True  # so that it is reported once
+
+        # 3. Report it once.
+        self._has_seen_loss = True
         warn(
             "`training_step` returned None for every batch so far, so nothing was trained. Return the loss, or a"
             " dictionary with the key 'loss'. If you skip these batches on purpose, ignore this warning."
@@ -135,13 +150,16 @@ class LossWatch:
         return place
 
     def _explain(self, batch: Any) -> str:
-        """Say where the values came from, as far as it is known."""
-        bad = [f"batch{path}" for path, tensor in entries_of(batch) if not _is_finite(tensor)]
-        if bad:
-            return f" The batch itself is not finite: {', '.join(bad[:3])}."
+        """Return a text about the origin of the values, as far as it is known."""
+        entries = [f"batch{path}" for path, tensor in entries_of(batch) if not _is_finite(tensor)]
+        if entries:
+            return f" The batch itself is not finite: {', '.join(entries[:3])}."
         if self._outputs is None:
             return f" The batch is finite.{_ADVICE}"
-        return f" {self._outputs.first() or 'All outputs of modules were finite, so the loss itself is the cause.'}"
+        first_output = self._outputs.first()
+        if first_output is None:
+            return " All outputs of modules were finite, so the loss itself is the cause."
+        return f" {first_output}"
 
     def _report(self, value: float, place: str, explanation: str) -> None:
         self._has_reported = True
@@ -149,6 +167,6 @@ class LossWatch:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    return bool(tensor.isfinite().all())
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isfinite().all())
+    return True

@@ -1,7 +1,7 @@
 """Find the first module whose output is not finite: `Trainer(detect_nonfinite=True)`.
 
-Forward hooks note, on the device, whether the inputs, parameters and outputs of each module call are finite. The notes
-are read only for a step whose loss is not finite.
+Forward hooks record, on the device, whether the inputs, parameters and outputs of each module call are finite. The
+records are read only for a step whose loss is not finite.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ __all__ = ["NonFiniteOutputs"]
 
 
 class _Call(NamedTuple):
-    """Notes on one call of a module.
+    """A record of one call of a module.
 
     Attributes:
         module: The module.
-        outputs, inputs, parameters: Flags on the device, true where a value is not finite.
+        outputs, inputs, parameters: A flag on the device for each tensor, true if a value in it is not finite.
     """
 
     module: nn.Module
@@ -43,11 +43,12 @@ class NonFiniteOutputs:
         self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
-        """Begin to watch. Replicas and modules of later steps are watched, too, so the hook is one for all modules."""
-        self._handle = nn.modules.module.register_module_forward_hook(self._note)
+        """Begin to watch."""
+        # One hook for all modules, because it includes replicas and modules that a later step creates.
+        self._handle = nn.modules.module.register_module_forward_hook(self._record)
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = None
@@ -58,39 +59,51 @@ class NonFiniteOutputs:
         self._calls.clear()
 
     def first(self) -> str | None:
-        """Describe the first call of this step whose output is not finite; None if all were finite."""
+        """Return a text about the first call of this step whose output is not finite; None if all were finite."""
         for call in self._calls:
-            if not _any(call.outputs):
-                continue
-            name = self._names.get(call.module)
-            kind = type(call.module).__name__
-            described = f"{name!r} ({kind})" if name else f"a {kind}"
-            return f"The first output that is not finite came from {described}; {_cause(call)}."
+            if _any(call.outputs):
+                return f"The first output that is not finite came from {self._describe(call.module)}; {_cause(call)}."
         return None
 
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():  # an evaluation in between, which is no part of the step
+    def _describe(self, module: nn.Module) -> str:
+        kind = type(module).__name__
+        name = self._names.get(module)
+        # A replica has no name.
+        if not name:
+            return f"a {kind}"
+        return f"{name!r} ({kind})"
+
+    def _record(self, module: nn.Module, args: Any, output: Any) -> None:
+        # An evaluation between two steps is no part of a step.
+        if not torch.is_grad_enabled():
             return
         with torch.no_grad():
-            outputs = list(_flags(tensor for _, tensor in entries_of(output)))
-            if outputs:
-                inputs = list(_flags(tensor for _, tensor in entries_of(args)))
-                parameters = list(_flags(module.parameters(recurse=False)))
-                self._calls.append(_Call(module, outputs, inputs, parameters))
+            outputs = _flags(tensor for _, tensor in entries_of(output))
+            if not outputs:
+                return
+            inputs = _flags(tensor for _, tensor in entries_of(args))
+            parameters = _flags(module.parameters(recurse=False))
+            call = _Call(module, outputs, inputs, parameters)
+            self._calls.append(call)
 
 
-def _flags(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+def _flags(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return a flag for each tensor that can be infinite; it stays on the device of the tensor."""
+    flags = []
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
-            yield torch.isfinite(tensor).logical_not().any()
+            is_nonfinite = torch.isfinite(tensor).logical_not()
+            flags.append(is_nonfinite.any())
+    return flags
 
 
 def _any(flags: list[Tensor]) -> bool:
+    # Reading a flag waits for the device.
     return any(bool(flag) for flag in flags)
 
 
 def _cause(call: _Call) -> str:
-    """Say what the module computed it from."""
+    """Return a text about the values from which the module has computed its output."""
     if _any(call.parameters):
         return "its parameters were not finite any more, so an earlier step spoiled them"
     if _any(call.inputs):

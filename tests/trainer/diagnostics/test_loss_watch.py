@@ -151,7 +151,7 @@ def test_a_device_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     """Without a GPU only the choice of the moment can be tested: the loss of each second batch is looked at."""
     from equipoise.trainer.diagnostics.loss_watch import LossWatch
 
-    monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
+    monkeypatch.setattr(LossWatch, "_check_now", LossWatch._check_later)
     (report,) = reports(Poisoned("loss"), log_every_n_steps=2)
     assert report.startswith(
         "The loss is nan in step 2, batch 2 of epoch 0 (counted from 0). The loss is looked at every 2"
@@ -162,7 +162,7 @@ def test_a_device_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_last_loss_is_read_when_the_fit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     from equipoise.trainer.diagnostics.loss_watch import LossWatch
 
-    monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
+    monkeypatch.setattr(LossWatch, "_check_now", LossWatch._check_later)
     (report,) = reports(Poisoned("loss", at=3), log_every_n_steps=1, max_epochs=1)
     assert "step 3, batch 3" in report
 
@@ -177,7 +177,7 @@ class Failing(Poisoned):
 def test_a_report_that_is_an_error_keeps_nothing_from_being_released(monkeypatch: pytest.MonkeyPatch) -> None:
     from equipoise.trainer.diagnostics.loss_watch import LossWatch
 
-    monkeypatch.setattr(LossWatch, "_look_now", LossWatch._look_later)
+    monkeypatch.setattr(LossWatch, "_check_now", LossWatch._check_later)
     data = DataLoader(torch.randn(8, 3), batch_size=2, num_workers=1, persistent_workers=True)
     run = trainer(strategy="dp", devices=["cpu", "cpu"], log_every_n_steps=1)
     known = set(threading.enumerate())
