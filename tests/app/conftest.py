@@ -22,6 +22,8 @@ FILES = {
           log_every_n_steps: 1
           enable_progress_bar: false
           enable_model_summary: false
+        # Both take longer than the training.
+        callbacks: {memory_logger: {leaks: false}, run_summary: {curves: false}}
         """,
     "conf/module/line.yaml": """
         _target_: tiny.module.Line
@@ -94,7 +96,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick(quick_collections: None) -> None:
-    """A fit looks for leaks among all objects there are, which would take most of its time."""
+    """Some fits look for leaks among all objects there are, which would take most of their time."""
 
 
 @pytest.fixture(autouse=True)
