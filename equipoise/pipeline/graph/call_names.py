@@ -19,10 +19,11 @@ def owners(traced: Traced) -> list[list[str]]:
     for node in traced.calls:
         target = str(node.target)
         uses_network = node.op in ("call_module", "get_attr") and target.startswith(_PREFIX)
+        names = []
         if uses_network:
-            owners_of_calls.append([target.removeprefix(_PREFIX)])
-        else:
-            owners_of_calls.append([])
+            name = target.removeprefix(_PREFIX)
+            names.append(name)
+        owners_of_calls.append(names)
     return owners_of_calls
 
 
@@ -32,7 +33,11 @@ def modules_of(node: fx.Node) -> list[str]:
     paths = [str(path) for path, _ in stack.values()]
     if node.op in ("call_module", "get_attr"):
         paths.append(str(node.target))
-    return [path.removeprefix(_PREFIX) for path in paths if path.startswith(_PREFIX)]
+    names = []
+    for path in paths:
+        if path.startswith(_PREFIX):
+            names.append(path.removeprefix(_PREFIX))
+    return names
 
 
 def names_of(traced: Traced) -> list[tuple[str, bool]]:
@@ -44,9 +49,12 @@ def names_of(traced: Traced) -> list[tuple[str, bool]]:
     begun: set[str] = set()
     names = []
     for node in traced.calls:
+        # A module begins with the first call in it.
         new_modules = []
         for path in modules_of(node):
-            new_modules += [name for name in with_parents(path) if name not in begun]
+            for name in with_parents(path):
+                if name not in begun:
+                    new_modules.append(name)
         begun.update(new_modules)
         if new_modules:
             names.append((new_modules[0], True))
@@ -65,5 +73,6 @@ def with_parents(name: str) -> list[str]:
     parts = name.split(".")
     names = []
     for count in range(1, len(parts) + 1):
-        names.append(".".join(parts[:count]))
+        name = ".".join(parts[:count])
+        names.append(name)
     return names

@@ -33,7 +33,8 @@ class CallStructure:
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
-        self._tree = self._replace_tensors((tuple(args), kwargs))
+        arguments = (tuple(args), kwargs)
+        self._tree = self._replace_tensors(arguments)
         self.key = repr(self._tree)
 
     def _replace_tensors(self, value: Any) -> Any:

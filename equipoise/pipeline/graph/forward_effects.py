@@ -62,17 +62,25 @@ class ForwardEffects:
         self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         for submodule in module.modules():
-            self._attributes.append((submodule, dict(vars(submodule))))
-            self._buffers.append((submodule, dict(buffers_of(submodule))))
+            attributes = dict(vars(submodule))
+            buffers = dict(buffers_of(submodule))
+            self._attributes.append((submodule, attributes))
+            self._buffers.append((submodule, buffers))
 
         # 2. The values of buffers.
         self._buffer_states: list[_BufferState] = []
         for submodule, buffers in self._buffers:
             for name, buffer in buffers.items():
-                if buffer is not None:
-                    values = buffer.detach().clone()
-                    state = _BufferState(submodule, name, buffer, versions([buffer]), values)
-                    self._buffer_states.append(state)
+                if buffer is None:
+                    continue
+                state = _BufferState(
+                    module=submodule,
+                    name=name,
+                    tensor=buffer,
+                    version=versions([buffer]),
+                    values=buffer.detach().clone(),
+                )
+                self._buffer_states.append(state)
 
         # 3. Random generators. NumPy has none to note before it is imported.
         self._python_state = random.getstate()
@@ -110,7 +118,10 @@ class ForwardEffects:
         # NumPy's state is a tuple with the generator's name, its keys, and its position among them.
         _, keys, position, *_ = self._numpy_random.get_state()
         _, keys_before, position_before, *_ = self._numpy_state
-        return bool(position != position_before or (keys != keys_before).any())
+        if position != position_before:
+            return True
+        has_new_keys = keys != keys_before
+        return bool(has_new_keys.any())
 
     def restore(self) -> None:
         """Undo all changes."""
@@ -125,7 +136,8 @@ class ForwardEffects:
         for state in self._buffer_states:
             if state.has_changed():
                 # Nothing but inference mode may write to an inference tensor.
-                with torch.inference_mode(state.tensor.is_inference()), torch.no_grad():
+                is_inference = state.tensor.is_inference()
+                with torch.inference_mode(is_inference), torch.no_grad():
                     state.tensor.copy_(state.values)
         random.setstate(self._python_state)
         torch.set_rng_state(self._torch_state)
@@ -140,7 +152,8 @@ class ForwardEffects:
         """
         versions_at_begin = {id(state.tensor): state.version for state in inner._buffer_states}
         for state in self._buffer_states:
-            if versions_at_begin.get(id(state.tensor)) == state.version:
+            version_at_begin = versions_at_begin.get(id(state.tensor))
+            if version_at_begin == state.version:
                 state.ignore_writes()
 
 

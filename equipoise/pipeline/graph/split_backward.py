@@ -85,7 +85,9 @@ class SplitBackward:
         ends = [get_gradient_edge(tensor) for tensor in self._inputs if tensor.requires_grad]
 
         # 2. Find the nodes between them from which edges lead to weights.
-        paths = _Paths([edge for edge, _ in begins], [end.node for end in ends])
+        begin_edges, begin_gradients = _unzipped(begins)
+        end_nodes = [end.node for end in ends]
+        paths = _Paths(begin_edges, end_nodes)
         joints: list[GradientEdge] = []
         for node in paths.weights_of_node:
             for number in sorted(paths.arriving[node]):
@@ -94,20 +96,26 @@ class SplitBackward:
         # 3. Compute the gradients of the inputs, and those that arrive at these nodes.
         results: Sequence[Tensor | None] = ()
         if begins and ends:
-            edges, first_gradients = _unzipped(begins)
             results = torch.autograd.grad(
-                edges,
+                begin_edges,
                 [*ends, *joints],
-                first_gradients,
+                begin_gradients,
                 retain_graph=True,
                 allow_unused=True,
             )
-        arrived = list(zip(joints, results[len(ends) :], strict=True))
+        gradients_at_joints = results[len(ends) :]
+        arrived = list(zip(joints, gradients_at_joints, strict=True))
         self._plan_second_half(paths, begins, arrived)
 
         # 4. Return None for inputs without gradients.
         remaining = iter(results)
-        return [next(remaining, None) if tensor.requires_grad else None for tensor in self._inputs]
+        gradients_of_inputs = []
+        for tensor in self._inputs:
+            gradient = None
+            if tensor.requires_grad:
+                gradient = next(remaining, None)
+            gradients_of_inputs.append(gradient)
+        return gradients_of_inputs
 
     def _plan_second_half(
         self, paths: "_Paths", begins: Pairs, arrived: Sequence[tuple[GradientEdge, Tensor | None]]
@@ -125,18 +133,25 @@ class SplitBackward:
 
         # 2. Weights to which only outputs lead that lead to no input.
         if paths.weights_off_path:
-            off_path = [(edge, gradient) for edge, gradient in begins if edge.node not in paths.on_path]
+            off_path = []
+            for edge, gradient in begins:
+                if edge.node not in paths.on_path:
+                    off_path.append((edge, gradient))
             self._add_backward(off_path, paths.weights_off_path)
 
         # 3. Weights of one node.
         for node, weights in paths.weights_of_node.items():
-            of_node = [(edge, gradient) for edge, gradient in arrived if edge.node is node and gradient is not None]
+            of_node = []
+            for edge, arrived_gradient in arrived:
+                if edge.node is node and arrived_gradient is not None:
+                    of_node.append((edge, arrived_gradient))
             if of_node:
                 self._add_backward(of_node, weights)
 
     def _add_backward(self, begins: Pairs, weights: list[Tensor], *, retains: bool = False) -> None:
         edges, gradients = _unzipped(begins)
-        self._second_half.append(_WeightBackward(edges, gradients, weights, retains))
+        backward = _WeightBackward(edges, gradients, weights, retains)
+        self._second_half.append(backward)
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +203,8 @@ class _Paths:
         # By the weights' own nodes the weight, and the nodes on a path that lead to it; None for an output.
         self._sources: dict[Node, tuple[Tensor, set[Node | None]]] = {}
 
-        order = _in_order([output.node for output in outputs])
+        roots = [output.node for output in outputs]
+        order = _in_order(roots)
         self._find_paths(order)
         self._follow_edges(order, outputs)
         self._group_weights()
@@ -196,7 +212,7 @@ class _Paths:
     def _find_paths(self, order: Sequence[Node]) -> None:
         """Find the nodes on a path, and the weights below all others."""
         for node in order:
-            next_nodes = [next_node for next_node, _ in node.next_functions if next_node is not None]
+            next_nodes = _next_nodes(node)
             if node in self.on_path or not self.on_path.isdisjoint(next_nodes):
                 self.on_path.add(node)
                 continue
@@ -230,7 +246,8 @@ class _Paths:
             number: Number of the gradient of that node.
         """
         if node in self.on_path:
-            self.arriving.setdefault(node, set()).add(number)
+            numbers = self.arriving.setdefault(node, set())
+            numbers.add(number)
             return
         for end, weight in self._weights_below[node].items():
             _, sources = self._sources.setdefault(end, (weight, set()))
@@ -245,7 +262,8 @@ class _Paths:
             elif source is None:
                 self.weights_off_path.append(weight)
             else:
-                self.weights_of_node.setdefault(source, []).append(weight)
+                weights = self.weights_of_node.setdefault(source, [])
+                weights.append(weight)
 
 
 def _unzipped(pairs: Pairs) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -267,5 +285,10 @@ def _in_order(roots: Sequence[Node]) -> list[Node]:
         elif node not in visited:
             visited.add(node)
             stack.append((node, True))
-            stack += [(next_node, False) for next_node, _ in node.next_functions if next_node is not None]
+            for next_node in _next_nodes(node):
+                stack.append((next_node, False))
     return order
+
+
+def _next_nodes(node: Node) -> list[Node]:
+    return [next_node for next_node, _ in node.next_functions if next_node is not None]

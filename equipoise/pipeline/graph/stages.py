@@ -84,7 +84,8 @@ def crossing(traced: Traced, ends: Sequence[int]) -> list[list[fx.Node]]:
         if node.op == "output":
             index = len(calls)
         for used in node.all_input_nodes:
-            last_use[used] = max(last_use.get(used, -1), index)
+            previous_use = last_use.get(used, -1)
+            last_use[used] = max(previous_use, index)
 
     # 2. A value crosses a cut that lies between its call and its last use.
     crossings = []
@@ -92,7 +93,8 @@ def crossing(traced: Traced, ends: Sequence[int]) -> list[list[fx.Node]]:
         crossing_values = []
         for node in traced.graph.nodes:
             index = order.get(node, -1)
-            if index < end <= last_use.get(node, -1):
+            index_of_last_use = last_use.get(node, -1)
+            if index < end <= index_of_last_use:
                 crossing_values.append(node)
         crossings.append(crossing_values)
     return crossings
@@ -111,7 +113,8 @@ def may_cut(traced: Traced) -> list[bool]:
     # 1. Find the values that change in place, and the index of the call that changes them.
     changes: list[tuple[fx.Node, int]] = []
     for index, node in enumerate(calls):
-        if node in traced.writing or writes_in_place(node, traced.root):
+        is_writing = node in traced.writing or writes_in_place(node, traced.root)
+        if is_writing:
             for argument in node.all_input_nodes:
                 for value in _viewed_values(argument, traced):
                     changes.append((value, index))
@@ -153,7 +156,8 @@ def _may_be_view(node: fx.Node, traced: Traced) -> bool:
     if node.op in ("placeholder", "get_attr"):
         return False
     if node.op == "call_module":
-        layer = traced.root.get_submodule(str(node.target))
+        target = str(node.target)
+        layer = traced.root.get_submodule(target)
         return isinstance(layer, _VIEWING_LAYERS)
     name = getattr(node.target, "__name__", node.target)
     return str(name) in _VIEWS
@@ -174,13 +178,20 @@ def make_stages(traced: Traced, ends: Sequence[int], shadow: Replacement | None 
     passing = crossing(traced, ends[:-1])
     inputs = [_placeholders(traced), *passing]
     begins = [0, *ends[:-1]]
+    # The last stage returns the network's output.
+    outputs = [*passing, None]
+    calls = traced.calls
     stages = []
     for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        outputs = None
-        if stage < len(ends) - 1:
-            outputs = passing[stage]
-        calls = traced.calls[begin:end]
-        stages.append(_make_stage(traced, stage, inputs[stage], calls, outputs, shadow))
+        program = _make_stage(
+            traced,
+            stage,
+            inputs[stage],
+            calls[begin:end],
+            outputs[stage],
+            shadow,
+        )
+        stages.append(program)
     return stages
 
 
@@ -221,9 +232,11 @@ def _make_stage(
     if outputs is None:
         outputs = []
         (output,) = (node for node in traced.graph.nodes if node.op == "output")
-        graph.output(fx.map_arg(output.args[0], copies.__getitem__))
+        structure = output.args[0]
+        graph.output(fx.map_arg(structure, copies.__getitem__))
     else:
-        graph.output([copies[node] for node in outputs])
+        values = [copies[node] for node in outputs]
+        graph.output(values)
 
     # 3. Compile a module that shares the network's layers.
     program = fx.GraphModule(traced.root, graph)
@@ -304,8 +317,9 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if type(value) is tuple:
         return tuple(map(plain, value))
-    is_dict_of_fx = isinstance(value, dict) and type(value).__module__.startswith("torch.fx")
-    if type(value) is dict or is_dict_of_fx:
+    kind = type(value)
+    is_dict_of_fx = isinstance(value, dict) and kind.__module__.startswith("torch.fx")
+    if kind is dict or is_dict_of_fx:
         return {key: plain(item) for key, item in value.items()}
     return value
 

@@ -77,12 +77,16 @@ class Traced:
     @property
     def calls(self) -> list[fx.Node]:
         """All computations, in order."""
-        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+        nodes = self.graph.nodes
+        return [node for node in nodes if node.op not in ("placeholder", "output")]
 
     @property
     def signature(self) -> tuple[str, ...]:
         """Description of all calls, equal for forwards that make the same calls in the same order."""
-        return tuple(f"{node.name} {node.op} {node.target}" for node in self.calls)
+        descriptions = []
+        for node in self.calls:
+            descriptions.append(f"{node.name} {node.op} {node.target}")
+        return tuple(descriptions)
 
 
 def trace(
@@ -146,8 +150,9 @@ def _autograd_functions_recorded() -> Iterator[None]:
     original = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        values = [value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)]
-        if not values:
+        arguments = (*args, *kwargs.values())
+        symbolic = [value for value in arguments if isinstance(value, fx.Proxy)]
+        if not symbolic:
             return original.__func__(cls, *args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +160,7 @@ def _autograd_functions_recorded() -> Iterator[None]:
 
         # The graph names the call after its class.
         call.__name__ = cls.__name__
-        tracer = values[0].tracer
+        tracer = symbolic[0].tracer
         return tracer.create_proxy("call_function", call, args, kwargs)
 
     with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
@@ -218,6 +223,7 @@ class _Tracer(fx.Tracer):
         if _modes() != self._modes:
             raise TypeError("computed under torch.no_grad, torch.autocast or their like, which cannot be followed")
         node = super().create_node(*args, **kwargs)
+        # No variable holds the frame: it would keep itself alive, and with it the tensors of the call.
         node.meta["line"] = line_of_user(inspect.currentframe())
         return node
 
@@ -243,7 +249,11 @@ class _Tracer(fx.Tracer):
             TraceError: If the value decides about anything else.
         """
         frame = inspect.currentframe()
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.fx", __name__)):
+        # Skip the frames of torch.fx and of this tracer.
+        while frame is not None:
+            module_name = frame.f_globals.get("__name__", "")
+            if not module_name.startswith(("torch.fx", __name__)):
+                break
             frame = frame.f_back
         if frame is not None and is_assertion(frame.f_code, frame.f_lasti):
             self.create_proxy("call_function", holds, (obj,), {})
@@ -300,7 +310,9 @@ def _modes() -> tuple[Any, ...]:
     """Return the modes of torch that a forward may set for some of its calls."""
     autocast = []
     for kind in ("cpu", "cuda"):
-        autocast.append((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        is_enabled = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind)
+        autocast.append((is_enabled, dtype))
     return (torch.is_grad_enabled(), *autocast)
 
 
@@ -313,7 +325,11 @@ def _encoder_forward(encoder: nn.TransformerEncoder) -> Callable[..., Any]:
 
     def forward(src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None) -> Any:
         for layer in encoder.layers:
-            src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
+            src = layer(
+                src,
+                src_mask=mask,
+                src_key_padding_mask=src_key_padding_mask,
+            )
         if encoder.norm is None:
             return src
         return encoder.norm(src)

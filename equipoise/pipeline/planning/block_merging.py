@@ -36,6 +36,7 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
         seconds += _seconds(block)
         end = index + 1
         is_last = end == len(blocks)
+        # Calls after the last cut always form a block.
         if not is_last:
             is_long_enough = has_few_blocks or seconds >= least_seconds
             following = blocks[end]
@@ -43,7 +44,8 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
             is_worth_a_cut = following.named or shorter_seconds >= least_seconds
             if not (block.may_end and is_worth_a_cut and is_long_enough):
                 continue
-        merged.append(_merged(blocks[first:end]))
+        block_of_calls = _merged(blocks[first:end])
+        merged.append(block_of_calls)
         ends.append(end)
         first = end
         seconds = 0.0

@@ -171,7 +171,8 @@ def cut_as_pinned(traced: Traced, pinned: PinnedCut, prefix: str, stages: int) -
     ends = [order.get(name, 0) for name in pinned.calls]
     if _are_valid_ends(traced, ends):
         # Names of calls are exact, also where the network calls a layer twice.
-        return build_cut(traced, [*ends, len(traced.calls)], prefix)
+        ends.append(len(traced.calls))
+        return build_cut(traced, ends, prefix)
     # The calls have changed. The modules may still exist.
     try:
         return cut_by_names(traced, pinned.names, prefix, stages)
@@ -226,7 +227,8 @@ def cut_by_names(traced: Traced, names: Sequence[str], prefix: str, stages: int)
             raise ConfigurationError(f"The network cannot be cut before {name!r}: {reason}. Name another module.")
         ends.append(end)
         last_end = end
-    return build_cut(traced, [*ends, len(traced.calls)], prefix)
+    ends.append(len(traced.calls))
+    return build_cut(traced, ends, prefix)
 
 
 def _index_of_call(traced: Traced, name: str, prefix: str) -> int | None:
@@ -253,7 +255,8 @@ def _hint(traced: Traced, name: str, prefix: str) -> str:
     module_names: set[str] = set()
     for names_of_call in owners(traced):
         for name_of_call in names_of_call:
-            module_names.update(with_parents(name_of_call))
+            with_containers = with_parents(name_of_call)
+            module_names.update(with_containers)
     candidates = sorted(module_names)
     if prefix and name.startswith(f"{prefix}."):
         # The user writes names of the module, not of the network.
@@ -283,14 +286,16 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
     columns = zip(options.devices, cut.first_blocks, sizes, strict=True)
     for index, (device, name, size) in enumerate(columns):
         begins_with = name or "(input)"
-        line = f"{index:>5}  {device!s:<8}  {begins_with:<24}  {format_bytes(size):>10}"
+        parameters = format_bytes(size)
+        line = f"{index:>5}  {device!s:<8}  {begins_with:<24}  {parameters:>10}"
         if cut.stages:
             line += _predicted_columns(cut.stages[index])
         lines.append(line)
 
     # 2. Predictions for all stages together.
     if options.stages_per_device > 1 and cut.peaks:
-        lines.append(f"Memory of all stages of a device at its peak: {_peaks(cut, options)}.")
+        peaks = _peaks(cut, options)
+        lines.append(f"Memory of all stages of a device at its peak: {peaks}.")
     if cut.idle is not None:
         lines.append(_prediction(cut, options))
     if cut.beside is not None:
@@ -304,13 +309,15 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
 def _predicted_columns(stage: Stage) -> str:
     seconds = stage.forward + stage.backward
     milliseconds = seconds * 1000
-    return f"  {milliseconds:>6.2f} ms  {format_bytes(stage.memory):>10}"
+    memory = format_bytes(stage.memory)
+    return f"  {milliseconds:>6.2f} ms  {memory:>10}"
 
 
 def _peaks(cut: Cut, options: CutOptions) -> str:
     peaks = []
     for device, peak in zip(options.own_devices, cut.peaks, strict=True):
-        peaks.append(f"{device} {format_bytes(peak)}")
+        nbytes = format_bytes(peak)
+        peaks.append(f"{device} {nbytes}")
     return ", ".join(peaks)
 
 

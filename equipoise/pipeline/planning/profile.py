@@ -141,8 +141,12 @@ class _Pass:
         traced = self._traced
         values = self._values
         calls = traced.calls
-        passing = crossing(traced, range(1, len(calls) + 1))
-        last_use = {node: index for index, nodes in enumerate(passing) for node in nodes}
+        ends = range(1, len(calls) + 1)
+        passing = crossing(traced, ends)
+        last_use: dict[fx.Node, int] = {}
+        for index, nodes in enumerate(passing):
+            for node in nodes:
+                last_use[node] = index
         names = names_of(traced)
 
         blocks = []
@@ -167,7 +171,8 @@ class _Pass:
             unused = [value for value in values if last_use.get(value, -1) < index]
             for value in unused:
                 del values[value]
-            self._storages.keep_only(tensors_of(list(values.values())))
+            alive = tensors_of(list(values.values()))
+            self._storages.keep_only(alive)
         self.output = output_of(traced, values)
 
         # 4. Only now is it known which calls change their arguments in place.
@@ -319,7 +324,8 @@ class _Run:
         node = self._node
         inputs: list[Tensor] = []
         as_leaves = partial(_leaves, self._values, inputs)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), as_leaves)
+        arguments = (node.args, node.kwargs)
+        args, kwargs = fx.map_arg(arguments, as_leaves)
         if node in self._traced.writing or _may_write(node, self._traced.root):
             # Leaves and the values of earlier calls must not change.
             args = map_tensors(torch.clone, args)

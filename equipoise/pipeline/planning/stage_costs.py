@@ -223,7 +223,8 @@ class Costs:
         # 1. Storages that come in from the block before, and that go out after the last block.
         passing: dict[int, int] = {}
         blocks_before = self.blocks[max(0, first - 1) : first]
-        for block in [*blocks_before, self.blocks[end - 1]]:
+        last_block = self.blocks[end - 1]
+        for block in [*blocks_before, last_block]:
             if block.passing:
                 passing |= block.passing
             else:
@@ -231,7 +232,8 @@ class Costs:
 
         # 2. Those that a block of this stage saves have been counted.
         for number, size in passing.items():
-            is_saved_here = first <= self._saver.get(number, -1) < end
+            saver = self._saver.get(number, -1)
+            is_saved_here = first <= saver < end
             if not is_saved_here:
                 nbytes += size
         return nbytes

@@ -68,10 +68,12 @@ def compute_uncut(
     calls = traced.calls
     inputs = tuple(tensor.to(device) for tensor in tensors)
     values: dict[fx.Node, Any] = {placeholder_of(traced): inputs}
-    every_cut = crossing(traced, range(1, len(calls) + 1))
+    ends = range(1, len(calls) + 1)
+    every_cut = crossing(traced, ends)
     for node, needed_later in zip(calls, every_cut, strict=True):
         # 1. Run the call with its layer on the device.
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        arguments = (node.args, node.kwargs)
+        args, kwargs = fx.map_arg(arguments, values.__getitem__)
         layer = layer_of(node, traced.root)
         with place_layer(layer, device):
             value = run_call(node, traced.root, args, kwargs, device)
@@ -142,7 +144,8 @@ def layer_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
     """Return the layer that a call runs; None if it runs none."""
     if node.op != "call_module":
         return None
-    return root.get_submodule(str(node.target))
+    name = str(node.target)
+    return root.get_submodule(name)
 
 
 def attribute_of(node: fx.Node, root: nn.Module) -> Any:

@@ -162,8 +162,10 @@ class Comparison:
         """Return copies of the call's tensors, which the forward may change."""
         copies = []
         for tensor in self._structure.tensors:
-            copy = tensor.detach().clone().to(self._device)
-            copies.append(copy.requires_grad_(tensor.requires_grad))
+            copy = tensor.detach().clone()
+            copy = copy.to(self._device)
+            copy.requires_grad_(tensor.requires_grad)
+            copies.append(copy)
         return copies
 
     def _call_traced(self, traced: Traced, on_value: Callable[[fx.Node, Any], None] | None = None) -> Any:
@@ -176,10 +178,12 @@ class Comparison:
         )
 
     def _call_forward(self, on_operation: Callable[[str, Any, Any], None] | None = None) -> Any:
-        args, kwargs = self._structure.fill(self._tensors())
+        inputs = self._tensors()
+        args, kwargs = self._structure.fill(inputs)
         tensors = [*self._module.parameters(), *self._module.buffers()]
         with ExitStack() as stack:
-            if any(tensor.device != self._device for tensor in tensors):
+            is_elsewhere = any(tensor.device != self._device for tensor in tensors)
+            if is_elsewhere:
                 stack.enter_context(lent_when_called(self._network, self._device))
                 # The watch also moves tensors outside of layers to the device.
                 on_operation = on_operation or _ignore
@@ -212,8 +216,10 @@ class Comparison:
             calls.append((node, fingerprints))
 
         # 1. Compute both, and note all values.
-        self._outcome(partial(self._call_forward, on_operation))
-        self._outcome(partial(self._call_traced, traced, on_value))
+        run_forward = partial(self._call_forward, on_operation)
+        run_trace = partial(self._call_traced, traced, on_value)
+        self._outcome(run_forward)
+        self._outcome(run_trace)
 
         # 2. Find the call and the operation with which they go on.
         node, index = self._first_difference(operations, calls, traced)
