@@ -1,8 +1,8 @@
 """Authenticated messages between the processes of a run.
 
-Unpickling runs code, so a process unpickles only what carries a code (a keyed BLAKE2b) that the key of the run made.
-Processes that `launch` starts get a key over a private pipe. Those that something else has started take it from the
-environment variable `EQUIPOISE_SECRET`, the same on all machines; without it messages carry no code.
+Unpickling runs code, so a process unpickles only messages with an authentication code (a keyed BLAKE2b) of the run's
+key. Processes that `launch` starts receive a key over a private pipe. Processes that another launcher starts read it
+from the environment variable `EQUIPOISE_SECRET`, the same on all machines; without it messages carry no code.
 """
 
 import hashlib
@@ -15,18 +15,21 @@ from equipoise.errors import ConfigurationError, WorkerError
 __all__ = ["SECRET", "key_of_environment", "new_key", "opened", "sealed", "use_key"]
 
 SECRET = "EQUIPOISE_SECRET"
-_SHORTEST = 16  # characters of a secret that cannot be guessed
-_LENGTH = 32  # bytes of a code
-_keys: list[bytes] = []  # of this process: none or one
+# Shortest secret that cannot be guessed, in characters.
+_SHORTEST = 16
+# Length of a code and of a key in bytes.
+_LENGTH = 32
+# Key of this process: none or one.
+_keys: list[bytes] = []
 
 
 def new_key() -> bytes:
-    """Return a key that nobody can guess."""
+    """Return a random key."""
     return secrets.token_bytes(_LENGTH)
 
 
 def key_of_environment() -> bytes | None:
-    """Return the key that follows from the secret in the environment; None if there is none.
+    """Return the key that follows from the secret in the environment; None without a secret.
 
     Raises:
         ConfigurationError: If the secret can be guessed.
@@ -43,24 +46,33 @@ def key_of_environment() -> bytes | None:
 
 
 def use_key(key: bytes | None) -> None:
-    """Seal and open messages of this process with a key from now on; None: without."""
-    _keys[:] = [] if key is None else [key]
+    """Seal and open messages of this process with a key from now on.
+
+    Args:
+        key: Key of the run; None for messages without a code.
+    """
+    _keys.clear()
+    if key is not None:
+        _keys.append(key)
 
 
 def sealed(content: bytes) -> bytes:
-    """Return a message with its code, if this process has a key."""
-    return _code(content) + content if _keys else content
+    """Return a message of a content with its code; without a key, the content alone."""
+    if not _keys:
+        return content
+    return _code(content) + content
 
 
 def opened(message: bytes) -> bytes:
-    """Return what a message holds.
+    """Return the content of a message.
 
     Raises:
         WorkerError: If its code is not that of this process's key.
     """
     if not _keys:
         return message
-    code, content = message[:_LENGTH], message[_LENGTH:]
+    code = message[:_LENGTH]
+    content = message[_LENGTH:]
     if not hmac.compare_digest(code, _code(content)):
         raise WorkerError(
             "A message from another process was not made by this run: its code is wrong. It was not read. Another"

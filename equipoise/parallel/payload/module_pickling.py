@@ -1,8 +1,8 @@
 """Pickle modules that pickle refuses: parametrised and compiled ones, and compiled functions.
 
-A parametrised module belongs to a class that torch makes at run time. A compiled function holds torch's compiler, and
-`module.compile()` leaves one in the module, which the module's own state leaves out. In another process the class is
-made anew, and what was compiled is compiled on first use, with the same options.
+Torch creates the class of a parametrised module at run time. A compiled function holds torch's compiler, and
+`module.compile()` stores one in the module, which the module's own state leaves out. The other process creates the
+class again, and compiles modules and functions on first use, with the same options.
 """
 
 import copyreg
@@ -17,28 +17,48 @@ from torch.nn.utils import parametrize
 
 __all__ = ["reduce_module_or_function"]
 
-_ORIGINAL = "_torchdynamo_orig_callable"  # how torch's compiled functions name what they were made of
-_DISABLED = "_torchdynamo_disable"  # what torch's compiler is to leave alone names its original, too
-_CALL = "_compiled_call_impl"  # where `module.compile()` leaves its work
+# Attribute of a compiled function that refers to the original function.
+_ORIGINAL = "_torchdynamo_orig_callable"
+# Attribute of a function that torch's compiler skips; it refers to its original, too.
+_DISABLED = "_torchdynamo_disable"
+# Attribute in which `module.compile()` stores the compiled call.
+_CALL = "_compiled_call_impl"
 
 
 def reduce_module_or_function(value: Any) -> Any:
-    """Return what pickle needs to make a module or a function again; NotImplemented if it can do so by itself."""
+    """Reduce a module or function for pickle; NotImplemented if pickle's own way works.
+
+    Args:
+        value: Any object.
+    """
     if isinstance(value, nn.Module):
-        compiled = vars(value).get(_CALL)
-        if parametrize.is_parametrized(value):
-            kind = parametrize.type_before_parametrizations(value)
-            names = tuple(value.parametrizations)  # type: ignore[arg-type]
-            read_state: Any = kind.__getstate__  # its own class refuses
-            state = read_state(value)
-            return _new_parametrised, (kind, names), (kind, state, compiled), None, None, _set_state
-        if compiled is not None:
-            return _reduced_with_call(value, compiled)
-    elif isinstance(value, FunctionType) and hasattr(value, _ORIGINAL) and not hasattr(value, _DISABLED):
-        compiler = _compiler_of(value)
-        if compiler is not None:
-            return _compiled, (compiler, getattr(value, _ORIGINAL))
+        return _reduce_module(value)
+    if isinstance(value, FunctionType):
+        return _reduce_function(value)
     return NotImplemented
+
+
+def _reduce_module(module: nn.Module) -> Any:
+    compiled = vars(module).get(_CALL)
+    if parametrize.is_parametrized(module):
+        kind = parametrize.type_before_parametrizations(module)
+        names = tuple(module.parametrizations)  # type: ignore[arg-type]
+        # The class that torch created refuses to be pickled; the class before it does not.
+        read_state: Any = kind.__getstate__
+        state = read_state(module)
+        return _new_parametrised, (kind, names), (kind, state, compiled), None, None, _set_state
+    if compiled is not None:
+        return _reduce_compiled_module(module, compiled)
+    return NotImplemented
+
+
+def _reduce_function(function: FunctionType) -> Any:
+    if not hasattr(function, _ORIGINAL) or hasattr(function, _DISABLED):
+        return NotImplemented
+    compiler = _compiler_of(function)
+    if compiler is None:
+        return NotImplemented
+    return _compile, (compiler, getattr(function, _ORIGINAL))
 
 
 def _new_parametrised(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -60,21 +80,22 @@ def _set_state(module: nn.Module, content: tuple[type[nn.Module], Any, Callable[
         vars(module)[_CALL] = compiled
 
 
-def _reduced_with_call(module: nn.Module, compiled: Callable[..., Any]) -> Any:
-    """Return how a module is made again that was compiled in place."""
+def _reduce_compiled_module(module: nn.Module, compiled: Callable[..., Any]) -> Any:
+    """Reduce a module that was compiled in place, together with its compiled call."""
     reduced: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     make, arguments, state, *_ = reduced
     if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
-        return NotImplemented  # it has a way of its own
+        # The class defines its own way to be pickled.
+        return NotImplemented
     return make, arguments, (type(module), state, compiled), None, None, _set_state
 
 
 def _compiler_of(function: FunctionType) -> Any:
-    """Return the object that has compiled a function, which makes another of the same options."""
+    """Return the object that has compiled a function; it compiles another with the same options."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = {name: cell.cell_contents for name, cell in cells}
-    return held.get("self")
+    variables = {name: cell.cell_contents for name, cell in cells}
+    return variables.get("self")
 
 
-def _compiled(compiler: Any, original: Callable[..., Any]) -> Any:
+def _compile(compiler: Any, original: Callable[..., Any]) -> Any:
     return compiler(original)

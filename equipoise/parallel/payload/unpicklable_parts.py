@@ -1,0 +1,149 @@
+"""Find the part of an object that cannot be pickled, for a message that names it."""
+
+import re
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from equipoise.parallel.payload.object_pickling import can_be_packed
+
+__all__ = ["explain", "find_unpicklable"]
+
+# Types that hold the user's objects on their way.
+_CONTAINERS = (tuple, list, dict, partial, FunctionType)
+# A submodule, parameter or buffer in the dictionary of its module.
+_REGISTERED = re.compile(r"\._(?:modules|parameters|buffers)\['(.*?)'\]", re.DOTALL)
+
+
+def find_unpicklable(value: Any) -> tuple[str, Any]:
+    """Return the innermost part of an object that cannot be pickled.
+
+    Args:
+        value: Object that cannot be pickled.
+
+    Returns:
+        The path to that part from the object that holds it, such as `Classifier.stream`, and the part.
+    """
+    # Objects from the first to the innermost, and the name of each within the one before it.
+    chain = [value]
+    names = [""]
+    while True:
+        culprit = _first_unpicklable_part(value, chain)
+        if culprit is None:
+            return _path(chain, names), value
+        name, value = culprit
+        names.append(name)
+        chain.append(value)
+
+
+def _first_unpicklable_part(value: Any, chain: list[Any]) -> tuple[str, Any] | None:
+    """Return the name and the value of the first part that cannot be pickled; None if all parts can.
+
+    The objects of the chain, which hold `value`, count as picklable: a part that refers back to them is not the cause.
+    """
+    for name, part in _parts(value):
+        is_in_chain = any(part is holder for holder in chain)
+        if not is_in_chain and not can_be_packed(part, chain):
+            return name, part
+    return None
+
+
+def _path(chain: list[Any], names: list[str]) -> str:
+    """Return the path to the last object of a chain, from the first object of the user on."""
+    # Skip the containers in which the user's objects travel.
+    start = len(chain) - 1
+    for index, holder in enumerate(chain):
+        if not _is_internal(holder):
+            start = index
+            break
+    path = "".join(names[start + 1 :])
+    first = chain[start]
+    if isinstance(first, type):
+        return f"{first.__name__}{path}"
+    # A module's registered objects read as attributes: `._modules['head']` becomes `.head`.
+    path = _REGISTERED.sub(r".\1", path)
+    return f"{type(first).__name__}{path}"
+
+
+def _is_internal(value: Any) -> bool:
+    return isinstance(value, _CONTAINERS) or type(value).__module__.split(".")[0] == "equipoise"
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Return the names and values of all that pickle sends with an object."""
+    # 1. Items of containers.
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return [("{...}", part) for part in value]
+    # 2. Functions, which may hold objects.
+    if isinstance(value, partial):
+        arguments = [value.func, *value.args, *value.keywords.values()]
+        return [("", part) for part in arguments]
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, MethodType):
+        return [("", value.__self__), ("", value.__func__)]
+    # 3. Classes and other objects.
+    if isinstance(value, type):
+        return _parts_of_class(value)
+    return _parts_of_object(value)
+
+
+def _parts_of_class(value: type) -> list[tuple[str, Any]]:
+    """Return the members of a class of the script; pickle looks other classes up by name."""
+    if value.__module__ != "__main__":
+        return []
+    parts = []
+    for name, part in vars(value).items():
+        if name not in ("__dict__", "__weakref__"):
+            parts.append((f".{name}", part))
+    return parts
+
+
+def _parts_of_object(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an object, those in slots included, and its class."""
+    parts = [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+    for kind in type(value).__mro__:
+        for slot in _slots(kind):
+            if hasattr(value, slot):
+                parts.append((f".{slot}", getattr(value, slot)))
+    parts.append(("", type(value)))
+    return parts
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    if isinstance(slots, str):
+        return (slots,)
+    return tuple(slots)
+
+
+def _parts_of_function(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return what a function that is sent as a whole takes along: its closure, globals and attributes."""
+    parts = []
+    closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    for name, cell in closure:
+        parts.append((f".{name}", cell.cell_contents))
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            parts.append((f".{name}", function.__globals__[name]))
+    for name, part in vars(function).items():
+        parts.append((f".{name}", part))
+    return parts
+
+
+def explain(value: Any, error: Exception) -> str:
+    """Return a message that names the part which cannot be pickled."""
+    path, part = find_unpicklable(value)
+    path = path.removeprefix("Request.")
+    kind = type(part).__name__
+    subject = f"A {kind}"
+    if path != kind:
+        subject = f"{path} is a {kind}, which"
+    return (
+        f"{subject} cannot be sent to other processes: {error}. Create it in `setup` or"
+        " on first use, in `configure_model` if it is a layer, or leave it out in `__getstate__`."
+    )
