@@ -38,7 +38,9 @@ either they run the digits example. Each run writes to a folder of its own, outp
   equipoise --version        the version
   --debug                    show the traceback of an error
 """
-_OTHERS = ("devices", "init", "completion")
+
+# Commands that are no run stages.
+_OTHER_COMMANDS = ("devices", "init", "completion")
 _SHELLS = ("bash", "zsh", "fish")
 _FLAGS = (
     *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
@@ -47,33 +49,41 @@ _FLAGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
-        arguments: The command and what follows it. Default: the command line.
+        arguments: The command and its arguments. Default: those of this process.
 
     Returns:
-        The exit code: 0; 2 after an error in what the user gave, told in one message; 130 after an interrupt.
+        The exit code: 0; 2 after an error in the user's input, with one message; 130 after an interrupt.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given or os.environ.get("HYDRA_FULL_ERROR") == "1"
+    # 1. Take out the flag that is none of Hydra's.
+    if arguments is None:
+        arguments = sys.argv[1:]
+    debug = "--debug" in arguments or os.environ.get("HYDRA_FULL_ERROR") == "1"
+    command_line = [argument for argument in arguments if argument != "--debug"]
+
+    # 2. Run the command. An error in the user's input becomes one message.
     try:
         with _plain_warnings():
-            _command([argument for argument in given if argument != "--debug"])
+            _run_command(command_line)
     except KeyboardInterrupt:
         print("equipoise: interrupted.", file=sys.stderr)
         return 130
     except (ConfigurationError, CheckpointError, StepError) as error:
         if debug:
             raise
-        print("\n".join([f"equipoise: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        lines = [f"equipoise: {error}"]
+        lines += getattr(error, "__notes__", [])
+        print("\n".join(lines), file=sys.stderr)
         return 2
     return 0
 
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Shows warnings without the line of our own code that gave them, which says nothing to a user."""
+    """Show warnings without the line of Equipoise's code that raised them, which does not help a user."""
+    # Restore the function at the end: a program may call `main` as well.
     before = warnings.formatwarning
     warnings.formatwarning = _without_line
     try:
@@ -85,64 +95,98 @@ def _plain_warnings() -> Iterator[None]:
 def _without_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return the text of a warning; worker processes of a run are given this function, too."""
+    """Return the text of a warning; worker processes of a run receive this function, too."""
     return f"{category.__name__}: {message}\n"
 
 
-def _command(given: Sequence[str]) -> None:
-    command, *rest = given or ["--help"]
-    if "--version" in given:
+def _run_command(command_line: Sequence[str]) -> None:
+    if "--version" in command_line:
         print(f"equipoise {equipoise.__version__}")
-    elif command in STAGES:
-        _stage(command, rest)
-    elif command in ("-sc", "--shell-completion"):  # how the functions that Hydra gives a shell ask
-        _complete(rest)
-    elif command in ("--help", "-h", "help") or (command in _OTHERS and {"--help", "-h"} & {*rest}):
+        return
+    command, *arguments = command_line or ["--help"]
+    asks_for_help = command in ("--help", "-h", "help")
+    # Run stages print help of their own.
+    if command in _OTHER_COMMANDS and not {"--help", "-h"}.isdisjoint(arguments):
+        asks_for_help = True
+    if asks_for_help:
         print(_USAGE)
-    elif command in _OTHERS:
-        {"devices": show_devices, "init": _init, "completion": _completion}[command](rest)
+    elif command in STAGES:
+        _run_stage(command, arguments)
+    elif command in ("-sc", "--shell-completion"):
+        # The functions that Hydra has installed in a shell call this.
+        _complete(arguments)
+    elif command == "devices":
+        show_devices(arguments)
+    elif command == "init":
+        _init(arguments)
+    elif command == "completion":
+        _completion(arguments)
     else:
-        raise ConfigurationError(f"There is no command {command!r}{did_you_mean(command, [*STAGES, *_OTHERS])}")
+        hint = did_you_mean(command, STAGES + _OTHER_COMMANDS)
+        raise ConfigurationError(f"There is no command {command!r}{hint}")
 
 
 # Training and evaluating.
 
 
-def _stage(stage: str, rest: Sequence[str]) -> None:
-    """Looks for the user's folders, checks the flags, hands on."""
-    for argument in rest:
-        flag = argument.partition("=")[0]
-        if flag.startswith("--") and flag not in _FLAGS:
-            is_key = "=" in argument or "." in flag
-            hint = f"; a key is given without dashes, as {argument[2:]}" if is_key else did_you_mean(flag, _FLAGS)
-            raise ConfigurationError(f"There is no flag {flag!r}{hint}")
-        if argument.startswith("stage="):
-            raise ConfigurationError(
-                f"The command itself is the stage: equipoise {argument[6:]}, not equipoise {stage} {argument}."
-            )
-    # Hydra takes overrides on one side of its flags only; what belongs to a flag stays behind it.
-    overrides, folders = _folders(["--help" if argument == "-h" else argument for argument in rest])
+def _run_stage(stage: str, arguments: Sequence[str]) -> None:
+    """Run a stage, or explain keys."""
+    # 1. Check the flags, and find the user's folders.
+    for argument in arguments:
+        _check_argument(argument, stage)
+    long_arguments = ["--help" if argument == "-h" else argument for argument in arguments]
+    overrides, folders = _take_folders(long_arguments)
+
+    # 2. Explain the keys behind `--help`.
     keys = _keys_to_explain(overrides)
     if keys:
-        others = [argument for argument in overrides if argument != "--help" and argument not in keys]
-        _app().explain_keys(keys, [_quoted(argument) for argument in others], folders)
+        rest = [_quoted(argument) for argument in overrides if argument != "--help" and argument not in keys]
+        _app().explain_keys(keys, rest, folders)
         return
-    overrides.sort(key=lambda argument: argument[:1] == "-" or ("=" not in argument and argument[:1] not in "~+"))
+
+    # 3. Run. Hydra takes overrides only before its flags, and the value of a flag stays behind the flag.
+    overrides.sort(key=_is_flag_or_value)
     if folders[0] == _starter() / "conf":
         _announce_example()
-    _app().main(stage, [_quoted(argument) for argument in overrides], folders)
+    quoted_overrides = [_quoted(argument) for argument in overrides]
+    _app().main(stage, quoted_overrides, folders)
+
+
+def _check_argument(argument: str, stage: str) -> None:
+    flag = argument.partition("=")[0]
+    if flag.startswith("--") and flag not in _FLAGS:
+        hint = did_you_mean(flag, _FLAGS)
+        is_key = "=" in argument or "." in flag
+        if is_key:
+            hint = f"; a key is given without dashes, as {argument[2:]}"
+        raise ConfigurationError(f"There is no flag {flag!r}{hint}")
+    if argument.startswith("stage="):
+        raise ConfigurationError(
+            f"The command itself is the stage: equipoise {argument[6:]}, not equipoise {stage} {argument}."
+        )
+
+
+def _is_flag_or_value(argument: str) -> bool:
+    """Return whether an argument is a flag or the value of a flag, and no override."""
+    if argument.startswith("-"):
+        return True
+    return argument != "" and "=" not in argument and not argument.startswith(("~", "+"))
 
 
 def _keys_to_explain(arguments: Sequence[str]) -> list[str]:
-    """Return the keys that follow `--help`, of which the meaning is asked."""
+    """Return the keys that follow `--help`, which the user wants to be explained."""
     if "--help" not in arguments:
         return []
-    following = arguments[arguments.index("--help") + 1 :]
-    return [argument for argument in following if "=" not in argument and argument[:1] not in ("-", "~", "+")]
+    start = arguments.index("--help") + 1
+    keys = []
+    for argument in arguments[start:]:
+        if "=" not in argument and not argument.startswith(("-", "~", "+")):
+            keys.append(argument)
+    return keys
 
 
 def _announce_example() -> None:
-    """Says that there is nothing to run here but the example."""
+    """Report that there is nothing to run here but the example."""
     print("equipoise: there is no folder conf here, so this is the digits example.", file=sys.stderr)
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigurationError("The digits example needs scikit-learn: pip install 'equipoise[examples]'.")
@@ -152,7 +196,9 @@ def _app() -> ModuleType:
     try:
         from equipoise.app import compose
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("hydra", "omegaconf"):
+        missing = error.name or ""
+        package = missing.partition(".")[0]
+        if package not in ("hydra", "omegaconf"):
             raise
         raise ConfigurationError(
             f"This command needs Hydra, but {error.name} is not installed: pip install hydra-core."
@@ -161,16 +207,21 @@ def _app() -> ModuleType:
     return compose
 
 
-def _folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """Takes `--config-dir` out of the arguments; the folders of configurations, the first to be looked in first."""
-    rest, folders, waiting = [], [], False
+def _take_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """Return the arguments without `--config-dir`, and the folders of configurations, the most important first."""
+    # 1. The folders that flags name.
+    rest = []
+    folders = []
+    is_value = False
     for argument in arguments:
         flag, equals, value = argument.partition("=")
-        if waiting or (flag == "--config-dir" and equals):
-            folders.append(Path(argument if waiting else value))
-            waiting = False
+        if is_value:
+            folders.append(Path(argument))
+            is_value = False
+        elif flag == "--config-dir" and equals:
+            folders.append(Path(value))
         elif flag in ("--config-dir", "-cd"):
-            waiting = True
+            is_value = True
         else:
             rest.append(argument)
     for folder in folders:
@@ -178,74 +229,116 @@ def _folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
             raise ConfigurationError(
                 f"--config-dir must name a folder of configurations, but there is no folder {str(folder)!r}."
             )
-    if waiting:
+    if is_value:
         raise ConfigurationError("--config-dir must be followed by a folder of configurations.")
-    if Path("conf").is_dir() and Path("conf").resolve() not in [folder.resolve() for folder in folders]:
-        folders.append(Path("conf"))
-    return rest, [folder.resolve() for folder in folders or [_starter() / "conf"]]
+
+    # 2. The folder `conf`, or else that of the example.
+    resolved = [folder.resolve() for folder in folders]
+    conf = Path("conf").resolve()
+    if conf.is_dir() and conf not in resolved:
+        resolved.append(conf)
+    if not resolved:
+        example = _starter() / "conf"
+        resolved.append(example.resolve())
+    return rest, resolved
 
 
 def _quoted(argument: str) -> str:
-    """Quotes a path with an equals sign, which names of checkpoints have and Hydra's grammar does not allow."""
+    """Quote a path with an equals sign; names of checkpoints have one, but Hydra's grammar does not allow it."""
     key, _, value = argument.partition("=")
-    return f"{key}='{value}'" if key == "ckpt_path" and "=" in value and value[0] not in "'\"" else argument
+    if key != "ckpt_path" or "=" not in value:
+        return argument
+    if value.startswith(("'", '"')):
+        return argument
+    return f"{key}='{value}'"
 
 
 # Completion.
 
 
-def _completion(rest: Sequence[str]) -> None:
-    if len(rest) != 1 or rest[0] not in _SHELLS:
-        raise ConfigurationError(
-            f"equipoise completion takes one of {', '.join(_SHELLS)}; it was given {' '.join(rest) or 'nothing'}."
-        )
-    _app().complete([f"install={rest[0]}"], [_starter() / "conf"])
+def _completion(arguments: Sequence[str]) -> None:
+    if len(arguments) != 1 or arguments[0] not in _SHELLS:
+        text = " ".join(arguments) or "nothing"
+        raise ConfigurationError(f"equipoise completion takes one of {', '.join(_SHELLS)}; it was given {text}.")
+    shell = arguments[0]
+    _app().complete([f"install={shell}"], [_starter() / "conf"])
 
 
-def _complete(rest: Sequence[str]) -> None:
-    """Answers a shell: commands and flags by itself, keys by way of Hydra, which knows nothing of commands."""
-    if not (rest and rest[0].startswith("query=")):
-        _app().complete(rest, [_starter() / "conf"])
+def _complete(arguments: Sequence[str]) -> None:
+    """Print completions: commands and flags by itself, keys by Hydra, which does not know commands."""
+    if not arguments or not arguments[0].startswith("query="):
+        _app().complete(arguments, [_starter() / "conf"])
         return
-    line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT") or sys.maxsize)]
-    words = line.split()
-    word = "" if line.endswith(" ") or not words else words[-1]
-    if len(words) - bool(word) < 2:
-        print("\n".join(name for name in (*STAGES, *_OTHERS) if name.startswith(word)))
+
+    # 1. The line up to the cursor, and the word that the user has begun.
+    cursor = int(os.environ.get("COMP_POINT") or sys.maxsize)
+    line = os.environ.get("COMP_LINE", "")[:cursor]
+    complete_words = line.split()
+    word = ""
+    if complete_words and not line.endswith(" "):
+        word = complete_words.pop()
+
+    # 2. A command, a flag, or a key.
+    if len(complete_words) < 2:
+        _print_beginning_with(word, STAGES + _OTHER_COMMANDS)
     elif word.startswith("-"):
-        print("\n".join(flag for flag in _FLAGS if flag.startswith(word)))
-    elif words[1] in STAGES:
-        # Half a line may be wrong in any way, and a message would land in the middle of it.
+        _print_beginning_with(word, _FLAGS)
+    elif complete_words[1] in STAGES:
+        # An unfinished line may be wrong in any way, and a message would appear in the middle of it.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(Exception, SystemExit):
-            overrides, folders = _folders(words[2:])
-            os.environ["COMP_LINE"] = " ".join(["equipoise", *overrides]) + " " * (not word)
-            _app().complete(rest, folders)
+            _complete_key(arguments, complete_words[2:], word)
+
+
+def _complete_key(arguments: Sequence[str], words: Sequence[str], word: str) -> None:
+    """Let Hydra print completions of a word behind others, without the command and `--config-dir`."""
+    if word:
+        words = [*words, word]
+    overrides, folders = _take_folders(words)
+    line = " ".join(["equipoise", *overrides])
+    if not word:
+        line += " "
+    os.environ["COMP_LINE"] = line
+    _app().complete(arguments, folders)
+
+
+def _print_beginning_with(word: str, names: Sequence[str]) -> None:
+    matches = [name for name in names if name.startswith(word)]
+    print("\n".join(matches))
 
 
 # The starter project.
 
 
 def _starter() -> Path:
-    """The digits example: inside the package where it is installed, beside it in a checkout."""
+    """Return the folder of the digits example: in the package if it is installed, beside it in a checkout."""
     package = Path(equipoise.__file__).parent
-    places = (package / "starter", package.parent / "examples" / "digits")
-    return next(folder for folder in places if folder.is_dir()).resolve()
+    installed = package / "starter"
+    if installed.is_dir():
+        return installed.resolve()
+    return (package.parent / "examples" / "digits").resolve()
 
 
-def _init(rest: Sequence[str]) -> None:
-    if len(rest) != 1 or rest[0].startswith("-"):
-        raise ConfigurationError(f"equipoise init takes one folder; it was given {' '.join(rest) or 'nothing'}.")
-    folder = Path(rest[0])
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def _init(arguments: Sequence[str]) -> None:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        text = " ".join(arguments) or "nothing"
+        raise ConfigurationError(f"equipoise init takes one folder; it was given {text}.")
+    name = arguments[0]
+    folder = Path(name)
+    if folder.exists() and not _is_empty_folder(folder):
         raise ConfigurationError(
-            f"equipoise init writes into a new or empty folder, but {rest[0]!r} is there and not empty. Name another."
+            f"equipoise init writes into a new or empty folder, but {name!r} is there and not empty. Name another."
         )
+    # A checkout may hold the files of earlier runs and tests.
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", "multirun", ".*_cache", ".hypothesis")
     try:
         shutil.copytree(_starter(), folder, ignore=ignore, dirs_exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"equipoise init cannot write into {rest[0]!r}: {error}. Name another.") from error
+        raise ConfigurationError(f"equipoise init cannot write into {name!r}: {error}. Name another.") from error
     print(f"A project is in {folder}. Train it:\n\n  cd {folder} && equipoise fit")
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 if __name__ == "__main__":

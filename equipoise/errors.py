@@ -18,6 +18,7 @@ __all__ = [
     "WorkerError",
 ]
 
+# Modules that define `MisconfigurationException`.
 _LIGHTNINGS_MODULES = ("lightning.fabric.utilities.exceptions", "lightning_fabric.utilities.exceptions")
 
 
@@ -26,30 +27,42 @@ class _AlsoLightnings(Exception):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         kind: Any = cls
-        error: Self = super().__new__(_joined(kind, _loaded_classes()), *args)
+        joined_class = _joined(kind, _loaded_classes())
+        error: Self = super().__new__(joined_class, *args)
         return error
 
     def __reduce__(self) -> Any:
-        """Pickle by the class that has a name; the other process joins it with the classes that are loaded there."""
-        named = next(kind for kind in type(self).__mro__ if "_is_joined" not in vars(kind))
-        return named, self.args, vars(self) or None
+        """Pickle by the class that can be imported; the other process joins it with the classes loaded there."""
+        importable = next(kind for kind in type(self).__mro__ if "_is_joined" not in vars(kind))
+        return importable, self.args, vars(self) or None
 
 
 def _loaded_classes() -> tuple[type[Exception], ...]:
     """Return Lightning's class for wrong input, in each of its packages that is loaded."""
-    modules = [sys.modules.get(name) for name in _LIGHTNINGS_MODULES]
-    found = [getattr(module, "MisconfigurationException", None) for module in modules]
-    return tuple(dict.fromkeys(kind for kind in found if kind is not None))
+    classes: list[type[Exception]] = []
+    for name in _LIGHTNINGS_MODULES:
+        module = sys.modules.get(name)
+        kind = getattr(module, "MisconfigurationException", None)
+        # One package may import the class of the other.
+        if kind is not None and kind not in classes:
+            classes.append(kind)
+    return tuple(classes)
 
 
 @cache
-def _joined(kind: type[Any], others: tuple[type[Exception], ...]) -> type[Any]:
-    """Return a class derived from `kind` and the others, under the name of `kind`."""
-    missing = tuple(other for other in others if not issubclass(kind, other))
+def _joined(kind: type[Any], lightning_classes: tuple[type[Exception], ...]) -> type[Any]:
+    """Return a class derived from `kind` and Lightning's classes, under the name of `kind`."""
+    # A class that is derived twice would have no consistent order of bases.
+    missing = tuple(base for base in lightning_classes if not issubclass(kind, base))
     if not missing:
         return kind
-    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind, *missing), {**body, "_is_joined": True})
+    attributes = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_is_joined": True,
+    }
+    return type(kind.__name__, (kind, *missing), attributes)
 
 
 class ConfigurationError(_AlsoLightnings, ValueError):
@@ -72,11 +85,11 @@ class CheckpointError(RuntimeError):
 
 
 class StepError(_AlsoLightnings, RuntimeError):
-    """A step of the user's module returned or asked for something that cannot be trained on.
+    """A step of the user's module returned or used something that cannot be trained.
 
     Where Lightning is loaded, `except MisconfigurationException` catches it, too.
     """
 
 
 class WorkerError(RuntimeError):
-    """A process of the run was killed, left, or hung; an error that it raised is raised as what it is."""
+    """A process of the run was killed, has ended early, or hangs; an error that it raises keeps its own class."""

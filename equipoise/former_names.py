@@ -1,4 +1,4 @@
-"""Former names of public modules. A program, or a saved configuration, that uses one of them still works."""
+"""Former names of public modules, which programs and saved configurations can still use."""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ FORMER_NAMES = {
 
 
 def find_by_former_names() -> None:
-    """Let `import` find modules by their former names, where it finds nothing else."""
+    """Let `import` find modules by their former names, if it finds nothing else."""
     sys.meta_path.append(_Finder())
 
 
@@ -43,7 +43,8 @@ class _Finder(MetaPathFinder):
 
 class _Loader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None  # Python makes an empty module, which `exec_module` replaces
+        # Python creates an empty module, which `exec_module` replaces.
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
         # The module itself, not a copy: its classes must be the same by both names.

@@ -1,4 +1,4 @@
-"""Results of batches that were dealt out in turn, put back into the order of the batches."""
+"""Results of batches that processes have computed in turn, in the order of the batches."""
 
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 __all__ = ["interleave"]
 
 T = TypeVar("T")
-_MISSING: Any = object()  # where a process had one batch less
+
+# Stands for the last result of a process that had one batch less.
+_MISSING: Any = object()
 
 
 def interleave(of_processes: Iterable[Iterable[T]]) -> list[T]:
@@ -20,5 +22,10 @@ def interleave(of_processes: Iterable[Iterable[T]]) -> list[T]:
         >>> interleave([["a", "c", "e"], ["b", "d"]])
         ['a', 'b', 'c', 'd', 'e']
     """
+    results: list[T] = []
     rounds: Iterator[tuple[Any, ...]] = zip_longest(*of_processes, fillvalue=_MISSING)
-    return [result for turn in rounds for result in turn if result is not _MISSING]
+    for results_of_round in rounds:
+        for result in results_of_round:
+            if result is not _MISSING:
+                results.append(result)
+    return results

@@ -17,7 +17,9 @@ from typing import Any
 __all__ = ["rank_zero_warn", "warn", "warn_of_method"]
 
 _LIBRARIES = ("equipoise", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra")
-_warned: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # methods
+
+# Methods of which the user has been warned.
+_warned: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def rank_zero_warn(message: str, *, category: type[Warning] = UserWarning) -> None:
@@ -63,22 +65,26 @@ def warn_of_method(method: Callable[..., Any], message: str) -> None:
 
 
 def _is_first_process() -> bool:
-    """Return whether this is the first process, as far as Lightning knows; there is one where it is not loaded."""
+    """Return whether this is the first process, as far as Lightning knows; True if Lightning is not loaded."""
     for name in ("lightning.fabric.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"):
         module = sys.modules.get(name)
         if module is not None:
-            return int(getattr(module.rank_zero_only, "rank", None) or 0) == 0
+            # None before a run has begun.
+            rank = getattr(module.rank_zero_only, "rank", None)
+            return int(rank or 0) == 0
     return True
 
 
 def _level_of_user() -> int:
-    """Return the `stacklevel` of the user's frame, counted from the caller of this function; its own if there is none.
+    """Return the `stacklevel` of the user's frame, counted from the caller of this function.
 
-    A worker process has no line of the user's, since its main program belongs to the libraries.
+    A worker process has no line of the user's, as its main program belongs to the libraries. Then the level is that of
+    the function that warns.
     """
     frame: FrameType | None = inspect.currentframe()
     assert frame is not None
-    frame = frame.f_back  # no name for this call's own frame: it would keep all frames, with their batches, in a cycle
+    # A variable for the frame of this call would be a reference cycle, which keeps all frames with their batches.
+    frame = frame.f_back
     level = 1
     while frame is not None:
         if not _is_of_library(frame.f_code.co_filename):
@@ -90,16 +96,24 @@ def _level_of_user() -> int:
 
 @cache
 def _is_of_library(filename: str) -> bool:
-    if filename.startswith("<"):  # compiled from a text, as a notebook's cells and what is typed are, or frozen
+    # Compiled from a text: cells of a notebook and typed lines are the user's, frozen modules are Python's.
+    if filename.startswith("<"):
         return filename.startswith("<frozen")
-    is_installed = any(part in filename for part in ("site-packages", "dist-packages"))
-    if filename.startswith(f"{Path(inspect.__file__).parent}/") and not is_installed:
-        return True  # Python's own
+
+    # Python's standard library, without the packages installed below it.
+    standard_library = f"{Path(inspect.__file__).parent}/"
+    is_installed = "site-packages" in filename or "dist-packages" in filename
+    if filename.startswith(standard_library) and not is_installed:
+        return True
     return filename.startswith(_folders())
 
 
 @cache
 def _folders() -> tuple[str, ...]:
     """Return the folders of the libraries, with a separator at the end."""
-    modules = [sys.modules.get(name) for name in _LIBRARIES]
-    return tuple(f"{folder}/" for module in modules for folder in getattr(module, "__path__", ()))
+    folders = []
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        for folder in getattr(module, "__path__", ()):
+            folders.append(f"{folder}/")
+    return tuple(folders)

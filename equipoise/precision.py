@@ -1,15 +1,14 @@
 """Precisions: dtypes of the module, its input and its arithmetic, under Lightning's names.
 
-Three kinds, and a mixture of our own:
+Three kinds, and a mixture:
 
     32-true                          nothing to do
     64-true, 16-true, bf16-true      the module, its input and the default dtype are converted; no scaler
     16-mixed, bf16-mixed             the module stays as it is; forward runs under autocast; 16-mixed scales the loss
     16-true-norm32                   16-true, but normalisation layers compute in float32
 
-In a step the input is converted first, forward runs inside `forward_context`, backward outside of it. Where there is a
-scaler: `scaler.scale(loss)`, backward, `scaler.unscale_(optimizer)`, clipping, `scaler.step(optimizer)`,
-`scaler.update()`.
+In a step the input is converted first, forward runs inside `forward_context`, backward outside of it. With a scaler:
+`scaler.scale(loss)`, backward, `scaler.unscale_(optimizer)`, clipping, `scaler.step(optimizer)`, `scaler.update()`.
 """
 
 from collections.abc import Callable
@@ -41,7 +40,8 @@ _DTYPES = {
     "64-true": torch.float64,
 }
 SHORT_NAMES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
-# What other libraries call them: not accepted, but understood well enough to name the right one.
+
+# Names in other libraries: not accepted, but the error names the right one.
 _FOREIGN = {
     "fp16": "16-mixed",
     "float16": "16-mixed",
@@ -57,20 +57,22 @@ _FOREIGN = {
 
 @final
 class Precision:
-    """What a precision does to a module, its input, its forward and its loss; made by `make_precision`.
+    """Converts a module and its input, and provides the context of its forward and the scaler of its loss.
+
+    `make_precision` creates it from a name.
 
     Args:
         name: Its full name, such as "16-mixed".
-        checkpoint_key: The name of Lightning's plugin for it, under which checkpoints keep its state.
+        checkpoint_key: The name of Lightning's plugin for it, under which checkpoints save its state.
             Default: "Precision".
-        dtype: The dtype of the module, its input, and tensors made in forward. Default: None, which converts nothing.
-        norm32: Whether normalisation layers stay in float32 where `dtype` is another. Default: False.
-        autocast: Makes the context of forward; takes the place of `dtype`. Default: None.
+        dtype: The dtype of the module, its input, and tensors created in forward. Default: None, no conversion.
+        norm32: Whether normalisation layers stay in float32 if `dtype` is another. Default: False.
+        autocast: Returns the context of forward; replaces `dtype`. Default: None.
         scaler: Scales the loss. Default: None.
 
     Attributes:
-        convert_input: Converts the floating tensors of a nested batch; None where there is nothing to convert.
-        forward_context: Makes the context of forward, to be entered once; None where none is needed.
+        convert_input: Converts the floating tensors of a nested batch; None if there is nothing to convert.
+        forward_context: Returns the context of one forward; None if forward needs none.
 
     Example:
         >>> precision = make_precision("bf16-true", "cpu")
@@ -103,49 +105,68 @@ class Precision:
             self.forward_context = _DefaultDtype(dtype)
 
     def convert_module(self, module: nn.Module) -> None:
-        """Converts floating parameters and buffers in place; nothing for 32-true and the mixed precisions.
+        """Convert floating parameters and buffers in place; nothing for 32-true and the mixed precisions.
 
-        Under 16-true-norm32 every normalisation layer keeps its parameters and statistics in float32, takes its input
-        in float32 and gives its output back in the dtype of the input. These are torch's own layers, and modules
-        without children that own floating parameters and have "norm" in the name of their class; normalisation called
-        as a function, not as a module, is not found. The conversion may be repeated, and one to another precision takes
-        the hooks of these layers away again.
+        Under 16-true-norm32 every normalisation layer keeps its parameters and statistics in float32. It computes in
+        float32 and returns its output in the dtype of the input. Normalisation layers are torch's own, and modules
+        without children that have floating parameters and "norm" in the name of their class. Normalisation that a
+        forward calls as a function is not included. The conversion may be repeated; one to another precision removes
+        the hooks of these layers.
+
+        Args:
+            module: The module.
         """
         _release_norms(module)
         if self._dtype is None:
             return
         if self._dtype is torch.float64:
-            module.double()  # as Lightning does: `to` would convert the states of metrics, too
+            # As in Lightning: `to` would convert the states of metrics, too.
+            module.double()
             return
-        if not self._norm32:
+        if self._norm32:
+            self._convert_all_but_norms(module)
+        else:
             module.to(self._dtype)
-            return
+
+    def _convert_all_but_norms(self, module: nn.Module) -> None:
+        # 1. Keep the values of the normalisation layers, because the conversion below would round them.
         norms = [child for child in module.modules() if _is_norm(child, module)]
-        values = [[tensor.detach().to(torch.float32) for tensor in _floats_of(norm)] for norm in norms]
-        module.to(self._dtype)  # as a whole: modules may override what it does
-        for norm, before in zip(norms, values, strict=True):
+        norm_values = []
+        for norm in norms:
+            values = [tensor.detach().to(torch.float32) for tensor in _floats_of(norm)]
+            norm_values.append(values)
+
+        # 2. Convert the module at once: modules may override `to`.
+        module.to(self._dtype)
+
+        # 3. Convert these layers back.
+        for norm, values in zip(norms, norm_values, strict=True):
             norm.to(torch.float32)
             with torch.no_grad():
-                for tensor, value in zip(_floats_of(norm), before, strict=True):
-                    tensor.copy_(value)  # not rounded on the way
+                for tensor, value in zip(_floats_of(norm), values, strict=True):
+                    tensor.copy_(value)
             _hold_norm(norm)
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """The context of `configure_model`: floating tensors made in it have the precision's dtype."""
-        return nullcontext() if self._dtype is None else _DefaultDtype(self._dtype)
+        """Return the context of `configure_model`, in which floating tensors are created in the precision's dtype."""
+        if self._dtype is None:
+            return nullcontext()
+        return _DefaultDtype(self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty where there is none."""
-        return {} if self.scaler is None else self.scaler.state_dict()
+        """Return the scaler's state; empty if there is no scaler."""
+        if self.scaler is None:
+            return {}
+        return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the scaler's state back; an empty one, as of a precision without a scaler, changes nothing."""
+        """Load the scaler's state; an empty one, as of a precision without a scaler, changes nothing."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 
 
 def make_precision(value: str | int | None, device_type: str) -> Precision:
-    """Makes a precision from its name.
+    """Return the precision of a name.
 
     Args:
         value: "32-true" (or "32", 32, None), "16-mixed" ("16", 16), "bf16-mixed" ("bf16"), "16-true", "16-true-norm32",
@@ -164,10 +185,16 @@ def make_precision(value: str | int | None, device_type: str) -> Precision:
     if name == "32-true":
         return Precision(name)
     if name.endswith("mixed"):
-        scaler = GradScaler(device_type) if dtype is torch.float16 else None
-        return Precision(name, checkpoint_key="MixedPrecision", autocast=_Autocast(device_type, dtype), scaler=scaler)
+        # Gradients in float16 underflow without a scaled loss; those in bfloat16 do not.
+        scaler = None
+        if dtype is torch.float16:
+            scaler = GradScaler(device_type)
+        autocast = _Autocast(device_type, dtype)
+        return Precision(name, checkpoint_key="MixedPrecision", autocast=autocast, scaler=scaler)
     if dtype is not torch.float64:
-        return Precision(name, checkpoint_key="HalfPrecision", dtype=dtype, norm32=name.endswith("norm32"))
+        norm32 = name.endswith("norm32")
+        return Precision(name, checkpoint_key="HalfPrecision", dtype=dtype, norm32=norm32)
+    # float64
     if device_type == "mps":
         raise ConfigurationError(
             f"MPS devices have no float64, but precision={value!r} was given."
@@ -179,12 +206,18 @@ def make_precision(value: str | int | None, device_type: str) -> Precision:
 def _full_name(value: object) -> str:
     if value is None:
         return "32-true"
-    text = str(value) if isinstance(value, str | int) else repr(value)
+    text = repr(value)
+    if isinstance(value, str | int):
+        text = str(value)
     name = SHORT_NAMES.get(text, text)
     if name in _DTYPES:
         return name
-    near = get_close_matches(text.lower(), [*_DTYPES, *SHORT_NAMES, *_FOREIGN], n=1)
-    hint = f" Did you mean {(SHORT_NAMES | _FOREIGN).get(near[0], near[0])!r}?" if near else ""
+    hint = ""
+    matches = get_close_matches(text.lower(), [*_DTYPES, *SHORT_NAMES, *_FOREIGN], n=1)
+    if matches:
+        other_names = SHORT_NAMES | _FOREIGN
+        nearest = other_names.get(matches[0], matches[0])
+        hint = f" Did you mean {nearest!r}?"
     raise ConfigurationError(
         f"precision is one of {', '.join(map(repr, _DTYPES))}, or short {', '.join(map(repr, SHORT_NAMES))},"
         f" but {value!r} was given.{hint}"
@@ -192,17 +225,19 @@ def _full_name(value: object) -> str:
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:
-    """Converts the floating tensors of a nested collection."""
+    """Convert the floating tensors of a nested collection."""
     if isinstance(data, Tensor):
-        return data.to(dtype) if data.is_floating_point() else data
+        if data.is_floating_point():
+            return data.to(dtype)
+        return data
     return apply_to_collection(data, Tensor, _cast, dtype)
 
 
 class _DefaultDtype(AbstractContextManager["_DefaultDtype"]):
-    """Sets torch's default dtype; one object serves any number of regions, one in another.
+    """Sets torch's default dtype; one object serves any number of regions, also nested ones.
 
-    The default belongs to the process. Of regions that overlap in several threads the last to end restores what the
-    first one found.
+    The default belongs to the process. If regions overlap in several threads, the last to end restores the dtype that
+    was the default before the first.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -213,6 +248,7 @@ class _DefaultDtype(AbstractContextManager["_DefaultDtype"]):
         return self
 
     def __enter__(self) -> "_DefaultDtype":
+        # A stack, because regions may be nested.
         self._previous.append(torch.get_default_dtype())
         torch.set_default_dtype(self._dtype)
         return self
@@ -222,9 +258,9 @@ class _DefaultDtype(AbstractContextManager["_DefaultDtype"]):
 
 
 class _Autocast:
-    """Makes autocast regions, and uses them again: on CUDA a new one asks the driver questions each time.
+    """Returns autocast regions, and reuses them, because the constructor of a region queries the driver of CUDA.
 
-    A region remembers what it found, so that each object serves one region at a time.
+    A region stores the state before it, so an object serves one region at a time.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
@@ -233,6 +269,7 @@ class _Autocast:
         self.idle: list[_Region] = []
 
     def __call__(self) -> "_Region":
+        # Without a check before: several threads may call this.
         try:
             return self.idle.pop()
         except IndexError:
@@ -240,16 +277,16 @@ class _Autocast:
 
 
 class _Region(torch.autocast):
-    """An autocast region that goes back to its maker at its end."""
+    """An autocast region that becomes idle again at its end."""
 
-    def __init__(self, maker: _Autocast) -> None:
+    def __init__(self, owner: _Autocast) -> None:
         # A cache would keep the cast weights of a step that has ended without backward.
-        super().__init__(maker.device_type, dtype=maker.dtype, cache_enabled=False)
-        self._maker = maker
+        super().__init__(owner.device_type, dtype=owner.dtype, cache_enabled=False)
+        self._owner = owner
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._maker.idle.append(self)
+        self._owner.idle.append(self)
 
 
 # Normalisation in float32.
@@ -274,33 +311,51 @@ _NORM_LAYERS = (
     nn.LocalResponseNorm,
     nn.CrossMapLRN2d,
 )
-_HOLD = "equipoise_norm32"  # the attribute that marks a layer: like the hooks, it goes along in a copy and a pickle
+
+# The attribute that marks a layer: copies and pickles contain it, as they contain the hooks.
+_HOLD = "equipoise_norm32"
 
 
 @dataclass
 class _Hold:
-    """What keeps one normalisation layer in float32."""
+    """The hooks that keep one normalisation layer in float32.
+
+    Attributes:
+        handles: The handles of the hooks.
+        dtype: The dtype of the input of the present call.
+    """
 
     handles: tuple[RemovableHandle, ...]
-    dtype: torch.dtype = torch.float16  # of the input of the call in progress
+    dtype: torch.dtype = torch.float16
 
 
 def _is_norm(module: nn.Module, root: nn.Module) -> bool:
     if isinstance(module, _NORM_LAYERS):
         return True
-    named = module is not root and "norm" in type(module).__name__.lower() and next(module.children(), None) is None
-    return named and any(parameter.is_floating_point() for parameter in module.parameters())
+    # Layers of the user: by the name, without containers such as a block with a normalisation in it.
+    has_name = "norm" in type(module).__name__.lower()
+    if module is root or not has_name:
+        return False
+    if any(True for _ in module.children()):
+        return False
+    return any(parameter.is_floating_point() for parameter in module.parameters())
 
 
 def _floats_of(module: nn.Module) -> list[Tensor]:
-    """Floating parameters and buffers that have values."""
-    return [t for t in chain(module.parameters(), module.buffers()) if t.is_floating_point() and not is_lazy(t)]
+    """Return the floating parameters and buffers that have values."""
+    tensors = []
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.is_floating_point() and not is_lazy(tensor):
+            tensors.append(tensor)
+    return tensors
 
 
 def _hold_norm(norm: nn.Module) -> None:
     before = norm.register_forward_pre_hook(_before_norm, with_kwargs=True)
-    after = norm.register_forward_hook(_after_norm, prepend=True)  # the user's hooks see what the next layer will
-    setattr(norm, _HOLD, _Hold((before, after)))
+    # First of all hooks, so that the user's hooks receive the same output as the next layer.
+    after = norm.register_forward_hook(_after_norm, prepend=True)
+    hold = _Hold((before, after))
+    setattr(norm, _HOLD, hold)
 
 
 def _release_norms(module: nn.Module) -> None:
@@ -314,11 +369,14 @@ def _release_norms(module: nn.Module) -> None:
 def _before_norm(
     norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # The first floating tensor decides on the dtype of the output.
     for value in chain(args, kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
             getattr(norm, _HOLD).dtype = value.dtype
             break
-    return tuple(_cast(value, torch.float32) for value in args), {k: _cast(v, torch.float32) for k, v in kwargs.items()}
+    float_args = tuple(_cast(value, torch.float32) for value in args)
+    float_kwargs = {name: _cast(value, torch.float32) for name, value in kwargs.items()}
+    return float_args, float_kwargs
 
 
 def _after_norm(norm: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -1,7 +1,7 @@
 """The public names and the modules that define them; each is imported on first use.
 
-A package that offers public names has three parts: `__all__ = names_of(__name__)`, a `__getattr__` and a `__dir__` made
-by this module, and the same imports under `TYPE_CHECKING`, from which type checkers and editors learn the types.
+A package with public names has three parts: `__all__ = names_of(__name__)`, a `__getattr__` and a `__dir__` from this
+module, and the same imports under `TYPE_CHECKING`, from which type checkers and editors read the types.
 """
 
 import sys
@@ -55,13 +55,17 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
 _COLLECTED = ("callbacks", "strategies", "trainer")
 
 
-def _homes_of(package: str) -> dict[str, str]:
-    """Return the module of each name that a package offers."""
+def _modules_by_name(package: str) -> dict[str, str]:
+    """Return the module that defines each public name of a package."""
     modules = dict(_PUBLIC[package])
     if package == "equipoise":
         for inner in _COLLECTED:
             modules |= _PUBLIC[f"equipoise.{inner}"]
-    return {name: module for module, names in modules.items() for name in names}
+    modules_by_name = {}
+    for module, names in modules.items():
+        for name in names:
+            modules_by_name[name] = module
+    return modules_by_name
 
 
 def names_of(package: str) -> list[str]:
@@ -74,23 +78,26 @@ def names_of(package: str) -> list[str]:
         >>> names_of("equipoise.trainer")
         ['CLITrainer', 'Trainer']
     """
-    return sorted(_homes_of(package))
+    return sorted(_modules_by_name(package))
 
 
 def lazy_getattr(package: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which imports a public name when it is asked for the first time.
+    """Return a module's `__getattr__`, which imports a public name on its first use.
 
     Args:
         package: The full name of the package.
     """
-    homes = _homes_of(package)
+    modules_by_name = _modules_by_name(package)
 
     def __getattr__(name: str) -> Any:
-        if package == "equipoise" and name in _COLLECTED:  # as after `import equipoise`, where nobody imported it
+        # `equipoise.callbacks` works after `import equipoise` alone.
+        if package == "equipoise" and name in _COLLECTED:
             return import_module(f"{package}.{name}")
-        if name not in homes:
+        if name not in modules_by_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(homes[name]), name)
+        module = import_module(modules_by_name[name])
+        value = getattr(module, name)
+        # The next use finds the name without this function.
         setattr(sys.modules[package], name, value)
         return value
 
@@ -98,13 +105,15 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
 
 
 def lazy_dir(package: str) -> Callable[[], list[str]]:
-    """Return a module's `__dir__`, which lists the public names whether they were imported or not.
+    """Return a module's `__dir__`, which lists all public names, imported or not.
 
     Args:
         package: The full name of the package.
     """
 
     def __dir__() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *names_of(package)})
+        names = set(vars(sys.modules[package]))
+        names.update(names_of(package))
+        return sorted(names)
 
     return __dir__

@@ -27,7 +27,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class ArrivingValue:
-    """A number on its way from a device to the host; nobody waits for it unless they say so.
+    """A number on its way from a device to the host.
+
+    The copy is asynchronous, and only `read(wait=True)` waits for it.
 
     Args:
         tensor: A tensor of one element. It may change afterwards.
@@ -38,6 +40,7 @@ class ArrivingValue:
     """
 
     def __init__(self, tensor: Tensor) -> None:
+        # Pinned memory makes the copy asynchronous; the event marks its end.
         tensor = tensor.detach().reshape(())
         self._copy = torch.empty((), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._copy.copy_(tensor, non_blocking=tensor.is_cuda)
