@@ -52,7 +52,7 @@ def _loaded_classes() -> tuple[type[Exception], ...]:
 @cache
 def _joined(kind: type[Any], lightning_classes: tuple[type[Exception], ...]) -> type[Any]:
     """Return a class derived from `kind` and Lightning's classes, under the name of `kind`."""
-    # A class that is derived twice would have no consistent order of bases.
+    # The bases that `kind` does not have yet.
     missing = tuple(base for base in lightning_classes if not issubclass(kind, base))
     if not missing:
         return kind

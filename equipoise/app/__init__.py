@@ -1,4 +1,4 @@
-"""The `equipoise` command: Hydra composes a configuration, and what it names is built and run.
+"""The `equipoise` command: Hydra composes a configuration, and its objects are built and run.
 
 `equipoise.app.run` is for a `hydra.main` of one's own. Hydra is imported on the first use of a name.
 """

@@ -185,7 +185,7 @@ def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | lis
     sweeper = HydraConfig.get().sweeper
     reads_values = _reads_values(sweeper)
 
-    # 1. Nobody needs a value, so none has to exist.
+    # 1. The sweeper needs no value, so the run may have logged none.
     if configured is None and not reads_values:
         if not objectives:
             return None

@@ -1,4 +1,4 @@
-"""Names that a checkpoint may use, and what each of them may do.
+"""Names that a checkpoint may use, and the calls that they allow.
 
 A file names classes and functions. Names of data are allowed: containers, numbers, tensors, arrays, paths, OmegaConf's
 containers. Those that the user has allowed by `torch.serialization.add_safe_globals` join them. Every other name
@@ -33,7 +33,7 @@ _CREATE_FIRST_ARGUMENT = ("<stand-in for copyreg._reconstructor>", "<stand-in fo
 
 
 class SafeGlobals:
-    """Finds what the names in a file stand for, and carries out the calls that are allowed.
+    """Finds the objects that the names in a file stand for, and executes the calls that are allowed.
 
     Example:
         >>> SafeGlobals().find("os", "system")

@@ -1,7 +1,7 @@
-"""Unpickler that runs nothing of what it reads.
+"""Unpickler that runs no code of the pickle.
 
-A pickle is a program for a small stack machine. This one carries out the instructions that build plain data. Where an
-instruction would call something else, it puts a stand-in for the result.
+A pickle is a program for a small stack machine. This one executes the instructions that build plain data. If an
+instruction would call another function, it pushes a stand-in for the result.
 """
 
 import collections

@@ -1,7 +1,8 @@
 """Check values of a configuration against the annotations of the constructor that receives them.
 
-Only what a configuration can express is checked: numbers, texts, true and false, null, lists and mappings of them, and
-unions, `Literal` and `Optional`. Every other annotation accepts every value, and so does one that cannot be evaluated.
+Only values that a configuration can express are checked: numbers, texts, true and false, null, lists and mappings of
+them, and unions, `Literal` and `Optional`. Every other annotation accepts every value, and so does one that cannot be
+evaluated.
 """
 
 import collections.abc

@@ -131,7 +131,7 @@ def texts(value: Any, place: str) -> None:
             raise damaged(f"{place}[{index}]", "a text", item)
 
 
-# Checks made of others
+# Checks that contain other checks
 
 
 def list_of(check: Check) -> Check:

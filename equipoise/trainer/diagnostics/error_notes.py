@@ -1,7 +1,7 @@
 """Notes on the error of a step: the layer, its input, the labels, the entries of the batch.
 
-The error stays what it is; a note stands below its message (`BaseException.add_note`). Only what the trainer knows
-better than torch is said.
+The error itself does not change; Python prints a note below its message (`BaseException.add_note`). Notes contain only
+facts that the trainer knows better than torch.
 """
 
 import re
