@@ -1,4 +1,4 @@
-"""Private names of torchmetrics: the states of metrics, taken, restored and merged.
+"""Private names of torchmetrics: read, restore and merge the states of metrics.
 
 Each name stands here with the reason why nothing public does; a test notices when one of them changes.
 """
@@ -30,27 +30,33 @@ __all__ = [
 
 
 def last_batch_value(metric: Metric) -> Any:
-    """What a metric computed for its last batch; `forward` returns it, but `self.log` receives the metric."""
+    """Return the value that a metric computed for its last batch.
+
+    `forward` returns this value to the user, but `self.log` receives only the metric.
+    """
     return metric._forward_cache
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """Copies of the states of all metrics; `state_dict` leaves them out unless they are persistent."""
-    metrics = ((name, child) for name, child in module.named_modules() if isinstance(child, Metric))
-    return {name: {"state": _copied(metric.metric_state), "count": metric.update_count} for name, metric in metrics}
+    """Return copies of the states of all metrics; `state_dict` leaves them out unless they are persistent."""
+    states = {}
+    for name, child in module.named_modules():
+        if isinstance(child, Metric):
+            states[name] = {"state": _copied(child.metric_state), "count": child.update_count}
+    return states
 
 
 def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
-    """Load the states of metrics onto the metrics' devices; the count of updates has no public setter."""
+    """Load the states of metrics onto the metrics' devices."""
     children = dict(module.named_modules())
     for name, saved in states.items():
         metric = children.get(name)
-        if isinstance(metric, Metric):
-            # A checkpoint is read to the CPU, while the next update computes on the metric's device.
-            for key, value in _copied(saved["state"], metric.device).items():
-                setattr(metric, key, value)
-            metric._update_count = saved["count"]
-            metric._computed = None
+        if not isinstance(metric, Metric):
+            continue
+        # A checkpoint is read to the CPU, while the next update computes on the metric's device.
+        copies = _copied(saved["state"], metric.device)
+        # The count of updates has no public setter.
+        restore_metric_state(metric, copies | {_COUNT: saved["count"], _COMPUTED: None})
 
 
 def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
@@ -58,54 +64,80 @@ def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[s
 
     Args:
         state: Tensors and lists of tensors by name.
-        device: Device of the copies. Default: where each tensor lies.
+        device: Device of the copies. Default: the device of each tensor.
     """
 
     def copy(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device or tensor.device, copy=True)
 
-    return {
-        key: [copy(item) for item in value] if isinstance(value, list) else copy(value) for key, value in state.items()
-    }
+    copies: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, list):
+            copies[name] = [copy(item) for item in value]
+        else:
+            copies[name] = copy(value)
+    return copies
 
 
 MetricState = dict[str, Any]
-_COUNT, _COMPUTED, _LAST = "_update_count", "_computed", "_forward_cache"
-_EMPTY_WRAPPER = {_COMPUTED: None, _LAST: None}  # of a metric without states, which never counts
+_COUNT = "_update_count"
+_COMPUTED = "_computed"
+_LAST = "_forward_cache"
+# A metric without states of its own never counts updates.
+_EMPTY_WRAPPER = {_COMPUTED: None, _LAST: None}
 _EMPTY = {_COUNT: 0} | _EMPTY_WRAPPER
 
 
 def take_metric_state(metric: Metric) -> MetricState:
-    """Takes away what a metric has gathered and leaves it as new; the count of updates has no public name.
+    """Remove and return the accumulated state of a metric, and leave the metric as new.
 
-    Not by `reset`, which wrappers hand on to other metrics, and which empties lists in place.
+    This does not call `reset`: wrappers forward `reset` to other metrics, and it empties lists in place. The count of
+    updates has no public name.
     """
+    # 1. Read the state.
     names = _states_of(metric)
     empty = _EMPTY if names else _EMPTY_WRAPPER
     state: MetricState = {name: getattr(metric, name) for name in (*names, *empty)}
+    # 2. Replace it by the defaults.
     fresh: MetricState = {}
     for name in names:
         default = metric._defaults[name]
-        fresh[name] = [] if isinstance(default, list) else default.detach().clone().to(metric.device)
+        if isinstance(default, list):
+            fresh[name] = []
+        else:
+            fresh[name] = default.detach().clone().to(metric.device)
     restore_metric_state(metric, fresh | empty)
     return state
 
 
 def _states_of(metric: Metric) -> list[str]:
-    """The names of the states that a metric holds itself; wrappers show those of the metric inside as theirs."""
+    """Return the names of the states that a metric holds itself.
+
+    A wrapper also shows the states of the metric inside it; these are left out.
+    """
     return [name for name in metric._defaults if name in vars(metric)]
 
 
 def other_state(metric: Metric) -> dict[str, Any]:
-    """What a metric counts or collects beside its states, which nobody could put together from parts."""
-    own = set(metric._defaults) | set(_EMPTY)
-    held = {name: value for name, value in vars(metric).items() if name not in own and not isinstance(value, bool)}
-    numbers = {name: value for name, value in held.items() if isinstance(value, int | float)}
-    return numbers | {name: len(value) for name, value in held.items() if type(value) is list}
+    """Return numbers, and lengths of lists, that a metric keeps beside its states.
+
+    Such values cannot be merged from the parts of a batch.
+    """
+    mergeable = set(metric._defaults) | set(_EMPTY)
+    numbers = {}
+    lengths = {}
+    for name, value in vars(metric).items():
+        if name in mergeable or isinstance(value, bool):
+            continue
+        if isinstance(value, int | float):
+            numbers[name] = value
+        elif type(value) is list:
+            lengths[name] = len(value)
+    return numbers | lengths
 
 
 def restore_metric_state(metric: Metric, state: MetricState) -> None:
-    """Gives back what `take_metric_state` took."""
+    """Restore what `take_metric_state` returned."""
     for name, value in state.items():
         setattr(metric, name, value)
 
@@ -113,67 +145,105 @@ def restore_metric_state(metric: Metric, state: MetricState) -> None:
 def merge_metric_states(
     metrics: list[Metric], before: list[MetricState], parts: list[list[Metric]], weights: list[Any]
 ) -> None:
-    """Makes metrics hold what they held before a batch, and what their copies gathered from the parts of the batch.
+    """Merge into metrics their state before a batch and the states of their copies, one per part of the batch.
 
-    Values that `forward` returned for the parts are computed anew for the batch, when all metrics hold that of the
-    batch alone: one may compute from others.
+    Values that `forward` returned for the parts are computed again for the batch. This happens while all metrics hold
+    the state of this batch alone, because one metric may compute from others.
 
     Args:
         metrics: The metrics.
-        before: What `take_metric_state` took from each before the batch.
+        before: What `take_metric_state` returned for each before the batch.
         parts: The copies of each, in the order of the parts.
         weights: The weights of the parts.
 
     Raises:
-        StepError: If a metric cannot be put together from parts.
+        StepError: If the states of a metric cannot be merged.
     """
+    # 1. Merge the parts, and note the values of `forward` before the next step replaces them.
     batches = [_batch_state(metric, copies, weights) for metric, copies in zip(metrics, parts, strict=True)]
-    caches = [[part._forward_cache for part in copies if part._forward_cache is not None] for copies in parts]
+    forward_values = [_forward_values(copies) for copies in parts]
+    # 2. Let all metrics hold the state of the batch alone.
     for metric, batch in zip(metrics, batches, strict=True):
         restore_metric_state(metric, batch | {_COMPUTED: None})
-    for metric, values in zip(metrics, caches, strict=True):
-        value = metric.compute() if len(values) > 1 else values[0] if values else None
-        metric._forward_cache = value
+    # 3. Compute the value of the batch.
+    for metric, values in zip(metrics, forward_values, strict=True):
+        _set_batch_value(metric, values)
+    # 4. Add the state before the batch.
     for metric, earlier, batch in zip(metrics, before, batches, strict=True):
-        if not batch.get(_COUNT):  # it was not updated, or has no states
-            restore_metric_state(metric, earlier if metric._forward_cache is None else {})
-            continue
-        counts = [earlier[_COUNT], batch[_COUNT]]
-        both = batch
-        if counts[0]:
-            both = {name: _reduced(metric, name, [earlier[name], batch[name]], counts) for name in _states_of(metric)}
-        restore_metric_state(metric, both | {_COUNT: sum(counts), _COMPUTED: None})
+        _add_earlier_state(metric, earlier, batch)
+
+
+def _forward_values(copies: list[Metric]) -> list[Any]:
+    """Return the values that `forward` of the copies returned."""
+    values = [copy._forward_cache for copy in copies]
+    return [value for value in values if value is not None]
+
+
+def _set_batch_value(metric: Metric, values: list[Any]) -> None:
+    """Set the value of the last batch from the values of its parts."""
+    if len(values) > 1:
+        metric._forward_cache = metric.compute()
+    elif values:
+        metric._forward_cache = values[0]
+    else:
+        metric._forward_cache = None
+
+
+def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState) -> None:
+    """Merge the state before a batch into a metric that holds the state of the batch."""
+    if not batch.get(_COUNT):
+        # The metric was not updated, or has no states.
+        if metric._forward_cache is None:
+            restore_metric_state(metric, earlier)
+        return
+    counts = [earlier[_COUNT], batch[_COUNT]]
+    merged = batch
+    if earlier[_COUNT]:
+        merged = {}
+        for name in _states_of(metric):
+            merged[name] = _reduced(metric, name, [earlier[name], batch[name]], counts)
+    restore_metric_state(metric, merged | {_COUNT: sum(counts), _COMPUTED: None})
 
 
 def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> MetricState:
-    """What a metric's copies have gathered, without those that saw nothing."""
-    names, device = _states_of(metric), metric.device
-    updated = [(part, weight) for part, weight in zip(copies, weights, strict=True) if part._update_count]
+    """Merge the states of a metric's copies, without copies that were not updated."""
+    names = _states_of(metric)
+    updated = []
+    updated_weights = []
+    for copy, weight in zip(copies, weights, strict=True):
+        if copy._update_count:
+            updated.append(copy)
+            updated_weights.append(weight)
     if not names or not updated:
         return {}
-    held = [{name: _on(getattr(part, name), device) for name in names} for part, _ in updated]
-    weights = [weight for _, weight in updated]
-    state = {name: _reduced(metric, name, [each[name] for each in held], weights) for name in names}
-    return state | {_COUNT: max(part._update_count for part, _ in updated)}
+    state: MetricState = {}
+    for name in names:
+        copied_states = [_on(getattr(copy, name), metric.device) for copy in updated]
+        state[name] = _reduced(metric, name, copied_states, updated_weights)
+    return state | {_COUNT: max(copy._update_count for copy in updated)}
 
 
 def _on(state: Any, device: torch.device) -> Any:
-    return [item.to(device) for item in state] if isinstance(state, list) else state.to(device)
+    if isinstance(state, list):
+        return [item.to(device) for item in state]
+    return state.to(device)
 
 
 def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -> Any:
-    """One state of a metric, put together as the metric says."""
+    """Merge one state of a metric with the reduction that the metric declares."""
     if len(states) == 1:
         return states[0]
-    reduce, first = metric._reductions[name], states[0]
-    if isinstance(first, list):
-        return [item for state in states for item in state]
-    if reduce is dim_zero_cat:
-        return torch.cat([state.reshape(-1) if state.ndim == 0 else state for state in states])
-    if reduce is dim_zero_mean:
+    reduction = metric._reductions[name]
+    if isinstance(states[0], list):
+        return _concatenated(states)
+    if reduction is dim_zero_cat:
+        # Scalars have no dimension to concatenate.
+        vectors = [state.reshape(-1) if state.ndim == 0 else state for state in states]
+        return torch.cat(vectors)
+    if reduction is dim_zero_mean:
         return sum(state * (weight / sum(weights)) for state, weight in zip(states, weights, strict=True))
-    if reduce in (dim_zero_sum, dim_zero_max, dim_zero_min) or callable(reduce):
-        return reduce(torch.stack(states))
+    if reduction in (dim_zero_sum, dim_zero_max, dim_zero_min) or callable(reduction):
+        return reduction(torch.stack(states))
     raise StepError(
         f"The metric {type(metric).__name__} cannot be put together from parts of a batch: it does not say how its"
         f" state {name!r} is reduced. Take parallelize='forward', where metrics see whole batches, or update it in"
@@ -181,53 +251,79 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
     )
 
 
+def _concatenated(lists: list[list[Any]]) -> list[Any]:
+    return [item for items in lists for item in items]
+
+
 def metrics_of(metrics: nn.Module) -> list[Metric]:
-    """A metric and those inside it, or all metrics of a collection."""
-    return [part for part in metrics.modules() if isinstance(part, Metric)]
+    """Return a metric and those inside it, or all metrics of a collection."""
+    return [child for child in metrics.modules() if isinstance(child, Metric)]
 
 
 def states_to_send(metrics: nn.Module) -> list[MetricState]:
-    """The state and the count of updates of each of `metrics_of`, on the CPU."""
+    """Return the state and the count of updates of each of `metrics_of`, on the CPU."""
     cpu = torch.device("cpu")
-    return [
-        {name: _on(getattr(metric, name), cpu) for name in _states_of(metric)} | {_COUNT: metric._update_count}
-        for metric in metrics_of(metrics)
-    ]
+    states = []
+    for metric in metrics_of(metrics):
+        state: MetricState = {name: _on(getattr(metric, name), cpu) for name in _states_of(metric)}
+        state[_COUNT] = metric._update_count
+        states.append(state)
+    return states
 
 
 def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) -> None:
-    """Lets metrics hold what those of several processes have gathered, and compute without asking them again.
+    """Join into metrics the states of several processes; the metrics then compute without further communication.
 
-    Other than torchmetrics' own exchange, a process that saw nothing counts for nothing, a mean is weighted by the
+    It differs from torchmetrics' own exchange: a process without updates does not count, a mean is weighted by the
     number of updates, and lists come into the order of batches that were dealt out in turn.
 
     Args:
         metrics: A metric or a collection; the same in all processes.
-        of_processes: What `states_to_send` returned in each, in the order of ranks.
+        of_processes: What `states_to_send` returned in each process, in the order of ranks.
     """
-    for metric, states in zip(metrics_of(metrics), zip(*of_processes, strict=True), strict=True):
+    states_by_metric = zip(*of_processes, strict=True)
+    for metric, states in zip(metrics_of(metrics), states_by_metric, strict=True):
         metric.distributed_available_fn = _never
         updated = [state for state in states if state[_COUNT]]
-        if not updated:
-            continue
-        counts = [state[_COUNT] for state in updated]
-        names = _states_of(metric)
-        lists = [name for name in names if isinstance(updated[0][name], list)]
-        aligned = all(len({len(state[name]) for name in lists}) <= 1 for state in updated)
-        joined = {name: _joined(metric, name, [state[name] for state in updated], counts, aligned) for name in names}
-        joined = {name: _on(value, metric.device) for name, value in joined.items()}
-        restore_metric_state(metric, joined | {_COUNT: sum(counts), _COMPUTED: None})
+        if updated:
+            _join_metric(metric, updated)
 
 
 def _never() -> bool:
     return False
 
 
-def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], aligned: bool) -> Any:
-    reduce: Any = metric._reductions[name]
+def _join_metric(metric: Metric, states: list[MetricState]) -> None:
+    """Join into a metric the states of the processes that updated it."""
+    counts = [state[_COUNT] for state in states]
+    names = _states_of(metric)
+    interleaved = _lists_are_aligned(names, states)
+    joined: MetricState = {}
+    for name in names:
+        value = _joined(metric, name, [state[name] for state in states], counts, interleaved)
+        joined[name] = _on(value, metric.device)
+    restore_metric_state(metric, joined | {_COUNT: sum(counts), _COMPUTED: None})
+
+
+def _lists_are_aligned(names: list[str], states: list[MetricState]) -> bool:
+    """Check that in each process all lists have one length, so that items at one index are of one batch."""
+    list_names = [name for name in names if isinstance(states[0][name], list)]
+    for state in states:
+        lengths = {len(state[name]) for name in list_names}
+        if len(lengths) > 1:
+            return False
+    return True
+
+
+def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], interleaved: bool) -> Any:
+    """Join one state of several processes."""
+    reduction: Any = metric._reductions[name]
     if isinstance(states[0], list):
-        items = interleave(states) if aligned else [item for state in states for item in state]
-        return items if reduce is None or reduce is dim_zero_cat else reduce(items)
-    if reduce is None and len(states) > 1:
-        return torch.stack(states)  # as torchmetrics leaves them; the metric itself puts them together
+        items = interleave(states) if interleaved else _concatenated(states)
+        if reduction is None or reduction is dim_zero_cat:
+            return items
+        return reduction(items)
+    if reduction is None and len(states) > 1:
+        # torchmetrics leaves such states stacked as well; the metric itself reduces them.
+        return torch.stack(states)
     return _reduced(metric, name, states, counts)

@@ -18,14 +18,16 @@ __all__ = ["cannot_fire", "last_checkpoints", "load_saving_states", "looks_after
 
 
 def cannot_fire(callback: Callback, hook: str) -> bool:
-    """Whether a checkpoint callback's per-batch hook would do nothing, at 14 µs; only private names tell."""
-    return (
-        hook == "on_train_batch_end"
-        and is_a(callback, ModelCheckpoint)
-        and type(callback).on_train_batch_end is base_of(callback, ModelCheckpoint).on_train_batch_end
-        and callback._every_n_train_steps < 1
-        and callback._train_time_interval is None
-    )
+    """Return True if a checkpoint callback's per-batch hook would do nothing, for which it needs 14 µs.
+
+    The intervals at which the callback saves have only private names.
+    """
+    if hook != "on_train_batch_end" or not is_a(callback, ModelCheckpoint):
+        return False
+    stock_class = base_of(callback, ModelCheckpoint)
+    if type(callback).on_train_batch_end is not stock_class.on_train_batch_end:
+        return False
+    return callback._every_n_train_steps < 1 and callback._train_time_interval is None
 
 
 def looks_after_training_epochs(callback: Any) -> bool:
@@ -34,11 +36,11 @@ def looks_after_training_epochs(callback: Any) -> bool:
 
 
 def last_checkpoints(callback: ModelCheckpoint, trainer: "Trainer") -> set[str]:
-    """The files that a checkpoint callback calls its last, also those of an earlier process."""
+    """Return the files that a checkpoint callback calls its last, also those of an earlier process."""
     return callback._find_last_checkpoints(trainer)  # type: ignore[arg-type]
 
 
-# What a ModelCheckpoint leaves out of its state: the step and the path of its last file, and whether it waits for the
+# ModelCheckpoint leaves these out of its state: the step and the path of its last file, and whether it waits for the
 # validation to save. Without them, a resumed run saves a step again within an accumulation window.
 _SAVING = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
@@ -46,19 +48,23 @@ _SAVING = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_unt
 def saving_states(
     callbacks: Iterable[Callback], writer: ModelCheckpoint | None, path: str | None, step: int
 ) -> dict[str, dict[str, Any]]:
-    """What checkpoint callbacks know of their last files; their own states leave it out.
+    """Return what checkpoint callbacks note about their last files; their `state_dict` leaves it out.
 
     Args:
         callbacks: The callbacks of the run.
-        writer: The one that writes a file now. It notes the file only afterwards.
-        path: That file.
+        writer: The callback that writes a file now. It notes the file only afterwards.
+        path: Path of that file.
         step: The present step.
     """
     states = {}
     for callback in callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
-        state = {name.lstrip("_"): getattr(callback, name) for name in _SAVING if hasattr(callback, name)}
+        state: dict[str, Any] = {}
+        for name in _SAVING:
+            if hasattr(callback, name):
+                state[name.lstrip("_")] = getattr(callback, name)
+        # The file that is being written now counts as the last one.
         if callback is writer:
             state.update(last_global_step_saved=step, last_checkpoint_saved=path)
         states[callback.state_key] = {"dirpath": callback.dirpath, **state}
@@ -66,7 +72,7 @@ def saving_states(
 
 
 def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> None:
-    """Takes back what `saving_states` returned, for callbacks that still write to the same folder.
+    """Restore what `saving_states` returned, for callbacks that still write to the same folder.
 
     Args:
         callbacks: The callbacks of the run.
@@ -79,5 +85,6 @@ def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str
         if state is None or state["dirpath"] != callback.dirpath:
             continue
         for name in _SAVING:
-            if (key := name.lstrip("_")) in state:
+            key = name.lstrip("_")
+            if key in state:
                 setattr(callback, name, state[key])

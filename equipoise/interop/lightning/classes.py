@@ -31,7 +31,10 @@ def is_a(value: Any, *kinds: Any) -> TypeGuard[Any]:
     """
     if isinstance(value, kinds):
         return True
-    return any(_namesake_in(type(value), kind) is not None for kind in kinds)
+    for kind in kinds:
+        if _namesake_in(type(value), kind) is not None:
+            return True
+    return False
 
 
 def base_of(value: Any, kind: type) -> Any:
@@ -46,7 +49,8 @@ def base_of(value: Any, kind: type) -> Any:
     for base in kind.__mro__:
         if isinstance(value, base) and base is not object:
             return kind
-        if (namesake := _namesake_in(type(value), base)) is not None:
+        namesake = _namesake_in(type(value), base)
+        if namesake is not None:
             return namesake
     return kind
 
@@ -56,7 +60,7 @@ def is_overridden(name: str, value: Any) -> bool:
 
     Args:
         name: The method's name.
-        value: The object; for None the answer is no.
+        value: The object; None overrides nothing.
     """
     for kind in (LightningModule, LightningDataModule, Callback):
         if is_a(value, kind):
@@ -65,28 +69,33 @@ def is_overridden(name: str, value: Any) -> bool:
 
 
 def takes_iterator(module: Any, step: str, *, alone: bool = False) -> bool:
-    """Return whether a step takes an argument `dataloader_iter`, from which it pulls its batches by itself.
+    """Return whether a step takes an argument `dataloader_iter`, from which the step itself pulls its batches.
 
     Args:
         module: A module.
         step: The name of the step, such as "training_step".
-        alone: Ask whether it takes nothing else. Default: False.
+        alone: Require that the step takes no other argument. Default: False.
     """
     method = getattr(module, step, None)
     if not callable(method) or not is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
         return False
-    return not alone or len(inspect.signature(method).parameters) == 1
+    if not alone:
+        return True
+    parameters = inspect.signature(method).parameters
+    return len(parameters) == 1
 
 
-def _namesake_in(kind: type, wanted: type) -> type | None:
-    """Return the base of `kind` that has the name of `wanted` in the older package."""
-    if "lightning_fabric" not in sys.modules:  # which `pytorch_lightning` imports, too
+def _namesake_in(kind: type, original: type) -> type | None:
+    """Return the base of `kind` that has the name of `original` in the older package."""
+    # `pytorch_lightning` imports `lightning_fabric`, too.
+    if "lightning_fabric" not in sys.modules:
         return None
-    package = ".".join(wanted.__module__.split(".")[:2])
+    first_names = original.__module__.split(".")[:2]
+    package = ".".join(first_names)
     if package not in _OLDER:
         return None
-    module = _OLDER[package] + wanted.__module__.removeprefix(package)
+    module = _OLDER[package] + original.__module__.removeprefix(package)
     for base in kind.__mro__:
-        if base.__module__ == module and base.__qualname__ == wanted.__qualname__:
+        if base.__module__ == module and base.__qualname__ == original.__qualname__:
             return base
     return None

@@ -18,10 +18,11 @@ __all__ = ["combine", "combined_mode", "seed_workers"]
 
 
 def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
-    """A CombinedLoader of what the user gave; a warning of torch about Lightning's own code concerns nobody here."""
+    """Return a CombinedLoader of the user's loaders, without torch's warning about Lightning's own code."""
     if isinstance(loaders, CombinedLoader):
         return loaders
-    if is_a(loaders, CombinedLoader):  # of the other package
+    if is_a(loaders, CombinedLoader):
+        # It is of the older package.
         return CombinedLoader(loaders.iterables, loaders._mode)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
@@ -29,12 +30,16 @@ def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> Comb
 
 
 def combined_mode(loader: CombinedLoader) -> str:
-    """How a CombinedLoader reads its loaders; the constructor's argument is kept under a private name."""
+    """Return the mode in which a CombinedLoader reads its loaders; the attribute has a private name."""
     return loader._mode
 
 
 def seed_workers(loader: Any, rank: int) -> None:
-    """Seeds a loader's workers after `seed_everything(workers=True)`; what does it in Lightning is private."""
-    if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(loader, "worker_init_fn", False) is None:
+    """Seed a loader's workers after `seed_everything(workers=True)`; Lightning's function for this is private."""
+    seeds_workers = int(os.environ.get("PL_SEED_WORKERS", 0))
+    if not seeds_workers:
+        return
+    # A loader without this attribute has no workers to seed.
+    if getattr(loader, "worker_init_fn", False) is None:
         init: Callable[[int], None] = partial(pl_worker_init_function, rank=rank)
         loader.worker_init_fn = init

@@ -19,26 +19,30 @@ __all__ = ["continue_csv", "csv_writer", "log_hyperparams", "set_csv_rewriting"]
 
 
 def log_hyperparams(trainer: "Trainer") -> None:
-    """Hands hyperparameters and graph to the loggers; the merge of module and data module has no public name."""
+    """Pass hyperparameters and graph to the loggers; the merge of module and data module has no public name."""
     _log_hyperparams(trainer)  # type: ignore[arg-type]
 
 
 def csv_writer(logger: Any) -> Any:
-    """What writes the file of a CSV logger; None if it has not begun, or if the logger is another.
+    """Return the writer of a CSV logger; None if the logger has no writer yet, or is of another class.
 
-    The public property would make the writer, which deletes the file that is there.
+    The public property would create the writer, which deletes an existing file.
     """
-    is_stock = isinstance(logger, CSVLogger) and type(logger).experiment is CSVLogger.experiment
-    return logger._experiment if is_stock else None
+    if not isinstance(logger, CSVLogger):
+        return None
+    if type(logger).experiment is not CSVLogger.experiment:
+        return None
+    return logger._experiment
 
 
 def continue_csv(logger: CSVLogger, columns: list[str]) -> None:
-    """Lets a CSV logger append to the file in its folder; its writer would delete it, and knows no other way.
+    """Let a CSV logger append to the file in its folder. A new writer would delete the file.
 
     Args:
-        logger: The logger, which has not begun.
+        logger: The logger, which has no writer yet.
         columns: The columns of the file.
     """
+    # The constructor deletes files of an earlier run, so it gets an empty folder.
     with TemporaryDirectory() as empty:
         writer = ExperimentWriter(empty)
     writer.log_dir = logger.log_dir
@@ -48,11 +52,11 @@ def continue_csv(logger: CSVLogger, columns: list[str]) -> None:
 
 
 def set_csv_rewriting(writer: ExperimentWriter, rewrite: Callable[[list[str]], None]) -> None:
-    """Lets the writer of a CSV logger take another function for its file, where columns have been added.
+    """Replace the function by which the writer of a CSV logger adds columns to its file.
 
     Args:
-        writer: The writer. One of a class of its own is left as it is.
-        rewrite: Writes the file with these columns.
+        writer: The writer. A writer of a derived class stays as it is.
+        rewrite: Writes the file with the columns that it receives.
     """
     if type(writer) is ExperimentWriter:
         writer._rewrite_with_new_header = rewrite  # type: ignore[assignment]

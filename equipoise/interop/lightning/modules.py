@@ -19,29 +19,29 @@ __all__ = ["attach_profiler", "empty_init", "forget_run", "hyperparameters_name"
 
 
 def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | None:
-    """The argument of `__init__` that is the hyperparameters as a whole; `load_from_checkpoint` asks for it."""
+    """Return the argument of `__init__` that holds all hyperparameters; `load_from_checkpoint` needs its name."""
     name: str | None = getattr(owner, "_hparams_name", None)
     return name
 
 
 def pretend_device(module: LightningModule, device: torch.device) -> None:
-    """Lets `self.device` say in `setup` where the module will be; it has no setter."""
+    """Set `self.device`, which has no setter, to the device where the module will be after `setup`."""
     for child in module.modules():
         if is_a(child, _DeviceDtypeModuleMixin):
             child._device = device
 
 
 def forget_run(module: LightningModule) -> None:
-    """Clears what a run leaves in a module: the hook that was running, and the names of its metrics."""
+    """Clear the state that a run leaves in a module: the current hook, and the names of its metrics."""
     module._current_fx_name = None
     module._metric_attributes = None
 
 
 def empty_init() -> AbstractContextManager[Any]:
-    """A context in which modules are made without initialising their parameters; Lightning's has a private name."""
+    """Return a context that skips the initialisation of parameters; Lightning's class has a private name."""
     return _EmptyInit()
 
 
 def attach_profiler(profiler: Profiler, module: LightningModule) -> None:
-    """Tells a profiler, weakly, which module it watches; the names of its files depend on it."""
+    """Give a profiler a weak reference to its module, which the names of its files depend on."""
     profiler._lightning_module = weakref.proxy(module)  # type: ignore[attr-defined]

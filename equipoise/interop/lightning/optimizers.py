@@ -11,17 +11,17 @@ from torch.optim import Optimizer
 
 __all__ = ["NO_CLOSURE", "closure_not_called", "wrap_optimizer"]
 
-# What LightningOptimizer.step() passes on when the user gave no closure; public, but known by identity only.
+# LightningOptimizer.step() passes this on without a closure of the user. It is public, but known by identity only.
 NO_CLOSURE = do_nothing_closure
 
 
 def wrap_optimizer(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
-    """The optimiser that `self.optimizers()` returns; the class method that makes it is private, the class is not."""
+    """Return the optimiser for `self.optimizers()`; the class is public, its class method that wraps is private."""
     return LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
 
 
 def closure_not_called() -> Exception:
-    """What Lightning raises, too, when `optimizer_step` did not run the closure."""
+    """Return the error, of Lightning's class, for an `optimizer_step` that did not run its closure."""
     return MisconfigurationException(
         "`optimizer_step` did not run its closure, which holds training_step, zero_grad and backward. Call"
         " `optimizer.step(closure=optimizer_closure)`"

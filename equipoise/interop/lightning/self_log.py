@@ -16,8 +16,8 @@ from equipoise.interop.lightning.classes import base_of
 
 __all__ = ["CURRENT_HOOK", "LogOptions", "bind_log", "logging_levels", "unbind_log"]
 
-# The module's attribute that says which hook is running: `LightningModule.log` reads it, and a setter would go
-# through nn.Module (1 µs).
+# Attribute of the module that names the current hook: `LightningModule.log` reads it, and a setter would go through
+# nn.Module (1 µs).
 CURRENT_HOOK = "_current_fx_name"
 
 
@@ -54,48 +54,68 @@ def _log(
     # `_trainer` and `_current_fx_name` are read directly: the public property costs ten times as much.
     trainer: Any = self._trainer
     if trainer is None:
-        LightningModule.log(self, name, value)  # a copy that outlived the run; the stock method warns
+        # This is a copy that outlived the run; the stock method warns.
+        LightningModule.log(self, name, value)
         return
-    given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
-    trainer.logs.add(self._current_fx_name, name, value, given, batch_size)
+    options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+    trainer.logs.add(self._current_fx_name, name, value, options, batch_size)
 
 
-_log.__name__ = "log"  # so that the bound method is pickled and deep-copied as getattr(module, "log")
+# The bound method is pickled and deep-copied as getattr(module, "log").
+_log.__name__ = "log"
 
 
 def bind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:
-    """Gives the module our `log` for the length of a run, unless its class has one; Lightning's takes 340 µs a call.
+    """Bind our `log` to the module for the duration of a run; Lightning's takes 340 µs a call.
+
+    A `log` that the module's class or the user defines stays.
 
     Args:
         module: The user's module.
         callbacks: They log through the module.
     """
-    own = vars(module).get("log")
-    if type(module).log is base_of(module, LightningModule).log and (own is None or _was_bound(own)):
+    stock_class = base_of(module, LightningModule)
+    log_of_instance = vars(module).get("log")
+    is_free = log_of_instance is None or _was_bound(log_of_instance)
+    if type(module).log is stock_class.log and is_free:
         log = _log
-        if (
-            module._compiler_ctx is not None
-        ):  # a compiled step must not trace into the logs; there is no public sign of it
+        # A compiled step must not trace into the logs; no public attribute tells that a module is compiled.
+        if module._compiler_ctx is not None:
             log = torch.compiler.disable(_log)  # type: ignore[no-untyped-call]
         vars(module)["log"] = MethodType(log, module)
     for callback in callbacks:
-        vars(callback)["log"], vars(callback)["log_dict"] = module.log, module.log_dict
+        attributes = vars(callback)
+        attributes["log"] = module.log
+        attributes["log_dict"] = module.log_dict
 
 
 def _was_bound(log: Any) -> bool:
-    """Whether it is what `bind_log` made, or what that becomes in a pickle: Lightning's own method, bound."""
-    return isinstance(log, MethodType) and inspect.unwrap(log.__func__) in (_log, LightningModule.log)
+    """Return True for a method that `bind_log` bound, or for Lightning's bound method, its form after a pickle."""
+    if not isinstance(log, MethodType):
+        return False
+    function = inspect.unwrap(log.__func__)
+    return function in (_log, LightningModule.log)
 
 
 def unbind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:
-    """Takes back what `bind_log` did; a `log` that the user set on the instance stays."""
+    """Undo `bind_log`. A `log` that the user set on the instance stays."""
     if _was_bound(vars(module).get("log")):
         del vars(module)["log"]
     for callback in callbacks:
-        vars(callback).pop("log", None)
-        vars(callback).pop("log_dict", None)
+        attributes = vars(callback)
+        attributes.pop("log", None)
+        attributes.pop("log_dict", None)
 
 
 def logging_levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-    """Whether a hook logs values of steps and of epochs; raises if it must not log. The table has no public name."""
+    """Return whether a hook logs values of steps and of epochs. The table of the hooks has no public name.
+
+    Args:
+        hook: The name of the hook.
+        on_step: The user's choice. Default for None: that of the hook.
+        on_epoch: The user's choice. Default for None: that of the hook.
+
+    Raises:
+        MisconfigurationException: If the hook must not log.
+    """
     return _FxValidator.check_logging_and_get_default_levels(hook, on_step=on_step, on_epoch=on_epoch)

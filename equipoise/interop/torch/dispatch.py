@@ -14,32 +14,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["OperationWatch", "tensors_in"]
 
 
-_Base: Any = TorchDispatchMode  # it has no types
+# The class has no types.
+_Base: Any = TorchDispatchMode
 
 
 class _Mode(_Base):  # type: ignore[misc]
-    def __init__(self, seen: Callable[[str, Any, Any], None], device: torch.device | None) -> None:
+    def __init__(self, on_operation: Callable[[str, Any, Any], None], device: torch.device | None) -> None:
         super().__init__()
-        self._seen, self._device = seen, device
+        self._on_operation = on_operation
+        self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._device is not None:
             args = _on(self._device, args)
             kwargs = _on(self._device, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        self._seen(func.overloadpacket.__name__, result, args)
+        name = func.overloadpacket.__name__
+        self._on_operation(name, result, args)
         return result
 
 
 class OperationWatch:
-    """Tells a function of every operation of this thread and of its backwards, while it is on.
+    """Report every operation of this thread, and of its backward passes, to a function.
 
-    Watches end in the reverse order of their beginning.
+    Several watches must stop in the reverse order of their start.
 
     Args:
-        seen: Receives the operation's name, such as "addmm", what it returned, and its arguments without those given
-            by name.
-        device: Where operations compute, wherever their arguments lie. Default: where these are.
+        seen: Called with the operation's name, such as "addmm", its result, and its positional arguments.
+        device: Device on which operations compute; arguments on other devices are copied to it. Default: the device of
+            the arguments.
 
     Example:
         >>> import torch
@@ -53,24 +56,25 @@ class OperationWatch:
     """
 
     def __init__(self, seen: Callable[[str, Any, Any], None], device: torch.device | None = None) -> None:
-        self._seen, self._device = seen, device
+        self._on_operation = seen
+        self._device = device
         self._mode: Any = None
 
     def start(self) -> None:
-        """Begins to watch; may be called twice."""
+        """Start to watch. A second call has no effect."""
         if self._mode is None:
-            self._mode = _Mode(self._seen, self._device)
+            self._mode = _Mode(self._on_operation, self._device)
             self._mode.__enter__()
 
     def stop(self) -> None:
-        """Ends it; may be called twice."""
+        """Stop to watch. A second call has no effect."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers."""
+    """Yield the tensors in nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -84,9 +88,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _on(device: torch.device, value: Any) -> Any:
     """Return the arguments of an operation with tensors of other devices copied to a device."""
     if isinstance(value, Tensor):
-        return value if value.device == device else value.to(device)
+        if value.device == device:
+            return value
+        return value.to(device)
     if isinstance(value, list | tuple):
-        return type(value)([_on(device, item) for item in value])
+        items = [_on(device, item) for item in value]
+        return type(value)(items)
     if isinstance(value, dict):
         return {key: _on(device, item) for key, item in value.items()}
     return value

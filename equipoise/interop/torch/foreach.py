@@ -15,7 +15,7 @@ _EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def add_(tensors: list[Tensor], others: list[Tensor]) -> None:
-    """Adds to every tensor in place the other one at its position, sparse ones too."""
+    """Add to every tensor in place the other tensor at its position. Sparse tensors are added one by one."""
     if any(tensor.layout != torch.strided for tensor in (*tensors, *others)):
         for tensor, other in zip(tensors, others, strict=True):
             tensor.add_(other)
@@ -24,17 +24,17 @@ def add_(tensors: list[Tensor], others: list[Tensor]) -> None:
 
 
 def copy_(tensors: list[Tensor] | tuple[Tensor, ...], others: list[Tensor] | tuple[Tensor, ...]) -> None:
-    """Copies into every tensor the other one at its position, from any device."""
+    """Copy into every tensor the other tensor at its position, from any device."""
     if tensors:
         torch._foreach_copy_(tensors, others)
 
 
 def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor) -> None:
-    """Multiplies every tensor in place by `factor`, a number or a 0-dim tensor.
+    """Multiply every tensor in place by `factor`, a number or a 0-dim tensor.
 
     Args:
         tensors: Tensors of any shape, dtype and device.
-        factor: The common factor. A tensor is moved to the devices of `tensors` where it lies elsewhere.
+        factor: The common factor. A tensor is copied to the devices of `tensors`.
     """
     if not tensors:
         return
@@ -43,10 +43,13 @@ def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor
         return
     groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault((tensor.device, _dtype_of_product(tensor)), []).append(tensor)
+        key = (tensor.device, _dtype_of_product(tensor))
+        groups.setdefault(key, []).append(tensor)
     for (device, dtype), group in groups.items():
-        there = to_device(factor, device)
-        torch._foreach_mul_(group, there if dtype is None else there.to(dtype))
+        local_factor = to_device(factor, device)
+        if dtype is not None:
+            local_factor = local_factor.to(dtype)
+        torch._foreach_mul_(group, local_factor)
 
 
 def _dtype_of_product(tensor: Tensor) -> torch.dtype | None:
@@ -54,4 +57,6 @@ def _dtype_of_product(tensor: Tensor) -> torch.dtype | None:
 
     Torch multiplies a list in one kernel only if the factor has that dtype already.
     """
-    return tensor.dtype if tensor.ndim and tensor.dtype in _EXACT else None
+    if tensor.ndim and tensor.dtype in _EXACT:
+        return tensor.dtype
+    return None

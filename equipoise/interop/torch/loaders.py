@@ -12,16 +12,15 @@ __all__ = ["with_dataset", "with_own_iterator", "with_sampler"]
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False) -> DataLoader[Any]:
-    """A copy of a loader that draws from another sampler.
+    """Return a copy of a loader that draws from another sampler.
 
     A DataLoader refuses to exchange its sampler, and a subclass cannot be constructed again without knowing its
-    arguments; so the copy's attributes are set below that guard, and its cached iterator, which is private, is
-    dropped.
+    arguments. So this sets the copy's attributes below that guard, and drops its cached iterator, which is private.
 
     Args:
         loader: The loader.
         sampler: A sampler or, if `batches`, a batch sampler.
-        batches: Which of the two it is.
+        batches: True if `sampler` is a batch sampler. Default: False.
     """
     other = copy.copy(loader)
     state = vars(other)
@@ -36,17 +35,17 @@ def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False
 
 
 def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
-    """A copy of a loader that reads other data, made as by `with_sampler`."""
+    """Return a copy of a loader that reads another dataset; `with_sampler` explains the copy."""
     other = copy.copy(loader)
     vars(other).update(_iterator=None, dataset=dataset)
     return other
 
 
 def with_own_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A copy of a loader that can be read while the loader itself is; made as by `with_sampler`.
+    """Return a copy of a loader that can be read while the loader itself is read; `with_sampler` explains the copy.
 
-    With `persistent_workers` a loader has one iterator, which begins anew whenever the loader is read again. The copy
-    has one of its own, with workers of its own, which end with it.
+    With `persistent_workers` a loader has one iterator, which restarts whenever the loader is read again. The copy
+    starts another iterator with other workers, which end with it.
 
     Args:
         loader: The loader.

@@ -24,73 +24,78 @@ __all__ = [
     "versions",
 ]
 
-# The entries of a module's `__dict__` that hold what is registered in it. A shallow copy needs dictionaries of its own,
-# and `register_module` and its siblings check what need not be checked here.
+# The entries of a module's `__dict__` that hold its parameters, buffers and children. A shallow copy needs separate
+# dictionaries, and `register_module` and its siblings make checks that are not needed here.
 STRUCTURE = ("_parameters", "_buffers", "_modules")
 _VERSION = attrgetter("_version")
 
 
 def shell_of(module: nn.Module) -> nn.Module:
-    """A copy of a module without anything registered in it; attributes are shared."""
+    """Return a copy of a module without parameters, buffers and children; other attributes are shared."""
     shell: nn.Module = object.__new__(type(module))
-    vars(shell).update(vars(module))
+    attributes = vars(shell)
+    attributes.update(vars(module))
     for name in STRUCTURE:
-        vars(shell)[name] = {}
+        attributes[name] = {}
     return shell
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary of a module's own parameters, which may be written to."""
+    """Return the dictionary of a module's direct parameters; the caller may write to it."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dictionary of a module's own buffers, which may be written to."""
+    """Return the dictionary of a module's direct buffers; the caller may write to it."""
     return module._buffers
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dictionary of a module's children, which may be written to."""
+    """Return the dictionary of a module's children; the caller may write to it."""
     return module._modules
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:
-    """A number for each tensor that changes when it is changed in place; None where one keeps no count of changes."""
+    """Return the version of each tensor, which grows with changes in place; None if one tensor has no version."""
     try:
         return list(map(_VERSION, tensors))
-    except RuntimeError:  # a tensor made in inference mode
+    except RuntimeError:
+        # Tensors of inference mode have no version.
         return None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` or `module.compile()` was applied; only what they leave in the module tells."""
+    """Return True if `torch.compile` or `module.compile()` was applied; only private attributes tell."""
     state = vars(module)
-    return "dynamo_ctx" in state or any(state.get(key) for key in ("_compiled_call_impl", "_compiler_ctx"))
+    if "dynamo_ctx" in state:
+        return True
+    return bool(state.get("_compiled_call_impl") or state.get("_compiler_ctx"))
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody registered a hook on a parameter's gradient."""
+    """Return True if the user registered a hook on a parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def set_device_of(module: nn.Module, device: torch.device) -> None:
-    """Makes `module.device` say where its batches are, though its parts lie on several devices."""
+    """Set `module.device` to the device of its batches, for a module that lies on several devices."""
     state: dict[str, Any] = vars(module)
-    if "_device" in state:  # Lightning's modules know it by what `to` was last called with
+    # Lightning's modules store here the device of the last call of `to`.
+    if "_device" in state:
         state["_device"] = device
 
 
 def has_module_hooks(module: nn.Module) -> bool:
-    """Whether somebody registered a hook on a module's forward or backward."""
+    """Return True if the user registered a hook on a module's forward or backward."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
 def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:
-    """The hooks on a parameter's gradient, each with the method that registers it."""
+    """Return the hooks on a parameter's gradient, each after the name of the method that registers it."""
     before = parameter._backward_hooks or {}
     after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return [("register_hook", hook) for hook in before.values()] + [
-        ("register_post_accumulate_grad_hook", hook) for hook in after.values()
-    ]
+    hooks = [("register_hook", hook) for hook in before.values()]
+    hooks += [("register_post_accumulate_grad_hook", hook) for hook in after.values()]
+    return hooks

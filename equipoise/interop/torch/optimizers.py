@@ -9,10 +9,10 @@ __all__ = ["has_step_hooks", "unscales_by_itself"]
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody registered a hook before the step, who would miss the closure; torch shows it nowhere else."""
+    """Return True if the optimiser has step pre-hooks. They receive the closure, so it must be passed."""
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def unscales_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimiser unscales inside its step, as fused ones do; GradScaler asks the same attribute."""
+    """Return True if an optimiser unscales inside its step, as fused ones do; GradScaler reads the same attribute."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -12,14 +12,14 @@ __all__ = ["collective_count", "preloaded_by_user"]
 
 
 def collective_count() -> int:
-    """How many collective operations this process has begun, in all groups.
+    """Count the collective operations that this process has begun, in all groups.
 
-    Torch numbers them, to find out which process hangs, and tells nobody.
+    Torch numbers them to find a process that hangs, but has no public name for the numbers.
     """
     world: Any = dist.distributed_c10d
     return sum(group._get_sequence_number_for_group() for group in world._world.pg_map)
 
 
 def preloaded_by_user() -> list[str]:
-    """Return the modules that `multiprocessing.set_forkserver_preload` was given last: no public name reads them."""
+    """Return the latest argument of `multiprocessing.set_forkserver_preload`; no public name reads it."""
     return list(vars(forkserver._forkserver).get("_preload_modules", []))
