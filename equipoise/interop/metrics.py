@@ -97,7 +97,9 @@ def take_metric_state(metric: Metric) -> MetricState:
     # 1. Read the state.
     names = _states_of(metric)
     empty = _EMPTY if names else _EMPTY_WRAPPER
-    state: MetricState = {name: getattr(metric, name) for name in (*names, *empty)}
+    state: MetricState = {}
+    for name in (*names, *empty):
+        state[name] = getattr(metric, name)
     # 2. Replace it by the defaults.
     fresh: MetricState = {}
     for name in names:
@@ -123,6 +125,7 @@ def other_state(metric: Metric) -> dict[str, Any]:
 
     Such values cannot be merged from the parts of a batch.
     """
+    # Flags are no counts, although a bool is an int.
     mergeable = set(metric._defaults) | set(_EMPTY)
     numbers = {}
     lengths = {}
@@ -160,8 +163,11 @@ def merge_metric_states(
         StepError: If the states of a metric cannot be merged.
     """
     # 1. Merge the parts, and note the values of `forward` before the next step replaces them.
-    batches = [_batch_state(metric, copies, weights) for metric, copies in zip(metrics, parts, strict=True)]
-    forward_values = [_forward_values(copies) for copies in parts]
+    batches = []
+    forward_values = []
+    for metric, copies in zip(metrics, parts, strict=True):
+        batches.append(_batch_state(metric, copies, weights))
+        forward_values.append(_forward_values(copies))
     # 2. Let all metrics hold the state of the batch alone.
     for metric, batch in zip(metrics, batches, strict=True):
         restore_metric_state(metric, batch | {_COMPUTED: None})
@@ -175,8 +181,12 @@ def merge_metric_states(
 
 def _forward_values(copies: list[Metric]) -> list[Any]:
     """Return the values that `forward` of the copies returned."""
-    values = [copy._forward_cache for copy in copies]
-    return [value for value in values if value is not None]
+    values: list[Any] = []
+    for copy in copies:
+        value = copy._forward_cache
+        if value is not None:
+            values.append(value)
+    return values
 
 
 def _set_batch_value(metric: Metric, values: list[Any]) -> None:
@@ -201,7 +211,8 @@ def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState)
     if earlier[_COUNT]:
         merged = {}
         for name in _states_of(metric):
-            merged[name] = _reduced(metric, name, [earlier[name], batch[name]], counts)
+            values = [earlier[name], batch[name]]
+            merged[name] = _reduced(metric, name, values, counts)
     restore_metric_state(metric, merged | {_COUNT: sum(counts), _COMPUTED: None})
 
 
@@ -218,9 +229,13 @@ def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> Me
         return {}
     state: MetricState = {}
     for name in names:
-        copied_states = [_on(getattr(copy, name), metric.device) for copy in updated]
-        state[name] = _reduced(metric, name, copied_states, updated_weights)
-    return state | {_COUNT: max(copy._update_count for copy in updated)}
+        values: list[Any] = []
+        for copy in updated:
+            value = getattr(copy, name)
+            values.append(_on(value, metric.device))
+        state[name] = _reduced(metric, name, values, updated_weights)
+    state[_COUNT] = max(copy._update_count for copy in updated)
+    return state
 
 
 def _on(state: Any, device: torch.device) -> Any:
@@ -238,10 +253,11 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
         return _concatenated(states)
     if reduction is dim_zero_cat:
         # Scalars have no dimension to concatenate.
-        vectors = [state.reshape(-1) if state.ndim == 0 else state for state in states]
-        return torch.cat(vectors)
+        return torch.cat([state.reshape(-1) if state.ndim == 0 else state for state in states])
     if reduction is dim_zero_mean:
-        return sum(state * (weight / sum(weights)) for state, weight in zip(states, weights, strict=True))
+        total = sum(weights)
+        return sum(state * (weight / total) for state, weight in zip(states, weights, strict=True))
+    # A function of the user reduces the stacked states, as in torchmetrics.
     if reduction in (dim_zero_sum, dim_zero_max, dim_zero_min) or callable(reduction):
         return reduction(torch.stack(states))
     raise StepError(
@@ -265,7 +281,10 @@ def states_to_send(metrics: nn.Module) -> list[MetricState]:
     cpu = torch.device("cpu")
     states = []
     for metric in metrics_of(metrics):
-        state: MetricState = {name: _on(getattr(metric, name), cpu) for name in _states_of(metric)}
+        state: MetricState = {}
+        for name in _states_of(metric):
+            value = getattr(metric, name)
+            state[name] = _on(value, cpu)
         state[_COUNT] = metric._update_count
         states.append(state)
     return states
@@ -283,6 +302,7 @@ def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) 
     """
     states_by_metric = zip(*of_processes, strict=True)
     for metric, states in zip(metrics_of(metrics), states_by_metric, strict=True):
+        # Without this, `compute` would exchange the joined states once more.
         metric.distributed_available_fn = _never
         updated = [state for state in states if state[_COUNT]]
         if updated:
@@ -297,10 +317,12 @@ def _join_metric(metric: Metric, states: list[MetricState]) -> None:
     """Join into a metric the states of the processes that updated it."""
     counts = [state[_COUNT] for state in states]
     names = _states_of(metric)
+    # Items of lists can come into the order of the batches only if there is one for each batch.
     interleaved = _lists_are_aligned(names, states)
     joined: MetricState = {}
     for name in names:
-        value = _joined(metric, name, [state[name] for state in states], counts, interleaved)
+        values = [state[name] for state in states]
+        value = _joined(metric, name, values, counts, interleaved)
         joined[name] = _on(value, metric.device)
     restore_metric_state(metric, joined | {_COUNT: sum(counts), _COMPUTED: None})
 

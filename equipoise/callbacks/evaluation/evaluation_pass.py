@@ -26,15 +26,15 @@ Forward = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What one evaluation came to, the same in all processes.
+    """Result of one evaluation, the same in all processes.
 
     Attributes:
-        step: The number of optimiser steps that the module had taken.
-        epoch: The number of epochs it had done.
-        values: What the metrics computed, by name: numbers, and tensors on the CPU where there are several.
-        memory: Bytes that the evaluation held at its peak beyond what was held before; the most of any process.
-        seconds: How long it took; the most of any process.
-        batches: The number of batches, of all processes together.
+        step: Number of optimiser steps before the evaluation.
+        epoch: Number of epochs before the evaluation.
+        values: Values of the metrics by name: numbers, and tensors on the CPU for several elements.
+        memory: Peak memory of the evaluation in bytes, beyond the memory in use before; the maximum of all processes.
+        seconds: Duration in seconds; the maximum of all processes.
+        batches: Number of batches, of all processes together.
     """
 
     step: int
@@ -45,29 +45,32 @@ class EvaluationResult:
     batches: int
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers, numbers and tensors."""
+        """Return the result as plain containers, numbers and tensors."""
         return asdict(self)
 
 
 @dataclass(kw_only=True)
 class EvaluationPass:
-    """Evaluates a module on this process's part of a loader.
+    """Evaluate a module on this process's share of a loader.
 
     Args:
-        name: What errors call it.
-        around: Where it runs.
-        metrics: What is computed; as new.
-        forward: The user's, if there is one.
-        inference_mode: Whether under `torch.inference_mode`.
-        limit: The number of batches for this process; None: all.
-        collect: Whether outputs are kept.
+        name: Name of the evaluation in errors.
+        host: Trainer under which it runs.
+        metrics: Metrics to compute, without any updates.
+        forward: The user's function, or None.
+        inference_mode: True for `torch.inference_mode`, False for `torch.no_grad`.
+        limit: Number of batches for this process; None: all.
+        collect: Collect the outputs.
 
     Attributes:
-        outputs: Those of this process; after `finish` of all, in the order of the data.
+        outputs: Outputs of this process; after `finish` those of all processes, in the order of the data.
+        batches: Number of batches of this process.
+        memory: Peak memory in bytes beyond the memory in use before.
+        seconds: Duration in seconds.
     """
 
     name: str
-    around: EvaluationHost
+    host: EvaluationHost
     metrics: Metric | MetricCollection | None
     forward: Forward | None
     inference_mode: bool
@@ -75,12 +78,17 @@ class EvaluationPass:
     collect: bool
 
     def run(self, module: nn.Module, part: Any) -> None:
-        """Evaluates every batch; nothing of one is left on the device when the next one is read."""
+        """Evaluate every batch. A batch is freed on the device before the next one is read."""
         self.outputs: list[Any] = []
-        self.batches, started = 0, monotonic()
-        devices = {tensor.device for tensor in module.parameters()} | {self.around.device}
+        self.batches = 0
+        start = monotonic()
         with ExitStack() as stack:
-            meters = [stack.enter_context(PeakMeter(device)) for device in devices if device.type != "meta"]
+            # 1. Measure the memory of all devices.
+            meters = []
+            for device in self._devices_of(module):
+                meter = stack.enter_context(PeakMeter(device))
+                meters.append(meter)
+            # 2. Evaluate.
             batches = iter(part)
             for batch in islice(batches, self.limit):
                 output = self._evaluate(module, batch)
@@ -88,30 +96,48 @@ class EvaluationPass:
                     self.outputs.append(to_cpu(output))
                 self.batches += 1
                 del batch, output
-            del batches  # ends worker processes
-        self.memory, self.seconds = sum(meter.extra for meter in meters), monotonic() - started
+            # This ends worker processes.
+            del batches
+        self.memory = sum(meter.extra for meter in meters)
+        self.seconds = monotonic() - start
+
+    def _devices_of(self, module: nn.Module) -> set[torch.device]:
+        """Return the devices on which the evaluation uses memory."""
+        devices = {parameter.device for parameter in module.parameters()}
+        devices.add(self.host.device)
+        return {device for device in devices if device.type != "meta"}
 
     def _evaluate(self, module: nn.Module, batch: Any) -> Any:
         with without_graph(self.name, inference_mode=self.inference_mode):
-            batch = self.around.transfer(batch)
-            with self.around.forward_context():
-                output = self._default(module, batch) if self.forward is None else self.forward(module, batch)
+            batch = self.host.transfer(batch)
+            with self.host.forward_context():
+                if self.forward is None:
+                    output = self._default_forward(module, batch)
+                else:
+                    output = self.forward(module, batch)
                 check_no_graph(output, self.name)
                 if self.metrics is not None:
                     self._update(self.metrics, output)
         return output
 
-    def _default(self, module: nn.Module, batch: Any) -> Any:
-        pair = isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2
+    def _default_forward(self, module: nn.Module, batch: Any) -> Any:
+        """Compute the module's output for a batch of inputs and target."""
+        is_pair = isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2
+        if is_pair:
+            inputs = batch[0]
+        else:
+            inputs = batch
         if self.metrics is None:
-            return module(batch[0] if pair else batch)
-        if not pair:
+            return module(inputs)
+        if not is_pair:
+            length = ""
+            if isinstance(batch, (Sequence, Mapping)):
+                length = f" of {len(batch)}"
             raise StepError(
-                f"{self.name}: a batch must be (inputs, target), but it is a {type(batch).__name__}"
-                f"{f' of {len(batch)}' if isinstance(batch, (Sequence, Mapping)) else ''}."
+                f"{self.name}: a batch must be (inputs, target), but it is a {type(batch).__name__}{length}."
                 " Give forward=..., a function of module and batch that returns (preds, target)."
             )
-        return module(batch[0]), batch[1]
+        return module(inputs), batch[1]
 
     def _update(self, metrics: Metric | MetricCollection, output: Any) -> None:
         if isinstance(output, Mapping):
@@ -125,36 +151,57 @@ class EvaluationPass:
             )
 
     def finish(self, *, step: int, epoch: int) -> EvaluationResult:
-        """Puts together what all processes have; each must call it.
+        """Combine the results of all processes. Each process must call it.
 
         Args:
-            step: The number of optimiser steps.
-            epoch: The number of epochs.
+            step: Number of optimiser steps.
+            epoch: Number of epochs.
+
+        Raises:
+            StepError: If no process had a batch.
         """
-        gather = self.around.gather
-        told = gather((self.batches, self.memory, self.seconds, states_to_send(self.metrics) if self.metrics else []))
-        batches = sum(each[0] for each in told)
+        # 1. Exchange counts and states of metrics.
+        metric_states: list[Any] = []
+        if self.metrics:
+            metric_states = states_to_send(self.metrics)
+        reports = self.host.gather((self.batches, self.memory, self.seconds, metric_states))
+        batches = sum(report[0] for report in reports)
         if not batches:
             raise StepError(
                 f"{self.name}: the loader gave no batch, so there is nothing to evaluate. Give one that does."
             )
-        values: dict[str, Any] | None = None
-        if self.metrics is not None and self.batches:  # one that was never updated may not know how to compute
-            with torch.no_grad():
-                join_metrics(self.metrics, [each[3] for each in told])
-                values = plain_values(self.metrics, self.metrics.compute())
-        if self.around.world_size > 1:
-            together = gather((values, self.outputs))
-            values = next((each for each, _ in together if each is not None), None)
-            self.outputs = interleave(outputs for _, outputs in together)
+        # 2. Compute the values.
+        values = self._compute([report[3] for report in reports])
+        # 3. Exchange values, which a process without batches lacks, and outputs.
+        if self.host.world_size > 1:
+            values = self._exchange(values)
         return EvaluationResult(
             step=step,
             epoch=epoch,
             values=values or {},
-            memory=max(each[1] for each in told),
-            seconds=max(each[2] for each in told),
+            memory=max(report[1] for report in reports),
+            seconds=max(report[2] for report in reports),
             batches=batches,
         )
+
+    def _compute(self, states_of_processes: list[Any]) -> dict[str, Any] | None:
+        """Compute the metrics over all processes; None without metrics or batches."""
+        # A metric that was never updated may be unable to compute.
+        if self.metrics is None or not self.batches:
+            return None
+        with torch.no_grad():
+            join_metrics(self.metrics, states_of_processes)
+            computed = self.metrics.compute()
+            return plain_values(self.metrics, computed)
+
+    def _exchange(self, values: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Collect the outputs of all processes, and return the values of the first process that has some."""
+        pairs = self.host.gather((values, self.outputs))
+        self.outputs = interleave(outputs for _, outputs in pairs)
+        for values_of_process, _ in pairs:
+            if values_of_process is not None:
+                return values_of_process  # type: ignore[no-any-return]
+        return None
 
 
 # Graphs
@@ -162,38 +209,44 @@ class EvaluationPass:
 
 @contextmanager
 def without_graph(name: str, *, inference_mode: bool) -> Iterator[None]:
-    """No gradients, and an error as soon as an operation saves something for a backward nevertheless.
+    """Disable gradients, and raise as soon as an operation nevertheless saves a tensor for a backward.
 
     Args:
-        name: What the error calls the evaluation.
-        inference_mode: Whether `torch.inference_mode` is meant, or `torch.no_grad`.
+        name: Name of the evaluation in errors.
+        inference_mode: True for `torch.inference_mode`, False for `torch.no_grad`.
 
     Raises:
-        StepError: Out of the operation.
+        StepError: From within the operation.
     """
 
     def refuse(tensor: Tensor) -> Any:
-        raise _built(name, f"an operation saved a tensor of shape {list(tensor.shape)} for a backward")
+        raise _graph_error(name, f"an operation saved a tensor of shape {list(tensor.shape)} for a backward")
 
-    mode = torch.inference_mode() if inference_mode else torch.no_grad()
+    mode: torch.inference_mode | torch.no_grad
+    if inference_mode:
+        mode = torch.inference_mode()
+    else:
+        mode = torch.no_grad()
+    # These hooks run for every tensor that a graph saves, so an operation without a graph never calls them.
     with mode, torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
         yield
 
 
 def check_no_graph(output: Any, name: str) -> None:
-    """Checks that no tensor of an output hangs on a graph.
+    """Check that no tensor of an output belongs to a graph.
 
     Raises:
-        StepError: Naming the tensor.
+        StepError: If one does. The message names the tensor.
     """
     for path, tensor in entries_of(output, "output"):
         if tensor.grad_fn is not None:
-            raise _built(name, f"{path}, of shape {list(tensor.shape)}, has grad_fn={type(tensor.grad_fn).__name__}")
+            function = type(tensor.grad_fn).__name__
+            raise _graph_error(name, f"{path}, of shape {list(tensor.shape)}, has grad_fn={function}")
 
 
-def _built(name: str, what: str) -> StepError:
+def _graph_error(name: str, sign: str) -> StepError:
     return StepError(
-        f"{name} evaluates without gradients, but a graph was built: {what}. Something in forward turns gradients on,"
+        f"{name} evaluates without gradients, but a graph was built: {sign}. Something in forward turns gradients on,"
         " by torch.enable_grad(), torch.set_grad_enabled(True) or torch.inference_mode(False). Take it out, or give"
         " forward=... that goes without it."
     )
@@ -203,19 +256,31 @@ def _built(name: str, what: str) -> StepError:
 
 
 def to_cpu(output: Any) -> Any:
-    """Copies of the tensors of a nested output, on the CPU, which ordinary code may use: none of inference mode."""
+    """Copy the tensors of a nested output to the CPU."""
+    # Tensors of inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         return apply_to_collection(output, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
 def plain_values(metrics: Metric | MetricCollection, computed: Any) -> dict[str, Any]:
-    """What metrics computed, by name: numbers where there is one, else tensors on the CPU."""
+    """Return computed values by name: a number for one element, else a tensor on the CPU."""
+    # A single metric returns its value without a name.
     if not isinstance(computed, Mapping):
         computed = {type(metrics).__name__: computed}
     values: dict[str, Any] = {}
     for name, value in computed.items():
         value = to_cpu(value)
-        for path, tensor in [("", value)] if not isinstance(value, Mapping) else value.items():
-            single = isinstance(tensor, Tensor) and tensor.numel() == 1
-            values[f"{name}/{path}" if path else str(name)] = tensor.item() if single else tensor
+        if not isinstance(value, Mapping):
+            values[str(name)] = _plain(value)
+            continue
+        for key, item in value.items():
+            path = f"{name}/{key}" if key else str(name)
+            values[path] = _plain(item)
     return values
+
+
+def _plain(value: Any) -> Any:
+    """Return the number in a tensor of one element; other values as they are."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return value

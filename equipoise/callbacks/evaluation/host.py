@@ -24,21 +24,23 @@ __all__ = ["EvaluationHost", "find_loader"]
 
 
 def _gather(value: Any) -> list[Any]:
-    return gather_objects(value) if dist.is_initialized() else [value]
+    if dist.is_initialized():
+        return gather_objects(value)
+    return [value]
 
 
 @dataclass(kw_only=True)
 class EvaluationHost:
-    """Where an evaluation runs.
+    """Device, processes and precision of an evaluation.
 
     Attributes:
-        device: Where batches are needed.
-        rank: The number of this process.
-        world_size: The number of processes.
-        gather: Returns what all processes pass to it.
-        transfer: Brings a batch to the device.
-        forward_context: Makes the precision's context of forward.
-        strategy: Ours, if it is one; it deals out data and makes buffers the same.
+        device: Device of the batches.
+        rank: Number of this process.
+        world_size: Number of processes.
+        gather: Function that returns the values of all processes, in the order of ranks.
+        transfer: Function that moves a batch to the device.
+        forward_context: Function that creates the precision's context of forward.
+        strategy: Strategy of Equipoise, or None. It distributes data and synchronises buffers.
     """
 
     device: torch.device
@@ -51,18 +53,19 @@ class EvaluationHost:
 
     @classmethod
     def of(cls, trainer: Any, module: nn.Module) -> "EvaluationHost":
-        """Asks a trainer, by public names alone.
+        """Describe the host of an evaluation by public names of the trainer.
 
         Args:
-            trainer: Ours or Lightning's; None: the module is evaluated where it lies.
+            trainer: Trainer of Equipoise or of Lightning; None: the module is evaluated on its own device.
             module: The module.
         """
         if trainer is None:
-            device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-            rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            return cls(device=device, rank=rank, world_size=size, transfer=_transfer(module, None, device))
-        strategy, plugin = trainer.strategy, trainer.precision_plugin
-        device, move = strategy.root_device, _transfer(module, trainer.datamodule, strategy.root_device)
+            return cls._without_trainer(module)
+        strategy = trainer.strategy
+        plugin = trainer.precision_plugin
+        device = strategy.root_device
+        move = _transfer(module, trainer.datamodule, device)
+        # Only strategies of Equipoise have this method.
         ours = hasattr(strategy, "gather_objects")
         return cls(
             device=device,
@@ -74,10 +77,23 @@ class EvaluationHost:
             strategy=strategy if ours else None,
         )
 
+    @classmethod
+    def _without_trainer(cls, module: nn.Module) -> "EvaluationHost":
+        """Describe the module's own device and the process group, if there is one."""
+        device = torch.device("cpu")
+        for tensor in (*module.parameters(), *module.buffers()):
+            device = tensor.device
+            break
+        transfer = _transfer(module, None, device)
+        if not dist.is_initialized():
+            return cls(device=device, transfer=transfer)
+        return cls(device=device, rank=dist.get_rank(), world_size=dist.get_world_size(), transfer=transfer)
+
     def share(self, loader: Any) -> Any:
-        """This process's part of a loader: whole batches in turn, none of them twice."""
+        """Return this process's share of a loader: whole batches in turn, none of them twice."""
         if self.world_size == 1:
             return loader
+        # Torch's sampler repeats samples at the end.
         if isinstance(loader, DataLoader) and type(loader.sampler) is DistributedSampler:
             return _unpadded(loader, loader.sampler)
         if self.strategy is not None:
@@ -85,117 +101,167 @@ class EvaluationHost:
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             return _InTurn(loader, self.rank, self.world_size)
         if isinstance(loader.sampler, DistributedSampler):
-            return loader  # the user's own
+            # The user has distributed the samples.
+            return loader
         if isinstance(loader.dataset, IterableDataset):
             return _InTurn(loader, self.rank, self.world_size)
+        # A batch sampler skips the other processes' batches without reading them.
         batches = BatchesInTurn(SameOrder(loader.batch_sampler), self.rank, self.world_size)
         return with_sampler(loader, batches, batches=True)
 
     def part_of(self, batches: int | None, part: Any) -> int | None:
-        """How many batches of its part this process evaluates, of so many that all together do; None: all there are."""
+        """Return the number of batches that this process evaluates; None: all.
+
+        Args:
+            batches: Number of batches of all processes together; None: all.
+            part: This process's share of the loader.
+        """
         if batches is None or self.world_size == 1:
             return batches
-        if self.strategy is not None:
-            own = self.strategy.part_of(batches, part)
-            return batches if own is None else int(own)
-        return len(range(self.rank, batches, self.world_size))
+        if self.strategy is None:
+            return len(range(self.rank, batches, self.world_size))
+        share = self.strategy.part_of(batches, part)
+        if share is None:
+            return batches
+        return int(share)
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Gives all processes the first one's buffers: statistics of BatchNorm are each process's own in training."""
+        """Copy the buffers of the main process to all processes.
+
+        In training, each process has different statistics of BatchNorm.
+        """
         if self.strategy is not None:
             self.strategy.begin_evaluation()
         elif self.world_size > 1:
             with torch.no_grad():
                 for buffer in module.buffers():
-                    same = buffer.detach().clone(memory_format=torch.contiguous_format)
-                    dist.broadcast(same, 0)
-                    buffer.copy_(same)
+                    # Broadcasts need contiguous memory.
+                    values = buffer.detach().clone(memory_format=torch.contiguous_format)
+                    dist.broadcast(values, 0)
+                    buffer.copy_(values)
 
 
 def _unpadded(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
-    """A copy of a loader with torch's own sampler for processes, whose last samples are not given twice."""
-    if sampler.drop_last or loader.batch_size is None:  # nothing is padded, or batches are not made from it
+    """Return a copy of a loader whose distributed sampler repeats no samples at the end."""
+    # Nothing is padded, or the sampler does not make the batches.
+    if sampler.drop_last or loader.batch_size is None:
         return loader
-    shuffle, seed, replicas = sampler.shuffle, sampler.seed, sampler.num_replicas
-    own = UnpaddedDistributedSampler(sampler.dataset, replicas, sampler.rank, shuffle=shuffle, seed=seed)
-    own.set_epoch(sampler.epoch)
-    return with_sampler(loader, own)
+    unpadded = UnpaddedDistributedSampler(
+        sampler.dataset, sampler.num_replicas, sampler.rank, shuffle=sampler.shuffle, seed=sampler.seed
+    )
+    unpadded.set_epoch(sampler.epoch)
+    return with_sampler(loader, unpadded)
 
 
 def _transfer(module: nn.Module, datamodule: Any, device: torch.device) -> Callable[[Any], Any]:
-    """The way of a batch to the device, with the user's hooks: the data module's if it has any, else the module's."""
+    """Return a function that moves a batch to the device by the user's hooks.
+
+    Hooks of the data module come before those of the module.
+    """
     if not is_a(module, LightningModule):
         return lambda batch: move_data_to_device(batch, device)
 
     def owner(hook: str) -> Any:
-        return datamodule if datamodule is not None and is_overridden(hook, datamodule) else module
+        if datamodule is not None and is_overridden(hook, datamodule):
+            return datamodule
+        return module
 
     before = owner("on_before_batch_transfer").on_before_batch_transfer
     move = owner("transfer_batch_to_device").transfer_batch_to_device
     after = owner("on_after_batch_transfer").on_after_batch_transfer
-    return lambda batch: after(move(before(batch, 0), device, 0), 0)
+
+    def transfer(batch: Any) -> Any:
+        batch = before(batch, 0)
+        batch = move(batch, device, 0)
+        return after(batch, 0)
+
+    return transfer
 
 
 class _InTurn:
-    """Every so many batches of something that gives the same ones in all processes."""
+    """Batches of one process, from a loader that yields the same batches in all processes."""
 
     def __init__(self, loader: Any, rank: int, count: int) -> None:
-        self.loader, self.rank, self.processes = loader, rank, count
+        self.loader = loader
+        self.rank = rank
+        self.processes = count
 
     def __iter__(self) -> Any:
         return islice(iter(self.loader), self.rank, None, self.processes)
 
 
-def find_loader(given: Any, module: nn.Module, trainer: Any) -> Iterable[Any]:
-    """The loader that was given: itself, what a function returns, or what a method of that name returns.
+def find_loader(source: Any, module: nn.Module, trainer: Any) -> Iterable[Any]:
+    """Return the loader that the user gave, or the result of the function or method that the user named.
 
     Args:
-        given: What the user gave.
+        source: The user's argument.
         module: The module.
-        trainer: The trainer, if there is one.
+        trainer: The trainer, or None.
 
     Raises:
-        ConfigurationError: If there is none, or one that can be read only once.
+        ConfigurationError: If there is no loader, or one that can be read only once.
     """
-    told = "dataloader"
-    if isinstance(given, str):
-        owners = [owner for owner in (getattr(trainer, "datamodule", None), module) if owner is not None]
-        made = (getattr(owner, given)() for owner in owners if _defines(owner, given))
-        loader = next((each for each in made if each is not None and each != []), None)
-        told = f"dataloader={given!r}"
-        if loader is None:
-            names = " and ".join(type(owner).__name__ for owner in owners)
-            raise ConfigurationError(
-                f"{told} names a method that returns a loader, but {names} have none of that name, or it returns none."
-                " Define it, or give the loader itself."
-            )
-    elif callable(given) and not isinstance(given, DataLoader):
-        told, loader = "The function given as dataloader", given()
+    if isinstance(source, str):
+        description = f"dataloader={source!r}"
+        loader = _loader_of_method(source, module, trainer)
+    elif callable(source) and not isinstance(source, DataLoader):
+        description = "The function given as dataloader"
+        loader = source()
     else:
-        loader = given
-    _check_loader(loader, told)
+        description = "dataloader"
+        loader = source
+    _check_loader(loader, description)
     return loader  # type: ignore[no-any-return]
 
 
-def _defines(owner: Any, name: str) -> bool:
-    """Whether something has a method of its own by that name; that of a base class of Lightning only raises."""
-    base = base_of(owner, LightningModule if is_a(owner, LightningModule) else LightningDataModule)
-    return callable(getattr(owner, name, None)) and getattr(type(owner), name, None) is not getattr(base, name, None)
+def _loader_of_method(name: str, module: nn.Module, trainer: Any) -> Any:
+    """Return the loader of the data module's method of this name, else of the module's.
 
-
-def _check_loader(loader: Any, told: str) -> None:
-    several = isinstance(loader, dict) or (
-        isinstance(loader, (list, tuple)) and any(isinstance(each, DataLoader) for each in loader)
+    Raises:
+        ConfigurationError: If both lack the method, or it returns no loader.
+    """
+    datamodule = getattr(trainer, "datamodule", None)
+    owners = [owner for owner in (datamodule, module) if owner is not None]
+    for owner in owners:
+        if not _defines(owner, name):
+            continue
+        loader = getattr(owner, name)()
+        if loader is not None and loader != []:
+            return loader
+    names = " and ".join(type(owner).__name__ for owner in owners)
+    raise ConfigurationError(
+        f"dataloader={name!r} names a method that returns a loader, but {names} have none of that name, or it returns"
+        " none. Define it, or give the loader itself."
     )
-    if several:
+
+
+def _defines(owner: Any, name: str) -> bool:
+    """Return True if an object has a method of this name, other than Lightning's stock method, which only raises."""
+    if not callable(getattr(owner, name, None)):
+        return False
+    if is_a(owner, LightningModule):
+        base = base_of(owner, LightningModule)
+    else:
+        base = base_of(owner, LightningDataModule)
+    return getattr(type(owner), name, None) is not getattr(base, name, None)
+
+
+def _check_loader(loader: Any, description: str) -> None:
+    is_several = isinstance(loader, dict)
+    if isinstance(loader, (list, tuple)):
+        is_several = any(isinstance(item, DataLoader) for item in loader)
+    if is_several:
         raise ConfigurationError(
-            f"{told} must be one loader, not a {type(loader).__name__} of them. Take a NoGradEvaluation for each, under"
-            " names of their own."
+            f"{description} must be one loader, not a {type(loader).__name__} of them. Take a NoGradEvaluation for"
+            " each, under names of their own."
         )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise ConfigurationError(f"{told} must give a loader, that is, an iterable of batches; it is {loader!r}.")
+        raise ConfigurationError(
+            f"{description} must give a loader, that is, an iterable of batches; it is {loader!r}."
+        )
+    # Each evaluation reads the loader again.
     if hasattr(loader, "__next__"):
         raise ConfigurationError(
-            f"{told} is a {type(loader).__name__}, which can be read only once. Give a DataLoader, a list, or a class"
-            " with `__iter__`."
+            f"{description} is a {type(loader).__name__}, which can be read only once. Give a DataLoader, a list,"
+            " or a class with `__iter__`."
         )

@@ -24,42 +24,42 @@ __all__ = ["NoGradEvaluation"]
 
 
 class NoGradEvaluation(Callback):
-    """Evaluates a loader without gradients at an interval, or at the end of training.
+    """Evaluate a loader without gradients at an interval, or at the end of training.
 
-    Training goes on as if it had not happened, to the bit: the mode of every submodule, buffers, random generators and
-    gradients are as they were. Several processes take whole batches in turn, none twice; values are those of all of
-    them. That no graph is built is checked.
+    An evaluation does not change training in any bit: it restores the mode of every submodule, buffers, random
+    generators and gradients. Several processes take whole batches in turn, none twice; values are those of all
+    processes. An operation that builds a graph is an error.
 
-    Values stand in `results`, go to the loggers as `name/metric`, with `name/memory_MiB`, the memory that the
-    evaluation held beyond what was held before, and to `trainer.callback_metrics`, so that checkpoints and early
-    stopping can monitor them; at the end of training to the first two alone.
+    Values are in `results`. Loggers receive them as `name/metric`, with `name/memory_MiB`, the peak memory beyond the
+    memory in use before. `trainer.callback_metrics` has them as well, so that checkpoints and early stopping can
+    monitor them, but not those of the evaluation at the end of training.
 
     Args:
         dataloader: A DataLoader or another iterable of batches, a function that returns one (called once in a run), or
             the name of a method of the data module or the module, such as "test_dataloader".
         metrics: A torchmetrics Metric or MetricCollection, of which a copy is used. Default: None.
-        name: Stands before the names of values. Default: "eval".
-        forward: `forward(module, batch)` returns what the metrics are updated with, (preds, target) or a mapping of
-            arguments by name; without metrics anything. Default: batches are (inputs, target), and it returns
+        name: Prefix of the names of values. Default: "eval".
+        forward: `forward(module, batch)` returns the arguments of the metrics' `update`, (preds, target) or a mapping
+            of arguments by name; without metrics any value. Default: batches are (inputs, target), and it returns
             `module(inputs), target`; without metrics `module(inputs)`, and a batch may be the inputs alone.
-        every_n_steps: Evaluate when so many optimiser steps were done since the last time. Default: None, never.
-        every_n_epochs: Evaluate at the end of every so many epochs. Default: None, which means 1 where neither
-            `every_n_steps` nor `at_end` is given, else never.
-        at_end: Evaluate at the end of training, unless that was just done. Default: False.
-        limit_batches: The number of batches, of all processes together. Default: None, all of them.
-        inference_mode: Under `torch.inference_mode` rather than `torch.no_grad`: a little less overhead, but what
-            forward keeps in lists and caches cannot be used in training afterwards. Default: False.
+        every_n_steps: Number of optimiser steps between two evaluations. Default: None, never.
+        every_n_epochs: Number of epochs between two evaluations. Default: None, which means 1 without `every_n_steps`
+            and `at_end`, else never.
+        at_end: Evaluate at the end of training, unless the last step was just evaluated. Default: False.
+        limit_batches: Maximum number of batches, of all processes together. Default: None, all batches.
+        inference_mode: Use `torch.inference_mode` instead of `torch.no_grad`. This has less overhead, but tensors that
+            forward stores in lists and caches cannot be used in training afterwards. Default: False.
         collect: Keep the outputs of `forward` in `outputs`, on the CPU. Default: False.
-        shard: Whether each process takes its part of the batches; False if the loader gives it its own part already.
-            Default: True.
+        shard: Distribute the batches over the processes. False if the loader already yields only the batches of its
+            process. Default: True.
 
     Attributes:
         results: An `EvaluationResult` for each evaluation: step, epoch, values, memory, seconds.
-        outputs: With `collect`, those of the latest evaluation, one for each batch, in the order of the data, in every
-            process.
+        outputs: With `collect`, the outputs of the latest evaluation, one for each batch, in the order of the data; the
+            same in every process.
 
     Raises:
-        ConfigurationError: If an argument cannot be right.
+        ConfigurationError: If an argument is invalid.
 
     Example:
         >>> import torch
@@ -103,17 +103,21 @@ class NoGradEvaluation(Callback):
         if forward is not None and not callable(forward):
             raise ConfigurationError(f"forward is a function of module and batch, not {forward!r}.")
         if not (callable(dataloader) or isinstance(dataloader, str)):
-            find_loader(dataloader, nn.Identity(), None)  # only to check it
+            # This only checks the loader.
+            find_loader(dataloader, nn.Identity(), None)
         if every_n_steps is None and every_n_epochs is None and not at_end:
             every_n_epochs = 1
-        self.dataloader, self.metrics, self.name, self.forward = dataloader, metrics, name, forward
-        self.every_n_steps, self.every_n_epochs, self.at_end = every_n_steps, every_n_epochs, at_end
-        self.limit_batches, self.inference_mode, self.collect, self.shard = (
-            limit_batches,
-            inference_mode,
-            collect,
-            shard,
-        )
+        self.dataloader = dataloader
+        self.metrics = metrics
+        self.name = name
+        self.forward = forward
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
+        self.at_end = at_end
+        self.limit_batches = limit_batches
+        self.inference_mode = inference_mode
+        self.collect = collect
+        self.shard = shard
         self.results: list[EvaluationResult] = []
         self.outputs: list[Any] = []
         self._forget_run()
@@ -121,57 +125,65 @@ class NoGradEvaluation(Callback):
     def _forget_run(self) -> None:
         self._loader: Any = None
         self._part: Any = None
-        self._own_metrics: Metric | MetricCollection | None = None
-        self._steps = 0  # optimiser steps at the last look
-        self._evaluated: int | None = None  # optimiser steps at the last evaluation of this run
+        self._run_metrics: Metric | MetricCollection | None = None
+        # Optimiser steps at the end of the last batch.
+        self._steps = 0
+        # Optimiser steps at the last evaluation of this run.
+        self._evaluated: int | None = None
 
-    # When.
+    # Intervals
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Begins to count where training begins."""
+        """Start to count at the trainer's present step."""
         self._forget_run()
         self._steps = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Evaluates after every so many optimiser steps."""
-        before, self._steps = self._steps, trainer.global_step
+        """Evaluate if `every_n_steps` optimiser steps are done."""
+        before = self._steps
+        self._steps = trainer.global_step
         every = self.every_n_steps
+        # With gradient accumulation or several optimisers, the count need not grow by one.
         if every is not None and self._steps // every > before // every:
             result = self._evaluate(trainer, pl_module)
             self._log(trainer, pl_module, result, on_step=True, on_epoch=False)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Evaluates at the end of every so many epochs."""
+        """Evaluate if `every_n_epochs` epochs are done."""
         every = self.every_n_epochs
-        if every is not None and (trainer.current_epoch + 1) % every == 0 and self._evaluated != trainer.global_step:
+        if every is None:
+            return
+        is_due = (trainer.current_epoch + 1) % every == 0
+        if is_due and self._evaluated != trainer.global_step:
             result = self._evaluate(trainer, pl_module)
             self._log(trainer, pl_module, result, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Evaluates at the end."""
+        """Evaluate at the end of training, if `at_end` is set."""
         if self.at_end and self._evaluated != trainer.global_step:
-            self._log(trainer, None, self._evaluate(trainer, pl_module))
+            result = self._evaluate(trainer, pl_module)
+            self._log(trainer, None, result)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Lets go of loader and metrics."""
+        """Release the loader and the metrics."""
         self._forget_run()
 
-    # What.
+    # Evaluation
 
     def run(self, module: nn.Module) -> EvaluationResult:
-        """Evaluates now, without a trainer, where the module lies; every process of a group must call it.
+        """Evaluate now, without a trainer, on the module's device. Every process of a group must call it.
 
         Args:
             module: Any module.
 
         Returns:
-            The result, which `results` holds as well.
+            The result, which is also appended to `results`.
 
         Raises:
             ConfigurationError: If `dataloader` names a method that the module does not have.
-            StepError: If the loader gives no batch, or a graph is built.
+            StepError: If the loader yields no batch, or a graph is built.
         """
         try:
             return self._evaluate(None, module)
@@ -179,10 +191,10 @@ class NoGradEvaluation(Callback):
             self._forget_run()
 
     def concatenated(self) -> Any:
-        """The collected outputs of all batches as one, put together along the first dimension.
+        """Concatenate the collected outputs of all batches along the first dimension.
 
         Raises:
-            StepError: If there are none, or batches differ in structure.
+            StepError: If there are no outputs, or batches differ in structure.
         """
         if not self.outputs:
             raise StepError(f"{self.name} has collected nothing: say collect=True, and evaluate first.")
@@ -190,92 +202,127 @@ class NoGradEvaluation(Callback):
         return gather(self.outputs, sizes, torch.device("cpu"))
 
     def _evaluate(self, trainer: Any, module: nn.Module) -> EvaluationResult:
-        around = EvaluationHost.of(trainer, module)
+        """Evaluate, and restore the module's state."""
+        # 1. Prepare the loader, once in a run, and the metrics.
+        host = EvaluationHost.of(trainer, module)
         if self._loader is None:
-            self._loader = find_loader(self.dataloader, module, trainer)
-            shares = self.shard and getattr(trainer, "use_distributed_sampler", True)
-            read = self._loader
-            if isinstance(read, DataLoader):  # training may be in the midst of it
-                read = with_own_iterator(read)
-            self._part = around.share(read) if shares else read
-            self._own_metrics = deepcopy(self.metrics)
-        if (metrics := self._own_metrics) is not None:
-            metrics.to(around.device)
+            self._prepare(trainer, module, host)
+        metrics = self._run_metrics
+        if metrics is not None:
+            metrics.to(host.device)
             metrics.reset()
-        single = int(getattr(trainer, "fast_dev_run", False)) or None
-        limits = [limit for limit in (self.limit_batches, single) if limit is not None]
         evaluation = EvaluationPass(
             name=f"NoGradEvaluation {self.name!r}",
-            around=around,
+            host=host,
             metrics=metrics,
             forward=self.forward,
             inference_mode=self.inference_mode,
-            limit=around.part_of(min(limits, default=None), self._part),
+            limit=host.part_of(self._limit(trainer), self._part),
             collect=self.collect,
         )
+        # 2. Read the counters.
+        step = 0
+        epoch = 0
+        if trainer is not None:
+            step = trainer.global_step
+            epoch = trainer.current_epoch
+        # 3. Evaluate.
         with preserve_state(module, self._loader):
             _silence(module)
-            around.share_buffers(module)
+            host.share_buffers(module)
             module.eval()
             evaluation.run(module, self._part)
-            step, epoch = (trainer.global_step, trainer.current_epoch) if trainer is not None else (0, 0)
             result = evaluation.finish(step=step, epoch=epoch)
             if metrics is not None:
-                metrics.reset()  # lists of all predictions, say
-        self.outputs, self._evaluated = evaluation.outputs, step
+                # Metrics may hold lists of all predictions.
+                metrics.reset()
+        # 4. Note the outputs and the result.
+        self.outputs = evaluation.outputs
+        self._evaluated = step
         self.results.append(result)
         return result
 
+    def _prepare(self, trainer: Any, module: nn.Module, host: EvaluationHost) -> None:
+        """Find the loader, this process's share of it, and copy the metrics."""
+        self._loader = find_loader(self.dataloader, module, trainer)
+        loader = self._loader
+        # Training may be reading the same loader.
+        if isinstance(loader, DataLoader):
+            loader = with_own_iterator(loader)
+        if self.shard and getattr(trainer, "use_distributed_sampler", True):
+            loader = host.share(loader)
+        self._part = loader
+        self._run_metrics = deepcopy(self.metrics)
+
+    def _limit(self, trainer: Any) -> int | None:
+        """Return the number of batches of all processes together; None: all."""
+        limits = [self.limit_batches, int(getattr(trainer, "fast_dev_run", False))]
+        # `fast_dev_run` is True for one batch, or a number of batches.
+        return min((limit for limit in limits if limit), default=None)
+
     def _log(self, trainer: Any, module: LightningModule | None, result: EvaluationResult, **options: Any) -> None:
-        """Hands the numbers on.
+        """Log the numbers of a result.
 
         Args:
-            trainer: The trainer.
-            module: Logs for the callbacks; None where nothing may be logged.
-            result: What came out.
-            options: Of `self.log`.
+            trainer: The trainer; its loggers receive the numbers.
+            module: Module whose `log` receives the numbers for checkpoints and early stopping; None in hooks that may
+                not log.
+            result: The result.
+            options: Options of `self.log`.
         """
-        numbers = {f"{self.name}/{name}": value for name, value in result.values.items() if _is_number(value)}
+        numbers = {}
+        for name, value in result.values.items():
+            if _is_number(value):
+                numbers[f"{self.name}/{name}"] = value
         if module is not None:
             for name, value in numbers.items():
                 module.log(name, float(value), logger=False, batch_size=1, **options)
+        # Memory and epoch go to the loggers alone.
         numbers |= {f"{self.name}/memory_MiB": result.memory / 2**20, "epoch": result.epoch}
         for logger in trainer.loggers:
             logger.log_metrics(metrics=numbers, step=result.step)
 
-    # State.
+    # State
 
     @property
     def state_key(self) -> str:
-        """Tells evaluations with other names apart."""
+        """Key of the state in checkpoints; it contains the name."""
         return f"NoGradEvaluation({self.name!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The results so far."""
+        """Return the results so far."""
         return {"results": [result.state_dict() for result in self.results]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the results of an earlier process."""
+        """Load the results of an earlier process."""
         self.results = [EvaluationResult(**values) for values in state_dict["results"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to a run, and the methods that a trainer lends to callbacks."""
-        left_out = ("log", "log_dict", "_loader", "_part", "_own_metrics")
-        kept = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**kept, "_loader": None, "_part": None, "_own_metrics": None}
+        """Return the attributes without those of a run, and without `log` and `log_dict`, which a trainer binds."""
+        state = dict(vars(self))
+        state.pop("log", None)
+        state.pop("log_dict", None)
+        state.update(_loader=None, _part=None, _run_metrics=None)
+        return state
 
 
 def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is None:
+            continue
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < 1:
             raise ConfigurationError(f"{name} is a whole number from 1, or None, not {value!r}.")
 
 
 def _silence(module: nn.Module) -> None:
-    """Lets `self.log` in forward do nothing, until attributes are put back: training would log what was evaluated."""
-    for part in module.modules():
-        if is_a(part, LightningModule):
-            vars(part).update(log=_log_nothing, log_dict=_log_nothing)
+    """Replace `self.log` by a function that does nothing, until `preserve_state` restores it.
+
+    Otherwise the logs of training would contain values of the evaluation.
+    """
+    for child in module.modules():
+        if is_a(child, LightningModule):
+            vars(child).update(log=_log_nothing, log_dict=_log_nothing)
 
 
 def _log_nothing(*args: Any, **options: Any) -> None:

@@ -31,10 +31,7 @@ def is_a(value: Any, *kinds: Any) -> TypeGuard[Any]:
     """
     if isinstance(value, kinds):
         return True
-    for kind in kinds:
-        if _namesake_in(type(value), kind) is not None:
-            return True
-    return False
+    return any(_namesake_in(type(value), kind) is not None for kind in kinds)
 
 
 def base_of(value: Any, kind: type) -> Any:
@@ -47,6 +44,7 @@ def base_of(value: Any, kind: type) -> Any:
     if isinstance(value, kind):
         return kind
     for base in kind.__mro__:
+        # `kind` may be derived from the class of Lightning that `value` is an instance of.
         if isinstance(value, base) and base is not object:
             return kind
         namesake = _namesake_in(type(value), base)

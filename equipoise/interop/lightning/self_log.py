@@ -57,7 +57,16 @@ def _log(
         # This is a copy that outlived the run; the stock method warns.
         LightningModule.log(self, name, value)
         return
-    options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+    options = (
+        prog_bar,
+        logger,
+        on_step,
+        on_epoch,
+        reduce_fx,
+        sync_dist,
+        add_dataloader_idx,
+        rank_zero_only,
+    )
     trainer.logs.add(self._current_fx_name, name, value, options, batch_size)
 
 

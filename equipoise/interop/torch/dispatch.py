@@ -25,6 +25,7 @@ class _Mode(_Base):  # type: ignore[misc]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # `func` is called outside the mode, so its own operations are not reported twice.
         if self._device is not None:
             args = _on(self._device, args)
             kwargs = _on(self._device, kwargs or {})

@@ -11,6 +11,7 @@ from equipoise.to_device import to_device
 
 __all__ = ["add_", "copy_", "multiply_"]
 
+# Torch converts a 0-dim factor to these dtypes itself; in half precision it multiplies by a float32 factor.
 _EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -41,6 +42,7 @@ def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor
     if not isinstance(factor, Tensor):
         torch._foreach_mul_(tensors, factor)
         return
+    # A 0-dim tensor must be on the device of the list, so each device needs one call.
     groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device, _dtype_of_product(tensor))

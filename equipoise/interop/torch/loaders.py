@@ -29,6 +29,7 @@ def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False
         state["batch_sampler"] = sampler
     else:
         state["sampler"] = sampler
+        # The batch sampler holds the sampler as well. That of the user stays.
         if loader.batch_sampler is not None and loader.batch_size is not None:
             state["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
     return other
