@@ -10,26 +10,34 @@ from equipoise.memory.records import Composition, MemoryPoint
 from equipoise.memory.resident_set import resident_bytes
 
 __all__ = [
+    "PHASES",
     "ByPhase",
     "Reading",
     "Readings",
     "by_device",
     "larger",
+    "largest_by_phase",
     "metrics_of",
     "points_of",
+    "readings_of_ranks",
     "thin_out",
     "to_mib",
     "with_largest",
 ]
 
-Reading = tuple[int, int | None, int | None]  # allocated, reserved, peak
-ByPhase = dict[tuple[str, str], Reading]  # by device and phase
+# Bytes allocated, reserved and at the peak; None where a device does not report them.
+Reading = tuple[int, int | None, int | None]
+# Readings by device and phase.
+ByPhase = dict[tuple[str, str], Reading]
 
+PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
+# Stands for a missing value in tensors that processes exchange.
+_MISSING = -1
 _MOST_POINTS = 20_000
 
 
 class Readings:
-    """Reads devices at the end of phases.
+    """Read devices at the end of phases.
 
     Args:
         devices: The devices.
@@ -40,14 +48,15 @@ class Readings:
         self._read: ByPhase = {}
 
     def reset(self) -> None:
-        """A phase begins: peaks begin anew. That of a CPU is not read: it belongs to the system, and takes long."""
+        """Reset the peaks of CUDA devices at the start of a phase. A CPU's peak is slow to read, so it is not read."""
         for device in self.devices:
             if device.type == "cuda":
                 reset_peak(device)
 
     def read(self, phase: str) -> None:
-        """A phase ends; of several readings of one phase the largest counts."""
+        """Read all devices at the end of a phase; of several readings of one phase the largest counts."""
         for device in self.devices:
+            # Only the resident set of a CPU's process is quick to read.
             if device.type == "cpu":
                 new: Reading = (resident_bytes(), None, None)
             else:
@@ -58,23 +67,32 @@ class Readings:
         self.reset()
 
     def take(self) -> ByPhase:
-        """What was read since this was last called."""
-        taken, self._read = self._read, {}
-        return taken
+        """Return the readings since the last call."""
+        readings = self._read
+        self._read = {}
+        return readings
 
 
 def larger(before: Reading | None, now: Reading) -> Reading:
-    """The larger of two readings, value by value."""
+    """Return the larger of two readings, value by value."""
     if before is None:
         return now
-    allocated, reserved, peak = (
-        a if b is None else b if a is None else max(a, b) for a, b in zip(before, now, strict=True)
-    )
-    return allocated or 0, reserved, peak
+    allocated = max(before[0], now[0])
+    reserved = _larger_value(before[1], now[1])
+    peak = _larger_value(before[2], now[2])
+    return allocated, reserved, peak
+
+
+def _larger_value(before: int | None, now: int | None) -> int | None:
+    if before is None:
+        return now
+    if now is None:
+        return before
+    return max(before, now)
 
 
 def by_device(readings: ByPhase) -> dict[str, int]:
-    """The most that each device held in any phase, in bytes."""
+    """Return the largest memory of each device in any phase, in bytes."""
     most: dict[str, int] = defaultdict(int)
     for (device, _), (allocated, _, peak) in readings.items():
         most[device] = max(most[device], allocated, peak or 0)
@@ -82,22 +100,54 @@ def by_device(readings: ByPhase) -> dict[str, int]:
 
 
 def metrics_of(readings: ByPhase) -> dict[str, float]:
-    """What loggers receive, in MiB."""
-    return {
-        f"memory/{device}/{phase}/{name}_MiB".replace(" ", "_"): to_mib(value)
-        for (device, phase), reading in readings.items()
-        for name, value in zip(("allocated", "reserved", "peak"), reading, strict=True)
-        if value is not None
-    }
+    """Return readings in MiB by the names that loggers receive."""
+    names = ("allocated", "reserved", "peak")
+    metrics = {}
+    for (device, phase), reading in readings.items():
+        for name, value in zip(names, reading, strict=True):
+            if value is not None:
+                key = f"memory/{device}/{phase}/{name}_MiB"
+                key = key.replace(" ", "_")
+                metrics[key] = to_mib(value)
+    return metrics
+
+
+def largest_by_phase(readings: ByPhase, device: str) -> list[list[int]]:
+    """Return a device's readings as rows, one for each of `PHASES`, to be sent to other processes."""
+    no_reading: Reading = (_MISSING, None, None)
+    rows = []
+    for phase in PHASES:
+        reading = readings.get((device, phase), no_reading)
+        row = [_MISSING if value is None else value for value in reading]
+        rows.append(row)
+    return rows
+
+
+def readings_of_ranks(rows_of_ranks: list[list[list[float]]], device_type: str) -> ByPhase:
+    """Return the readings of all processes from their rows.
+
+    Args:
+        rows_of_ranks: What `largest_by_phase` returned in each process, in the order of ranks.
+        device_type: Type of the devices, such as "cuda", for their names.
+    """
+    readings: ByPhase = {}
+    for rank, rows in enumerate(rows_of_ranks):
+        for phase, row in zip(PHASES, rows, strict=True):
+            # A process without this phase reports no memory.
+            if row[0] < 0:
+                continue
+            allocated, reserved, peak = [None if value < 0 else int(value) for value in row]
+            readings[f"rank {rank} {device_type}", phase] = (allocated or 0, reserved, peak)
+    return readings
 
 
 def to_mib(nbytes: int) -> float:
-    """Bytes in MiB, as they are logged."""
+    """Convert bytes to MiB, rounded as in the logs."""
     return round(nbytes / 2**20, 3)
 
 
 def points_of(readings: ByPhase, step: int, seconds: float) -> Iterator[MemoryPoint]:
-    """The readings as points of a time line."""
+    """Yield the readings as points of a time line."""
     for (device, phase), (allocated, reserved, peak) in readings.items():
         yield MemoryPoint(
             step=step,
@@ -111,16 +161,28 @@ def points_of(readings: ByPhase, step: int, seconds: float) -> Iterator[MemoryPo
 
 
 def thin_out(timeline: list[MemoryPoint]) -> None:
-    """Drops every other moment of the older half where there are very many."""
-    if len(timeline) > _MOST_POINTS:
-        half = timeline[: _MOST_POINTS // 2]
-        kept = set(sorted({point.seconds for point in half})[::2])
-        timeline[: _MOST_POINTS // 2] = [point for point in half if point.seconds in kept]
+    """Drop every other moment of the older half of a time line that is too long."""
+    if len(timeline) <= _MOST_POINTS:
+        return
+    # Points of one moment stay together.
+    half = timeline[: _MOST_POINTS // 2]
+    moments = sorted({point.seconds for point in half})
+    remaining = set(moments[::2])
+    timeline[: _MOST_POINTS // 2] = [point for point in half if point.seconds in remaining]
 
 
-def with_largest(kept: list[Composition], new: Composition, phase: str | None = None) -> list[Composition]:
-    """The list with a composition in the place of a smaller one of the same device, and phase if one is given."""
-    for index, old in enumerate(kept):
-        if old.device == new.device and phase in (None, old.phase):
-            return [*kept[:index], max(old, new, key=lambda one: one.nbytes), *kept[index + 1 :]]
-    return [*kept, new]
+def with_largest(largest: list[Composition], new: Composition, phase: str | None = None) -> list[Composition]:
+    """Return a list in which a new composition replaces a smaller one of the same device and phase.
+
+    Args:
+        largest: The largest compositions so far.
+        new: The new composition.
+        phase: Phase that both must have. Default: any phase.
+    """
+    for index, old in enumerate(largest):
+        if old.device != new.device or phase not in (None, old.phase):
+            continue
+        if new.nbytes <= old.nbytes:
+            return list(largest)
+        return [*largest[:index], new, *largest[index + 1 :]]
+    return [*largest, new]
