@@ -183,7 +183,7 @@ def _forward_values(copies: list[Metric]) -> list[Any]:
     """Return the values that `forward` of the copies returned."""
     values: list[Any] = []
     for copy in copies:
-        value = copy._forward_cache
+        value: Any = copy._forward_cache
         if value is not None:
             values.append(value)
     return values
