@@ -15,7 +15,7 @@ from equipoise.to_device import ArrivingValue, to_device
 PACKAGE = Path(equipoise.__file__).parent
 
 # The progress bar copies into pinned memory and reads it after an event.
-MAY_COPY_ASYNCHRONOUSLY = {"to_device.py", "callbacks/progress/display.py"}
+MAY_COPY_ASYNCHRONOUSLY = {"to_device.py", "callbacks/progress/latest_values.py"}
 
 
 class Recorded(Tensor):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from equipoise.callbacks.progress.display import format_time
+from equipoise.callbacks.progress.formatting import format_time
 from equipoise.interop.lightning.classes import is_a, takes_iterator
 from equipoise.parallel.batches.splitting import Splitter
 

@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from equipoise.callbacks.progress.display import format_value
+from equipoise.callbacks.progress.formatting import format_value
 
 __all__ = ["can_draw", "draw_curves", "group_curves", "split_name"]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.callbacks.callback import Callback
-from equipoise.callbacks.progress.display import format_value
+from equipoise.callbacks.progress.formatting import format_value
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import format_bytes, peak_of_process
 from equipoise.report.curve_history import CurveHistory

@@ -16,8 +16,10 @@ from typing import Any
 import rich
 from lightning.pytorch.callbacks import ProgressBar as _LightningProgressBar
 
-from equipoise.callbacks.progress.display import LatestValues, Layout, Track, plain_line
+from equipoise.callbacks.progress.display import Layout, plain_line
+from equipoise.callbacks.progress.latest_values import LatestValues
 from equipoise.callbacks.progress.live_display import Display
+from equipoise.callbacks.progress.track import Track
 from equipoise.errors import ConfigurationError
 
 __all__ = ["ProgressBar"]

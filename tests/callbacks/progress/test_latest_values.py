@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equipoise.callbacks.progress.display import LatestValues
+from equipoise.callbacks.progress.latest_values import LatestValues
 
 
 class Remote(Tensor):

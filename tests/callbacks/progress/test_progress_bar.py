@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import equipoise
-from equipoise.callbacks.progress.display import LatestValues
+from equipoise.callbacks.progress.latest_values import LatestValues
 from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.report.run_summary import RunSummary
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, Stream, loader, ticking, trainer

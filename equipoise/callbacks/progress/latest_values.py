@@ -1,0 +1,107 @@
+"""LatestValues: metrics as plain numbers, read without waiting for a device."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["LatestValues"]
+
+
+class _Event(Protocol):
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _record_event(device: torch.device) -> _Event:
+    event: _Event = torch.cuda.current_stream(device).record_event()
+    return event
+
+
+class LatestValues:
+    """Metrics as plain numbers, read without waiting for a device.
+
+    A value on CUDA is copied to pinned memory in the order of the device's queue, and returned by the first reading
+    after the copy is done. Earlier readings return the value before. A device that keeps up with the host returns
+    values that are at most one reading old. Values on the host are read at once.
+
+    Args:
+        record_event: Function that records an event at the end of a device's queue. Default: an event on the device's
+            current stream.
+        pin_memory: Copy to page-locked memory. Copies to other memory would wait for the device. Default: True.
+
+    Example:
+        >>> LatestValues().read({"loss": torch.tensor(0.5), "step": 3})
+        {'loss': 0.5, 'step': 3}
+    """
+
+    def __init__(
+        self, *, record_event: Callable[[torch.device], _Event] = _record_event, pin_memory: bool = True
+    ) -> None:
+        self._record_event = record_event
+        self._pin_memory = pin_memory
+        self._copies: dict[str, Tensor] = {}
+        self._latest: dict[str, float] = {}
+        self._pending: dict[torch.device, tuple[_Event, list[str]]] = {}
+
+    def read(self, values: Mapping[str, Any], *, wait: bool = False) -> dict[str, Any]:
+        """Return the latest numbers that are available.
+
+        Args:
+            values: Tensors of one element, numbers or texts by name.
+            wait: Wait for the copies, so that the numbers are those of `values`. Default: False.
+
+        Returns:
+            The same names in the same order, without those whose first copy is not done yet.
+        """
+        # 1. Read finished copies, and start new ones.
+        self._finish_copies(wait=wait)
+        remote = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.is_cuda:
+                remote[name] = value
+        self._start_copies(remote)
+        if wait:
+            self._finish_copies(wait=True)
+        # 2. Collect the numbers.
+        latest: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in remote:
+                if name in self._latest:
+                    latest[name] = self._latest[name]
+            elif isinstance(value, Tensor):
+                latest[name] = float(value)
+            else:
+                latest[name] = value
+        return latest
+
+    def _finish_copies(self, *, wait: bool) -> None:
+        """Read the copies that are done."""
+        for device, (event, names) in list(self._pending.items()):
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                continue
+            del self._pending[device]
+            for name in names:
+                self._latest[name] = float(self._copies[name])
+
+    def _start_copies(self, values: Mapping[str, Tensor]) -> None:
+        """Start copies from every device without pending copies."""
+        for device in dict.fromkeys(value.device for value in values.values()):
+            # More copies would only fill the queue of a slow device.
+            if device in self._pending:
+                continue
+            names = [name for name, value in values.items() if value.device == device]
+            for name in names:
+                self._copy(name, values[name].detach())
+            self._pending[device] = (self._record_event(device), names)
+
+    def _copy(self, name: str, value: Tensor) -> None:
+        copy = self._copies.get(name)
+        if copy is None or copy.dtype != value.dtype:
+            copy = torch.empty((), dtype=value.dtype, pin_memory=self._pin_memory)
+            self._copies[name] = copy
+        copy.copy_(value.reshape(()), non_blocking=True)

@@ -1,0 +1,101 @@
+"""Track: counts and times of one stage."""
+
+import math
+from collections import deque
+
+__all__ = ["Track"]
+
+# Seconds over which the rate is measured, so that a slow first batch does not count for long.
+_WINDOW = 10.0
+
+
+class Track:
+    """Progress and speed of one stage. All times are seconds of one clock.
+
+    Args:
+        label: Text at the start of the line.
+        total: Number of batches; infinite if unknown.
+        now: Time of the start.
+
+    Attributes:
+        done: Number of batches done.
+        total: Number of batches; None if unknown.
+        begun: Time of the start, plus the duration of pauses.
+        finished: True at the end of the stage. `rate` is then the mean rate of the whole stage.
+    """
+
+    def __init__(self, label: str, total: float, now: float) -> None:
+        self.label = label
+        self.total: int | None = None
+        if math.isfinite(total):
+            self.total = int(total)
+        self.done = 0
+        self.finished = False
+        self.begun = now
+        self._paused: float | None = None
+        # Times, and the numbers of batches done by then, within the window of the rate.
+        self._first = (now, 0)
+        self._samples: deque[tuple[float, int]] = deque([self._first])
+
+    def skip(self, done: int, now: float) -> None:
+        """Count batches that have no part in the rate, such as those before a resumed run."""
+        self.done = done
+        self._first = (now, done)
+        self._samples = deque([self._first])
+
+    def update(self, done: int, now: float) -> None:
+        """Set the number of batches done, unless the clock is stopped."""
+        if self._paused is not None:
+            return
+        self.done = done
+        self._samples.append((now, done))
+        while len(self._samples) > 2 and self._samples[0][0] < now - _WINDOW:
+            self._samples.popleft()
+
+    def pause(self, now: float) -> None:
+        """Stop the clock until `go_on`."""
+        self._paused = now
+
+    def go_on(self, now: float) -> None:
+        """Start the clock again. The time since `pause` does not count."""
+        if self._paused is None:
+            return
+        gap = now - self._paused
+        self._paused = None
+        # All earlier times move by the duration of the pause.
+        self.begun += gap
+        first_time, first_done = self._first
+        self._first = (first_time + gap, first_done)
+        self._samples = deque((time + gap, done) for time, done in self._samples)
+
+    def finish(self, now: float) -> None:
+        """Stop the clock at the end of the stage."""
+        self._paused = now
+        self.finished = True
+
+    def elapsed(self, now: float) -> float:
+        """Return the seconds since the start, without pauses."""
+        end = now
+        if self._paused is not None:
+            end = self._paused
+        return max(0.0, end - self.begun)
+
+    @property
+    def rate(self) -> float | None:
+        """Batches per second of the last 10 seconds, or of a finished stage; None if unknown."""
+        start, first = self._samples[0]
+        if self.finished:
+            start, first = self._first
+        end, last = self._samples[-1]
+        if end <= start or last <= first:
+            return None
+        return (last - first) / (end - start)
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds to the end at the present rate; None if the rate or the total is unknown."""
+        rate = self.rate
+        if rate is None or self.total is None or self.finished:
+            return None
+        batches = max(0, self.total - self.done)
+        return batches / rate
