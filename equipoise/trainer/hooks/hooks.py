@@ -1,7 +1,7 @@
 """Call hooks. Overridden hooks are found once per run, so that others cost nothing in a step.
 
-A bound hook is one callable for all who override it, callbacks first; it tells the module which hook is running
-(`self.log` depends on it) and returns the module's answer. Where nobody overrides a hook, it is None.
+A bound hook is one callable for all callbacks and the module that override it, callbacks first. It sets the module's
+current hook, which `self.log` reads, and returns the module's result. A hook that is not overridden is bound as None.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,19 +21,25 @@ from equipoise.interop.lightning.self_log import CURRENT_HOOK
 __all__ = ["Hooks", "overrides", "state_key_of"]
 
 Hook = Callable[..., Any]
+
+# Callbacks that act together with those of other processes.
 _DECIDERS = (Checkpoint, Timer)
 
-# Modules whose callbacks read no more than the loss of a step's outputs.
-_LOOK_AT_THE_LOSS_ALONE = ("lightning.pytorch.", "equipoise.callbacks.", "equipoise.report.")
+# Modules whose callbacks read only the loss of a step's outputs.
+_READ_ONLY_THE_LOSS = ("lightning.pytorch.", "equipoise.callbacks.", "equipoise.report.")
 
 
 def overrides(owner: object, name: str, base: type) -> bool:
-    """Whether `owner` has a callable `name` other than that of `base`.
+    """Return True if `owner` has a callable `name` other than that of `base`.
 
     Attributes set on the instance count, and so do mocks and wrapped functions.
     """
-    own = getattr(owner, name, None)
-    return callable(own) and getattr(own, "__func__", own) is not getattr(base_of(owner, base), name, None)
+    method = getattr(owner, name, None)
+    if not callable(method):
+        return False
+    function = getattr(method, "__func__", method)
+    stock_class = base_of(owner, base)
+    return function is not getattr(stock_class, name, None)
 
 
 def state_key_of(callback: Any) -> str:
@@ -46,7 +52,11 @@ def state_key_of(callback: Any) -> str:
 
 
 def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
-    """What `uses_outputs` says of a hook; a class that overrides the hook of another is not meant by what that says."""
+    """Return the value of `uses_outputs` for a hook; True without a value.
+
+    A class that overrides the hook does not inherit the value.
+    """
+    # A function on the instance has no value.
     if name in vars(callback):
         return True
     for kind in type(callback).__mro__:
@@ -58,13 +68,13 @@ def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
 
 
 class Hooks:
-    """The hooks of one run.
+    """Hooks of one run.
 
     Args:
-        trainer: What callbacks receive first; its list of callbacks may change in the course of a run.
+        trainer: First argument of the callbacks' hooks; its list of callbacks may change during a run.
         module: The user's module.
-        datamodule: The user's data module, if there is one.
-        profiler: Times every hook, unless it is one that does nothing.
+        datamodule: The user's data module, or None.
+        profiler: Profiler that measures every hook. A `PassThroughProfiler` measures none.
     """
 
     def __init__(
@@ -87,149 +97,196 @@ class Hooks:
         """All callbacks, in order."""
         return self.trainer.callbacks  # type: ignore[no-any-return]
 
-    # Bound once, called often.
+    # Hooks that are bound once and called often
 
     def bind(self, name: str) -> Hook | None:
-        """The hook of the callbacks and the module; None if nobody overrides it."""
-        return self._fire(name, self._of_callbacks(name, self.callbacks), self._of_module(name))
+        """Bind the hook of the callbacks and the module; None if it is not overridden."""
+        callbacks = self._of_callbacks(name, self.callbacks)
+        module = self._of_module(name)
+        return self._fire(name, callbacks, module)
 
     def bind_callbacks(self, name: str, *, monitoring: bool | None = None) -> Hook | None:
-        """The hook of the callbacks alone.
+        """Bind the hook of the callbacks alone.
 
         Args:
             name: The hook's name.
-            monitoring: True: only those that monitor a metric (early stopping, checkpoints). False: all others. None:
-                all.
+            monitoring: True: only callbacks that monitor a metric (early stopping, checkpoints). False: all others.
+                Default: None, all callbacks.
         """
-        chosen = [c for c in self.callbacks if monitoring is None or monitoring == is_a(c, EarlyStopping, Checkpoint)]
-        return self._fire(name, self._of_callbacks(name, chosen), None)
+        chosen = []
+        for callback in self.callbacks:
+            if monitoring is None or monitoring == is_a(callback, EarlyStopping, Checkpoint):
+                chosen.append(callback)
+        hooks = self._of_callbacks(name, chosen)
+        return self._fire(name, hooks, None)
 
     def bind_checkpoints_after(self, name: str, state_key: str) -> Hook | None:
-        """The hook of the checkpoint callbacks behind one of them, which was the last to come to its end.
+        """Bind the hook of the checkpoint callbacks after one of them, the last whose hook was complete.
 
         Args:
             name: The hook's name.
             state_key: The `state_key` of that callback.
         """
         keys = [state_key_of(callback) for callback in self.callbacks]
-        behind = self.callbacks[keys.index(state_key) + 1 :] if state_key in keys else []
-        return self._fire(name, self._of_callbacks(name, [c for c in behind if isinstance(c, Checkpoint)]), None)
+        later: list[LightningCallback] = []
+        if state_key in keys:
+            later = self.callbacks[keys.index(state_key) + 1 :]
+        checkpoints = [callback for callback in later if isinstance(callback, Checkpoint)]
+        hooks = self._of_callbacks(name, checkpoints)
+        return self._fire(name, hooks, None)
 
     def bind_deciders(self, name: str) -> Hook | None:
-        """The hook of the callbacks that act together with those of other processes: checkpoints, timers, and who asks.
+        """Bind the hook of the callbacks that act together with those of other processes.
 
-        See `equipoise.Callback.fires_without_batch`.
+        These are checkpoints, timers, and callbacks that set `equipoise.Callback.fires_without_batch`.
         """
-        chosen = [c for c in self.callbacks if is_a(c, *_DECIDERS) or getattr(c, "fires_without_batch", False)]
-        return self._fire(name, self._of_callbacks(name, chosen), None)
+        chosen = []
+        for callback in self.callbacks:
+            if is_a(callback, *_DECIDERS) or getattr(callback, "fires_without_batch", False):
+                chosen.append(callback)
+        hooks = self._of_callbacks(name, chosen)
+        return self._fire(name, hooks, None)
 
     def bind_module(self, name: str) -> Hook | None:
-        """The hook of the module alone; None if it does not override it."""
+        """Bind the hook of the module alone; None if the module does not override it."""
         return self._fire(name, [], self._of_module(name))
 
     def bind_data(self, name: str) -> Hook | None:
-        """A transfer hook: the data module's if it overrides it, else the module's."""
-        if self.datamodule is not None and overrides(self.datamodule, name, LightningDataModule):
-            own = self.profiled(
-                getattr(self.datamodule, name), f"[LightningDataModule]{type(self.datamodule).__name__}.{name}"
-            )
-            return self._fire(name, [], own)
-        return self.bind_module(name)
+        """Bind a transfer hook: the data module's if it overrides the hook, else the module's."""
+        if self.datamodule is None or not overrides(self.datamodule, name, LightningDataModule):
+            return self.bind_module(name)
+        method = getattr(self.datamodule, name)
+        hook = self.profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")
+        return self._fire(name, [], hook)
 
     def bind_step(self, name: str, module: LightningModule | None = None) -> Hook:
-        """The user's `training_step` or one of its siblings, which may take a batch alone.
+        """Bind the user's `training_step` or one of its siblings, which may take a batch alone.
 
         Args:
             name: The method's name.
-            module: A copy of the module, whose method is meant. Default: the module itself.
+            module: A copy of the module, whose method is bound. Default: the module itself.
         """
-        own = getattr(self.module if module is None else module, name)
-        if not is_param_in_hook_signature(own, "batch_idx", min_args=2):
-            step = own
+        # 1. Find the method, and let it accept the index of the batch.
+        if module is None:
+            module = self.module
+        step = getattr(module, name)
+        run = step
+        if not is_param_in_hook_signature(step, "batch_idx", min_args=2):
 
-            def own(batch: Any, batch_idx: int, *rest: int) -> Any:
+            def run(batch: Any, batch_idx: int, *rest: int) -> Any:
                 return step(batch, *rest)
 
-        if module is None or module is self.module:  # copies run in other threads, and a profiler knows one
-            own = self.profiled(own, self.action_of_strategy(name))
-        state, current, run = vars(self.module if module is None else module), CURRENT_HOOK, own
+        # 2. Profile it. Copies run in other threads, while a profiler works in one only.
+        if module is self.module:
+            run = self.profiled(run, self.action_of_strategy(name))
+        # 3. Set the current hook around it. Local names are the quickest to read.
+        state = vars(module)
+        current = CURRENT_HOOK
 
         def fire_step(batch: Any, batch_idx: int, *rest: int) -> Any:
-            outer, state[current] = state[current], name
-            answer = run(batch, batch_idx, *rest) if rest else run(batch, batch_idx)
+            outer = state[current]
+            state[current] = name
+            if rest:
+                result = run(batch, batch_idx, *rest)
+            else:
+                result = run(batch, batch_idx)
             state[current] = outer
-            return answer
+            return result
 
         return fire_step
 
     def action_of_strategy(self, name: str) -> str:
-        """The name that a profile gives to something the strategy does."""
+        """Return the name of an action of the strategy in a profile."""
         return f"[Strategy]{self.trainer.strategy.__class__.__name__}.{name}"
 
-    # Called at once: for hooks that fire once or a few times in a run.
+    # Hooks that are called once or a few times in a run
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the hook of the callbacks and the module and returns the module's answer."""
+        """Call the hook of the callbacks and the module, and return the module's result."""
         fire = self.bind(name)
-        return fire(*args, **kwargs) if fire else None
+        if fire is None:
+            return None
+        return fire(*args, **kwargs)
 
     def call_callbacks(self, name: str, *args: Any, monitoring: bool | None = None, **kwargs: Any) -> None:
-        """Calls the hook of the callbacks alone."""
-        if fire := self.bind_callbacks(name, monitoring=monitoring):
+        """Call the hook of the callbacks alone."""
+        fire = self.bind_callbacks(name, monitoring=monitoring)
+        if fire is not None:
             fire(*args, **kwargs)
 
     def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's method, overridden or not, and returns its answer."""
+        """Call the module's method, overridden or not, and return its result."""
         method = getattr(self.module, name)
         if not callable(method):
             return None
-        fire = self._fire(name, [], self.profiled(method, f"[LightningModule]{self._name}.{name}"))
-        return fire(*args, **kwargs) if fire else None
+        hook = self.profiled(method, f"[LightningModule]{self._name}.{name}")
+        fire = self._fire(name, [], hook)
+        if fire is None:
+            return None
+        return fire(*args, **kwargs)
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the data module's method, if there is a data module, and returns its answer."""
+        """Call the data module's method, if there is a data module, and return its result."""
         method = getattr(self.datamodule, name, None)
         if not callable(method):
             return None
-        return self.profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")(*args, **kwargs)
+        hook = self.profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")
+        return hook(*args, **kwargs)
 
     def reads_outputs(self, name: str) -> bool:
-        """Whether somebody may look at what the step returned beside its loss, which may lie on many devices.
+        """Return True if a hook may read outputs of the step beside its loss, which may be on many devices.
 
         Args:
-            name: The hook that receives it. Those of Lightning's callbacks and of ours look at no more than the loss.
+            name: The hook that receives the outputs. Callbacks of Lightning and Equipoise read only the loss.
         """
         if overrides(self.module, name, LightningModule):
             return True
-        hooks = [getattr(callback, name) for callback in self.callbacks if overrides(callback, name, Callback)]
-        return not all(str(hook.__module__).startswith(_LOOK_AT_THE_LOSS_ALONE) for hook in hooks)
+        for callback in self.callbacks:
+            if not overrides(callback, name, Callback):
+                continue
+            hook = getattr(callback, name)
+            defined_in = str(hook.__module__)
+            if not defined_in.startswith(_READ_ONLY_THE_LOSS):
+                return True
+        return False
 
     def uses_outputs(self) -> bool:
-        """Whether somebody may look at the outputs that `on_train_batch_end` receives, which take some time to make."""
+        """Return True if a hook may read the outputs of `on_train_batch_end`, which take time to prepare."""
         name = "on_train_batch_end"
-        return overrides(self.module, name, LightningModule) or any(
-            overrides(callback, name, Callback) and _may_use_outputs(callback, name)
-            for callback in self.callbacks
-            if not cannot_fire(callback, name)
-        )
+        if overrides(self.module, name, LightningModule):
+            return True
+        for callback in self.callbacks:
+            if cannot_fire(callback, name):
+                continue
+            if overrides(callback, name, Callback) and _may_use_outputs(callback, name):
+                return True
+        return False
 
-    # How they are made.
+    # Construction of bound hooks
 
     def _of_callbacks(self, name: str, callbacks: Iterable[LightningCallback]) -> list[Hook]:
-        chosen = (c for c in callbacks if overrides(c, name, Callback) and not cannot_fire(c, name))
-        return [self.profiled(getattr(c, name), f"[Callback]{state_key_of(c)}.{name}") for c in chosen]
+        """Return the hooks of the callbacks that override a hook and may act in it."""
+        hooks = []
+        for callback in callbacks:
+            if not overrides(callback, name, Callback) or cannot_fire(callback, name):
+                continue
+            method = getattr(callback, name)
+            hook = self.profiled(method, f"[Callback]{state_key_of(callback)}.{name}")
+            hooks.append(hook)
+        return hooks
 
     def _of_module(self, name: str) -> Hook | None:
         if not overrides(self.module, name, LightningModule):
             return None
-        return self.profiled(getattr(self.module, name), f"[LightningModule]{self._name}.{name}")
+        method = getattr(self.module, name)
+        return self.profiled(method, f"[LightningModule]{self._name}.{name}")
 
     def profiled(self, method: Hook, action: str) -> Hook:
-        """The same function, timed if somebody asked for a profile.
+        """Return a function that measures a function; the function itself without a profiler.
 
         Args:
             method: The function.
-            action: The name that the profile gives it.
+            action: Its name in the profile.
         """
         if not self.is_profiled:
             return method
@@ -242,36 +299,50 @@ class Hooks:
         return profiled
 
     def _fire(self, name: str, callbacks: list[Hook], module: Hook | None) -> Hook | None:
-        state, current = vars(self.module), CURRENT_HOOK
+        """Return one function that calls all hooks; None without hooks.
+
+        The frequent cases have functions of their own, without a loop.
+        """
+        state = vars(self.module)
+        current = CURRENT_HOOK
+        # 1. The module alone.
         if not callbacks:
             if module is None:
                 return None
 
             def fire_module(*args: Any, **kwargs: Any) -> Any:
-                outer, state[current] = state[current], name
-                answer = module(*args, **kwargs)
+                outer = state[current]
+                state[current] = name
+                result = module(*args, **kwargs)
                 state[current] = outer
-                return answer
+                return result
 
             return fire_module
 
-        trainer, pl_module = self.trainer, self.module
+        # 2. One callback alone.
+        trainer = self.trainer
+        pl_module = self.module
         if len(callbacks) == 1 and module is None:
-            only = callbacks[0]
+            callback_hook = callbacks[0]
 
             def fire_one(*args: Any, **kwargs: Any) -> None:
-                outer, state[current] = state[current], name
-                only(trainer, pl_module, *args, **kwargs)
+                outer = state[current]
+                state[current] = name
+                callback_hook(trainer, pl_module, *args, **kwargs)
                 state[current] = outer
 
             return fire_one
 
+        # 3. Callbacks first, then the module.
         def fire(*args: Any, **kwargs: Any) -> Any:
-            outer, state[current] = state[current], name
+            outer = state[current]
+            state[current] = name
             for callback in callbacks:
                 callback(trainer, pl_module, *args, **kwargs)
-            answer = None if module is None else module(*args, **kwargs)
+            result = None
+            if module is not None:
+                result = module(*args, **kwargs)
             state[current] = outer
-            return answer
+            return result
 
         return fire

@@ -27,13 +27,17 @@ def check_hook_signatures(owners: Iterable[Any], fn: TrainerFn | None) -> None:
 
     Args:
         owners: The module and the callbacks of a run.
-        fn: The kind of run. Hooks that it does not call are not looked at.
+        fn: The kind of run. Hooks that it does not call are not checked.
 
     Raises:
-        ConfigurationError: Naming the hook, what it is called with, and its signature.
+        ConfigurationError: If a hook does not accept its arguments. The message names the hook, the arguments and the
+            signature.
     """
     for owner in owners:
-        base = base_of(owner, LightningModule if is_a(owner, LightningModule) else Callback)
+        if is_a(owner, LightningModule):
+            base = base_of(owner, LightningModule)
+        else:
+            base = base_of(owner, Callback)
         for name in dir(base):
             documented = getattr(base, name)
             if name.startswith("on_") and inspect.isfunction(documented) and _is_called(name, fn):
@@ -41,6 +45,7 @@ def check_hook_signatures(owners: Iterable[Any], fn: TrainerFn | None) -> None:
 
 
 def _is_called(name: str, fn: TrainerFn | None) -> bool:
+    """Return True if a kind of run calls a hook."""
     return all(fn in kinds for beginning, kinds in _CALLED_IN.items() if name.startswith(beginning))
 
 
@@ -48,21 +53,36 @@ def _check(owner: Any, name: str, documented: Any) -> None:
     hook = getattr(owner, name, None)
     if hook is None or getattr(type(owner), name, None) is documented:
         return
-    parameters = list(inspect.signature(documented).parameters.values())[1:]  # without self
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    required = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    # 1. Read the documented arguments.
+    positional = []
+    required = []
+    for parameter in _parameters_without_self(documented):
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            continue
+        positional.append(parameter.name)
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    # 2. Read the signature of the hook, and of its decorator, which may pass on other arguments.
     try:
         signature = inspect.signature(hook)
-        of_wrapper = inspect.signature(hook, follow_wrapped=False)  # a decorator may hand on other arguments
-    except (TypeError, ValueError):  # of an object that does not show it
+        signature_of_wrapper = inspect.signature(hook, follow_wrapped=False)
+    except (TypeError, ValueError):
+        # Some callable objects have no readable signature.
         return
-    for each in (signature, of_wrapper):
-        if _binds(each, len(positional)) or _binds(each, len(required)):
+    # 3. Compare.
+    for candidate in (signature, signature_of_wrapper):
+        if _binds(candidate, len(positional)) or _binds(candidate, len(required)):
             return
+    arguments = ", ".join(positional)
     raise ConfigurationError(
-        f"`{type(owner).__name__}.{name}` is called with ({', '.join(positional)}), but is defined as `{signature}`."
-        f" Take `(self, {', '.join(positional)})`."
+        f"`{type(owner).__name__}.{name}` is called with ({arguments}), but is defined as `{signature}`."
+        f" Take `(self, {arguments})`."
     )
+
+
+def _parameters_without_self(function: Any) -> list[inspect.Parameter]:
+    signature = inspect.signature(function)
+    return list(signature.parameters.values())[1:]
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:
