@@ -1,7 +1,7 @@
 """Settings of a process that its workers need: environment, torch's modes, generators, warning filters.
 
-It is taken along to workers. A worker is forked by a server that knows the program as it was when the server was
-started, and torch as it comes.
+A server forks the workers. Its settings are those of the program when the server started, and torch's defaults. So the
+parent sends its present settings to each worker.
 """
 
 import os
@@ -21,7 +21,7 @@ __all__ = ["ProcessEnvironment"]
 
 @dataclass(frozen=True)
 class _WarningFilter:
-    """One filter of warnings, as `warnings.filterwarnings` takes it."""
+    """Filter of warnings in the form of the arguments of `warnings.filterwarnings`."""
 
     action: Any
     message: str
@@ -36,12 +36,12 @@ class _WarningFilter:
         return cls(action, _expression(message), category, _expression(module), line)
 
     def append(self) -> None:
-        """Let this filter follow those of this process."""
+        """Append this filter to those of this process."""
         warnings.filterwarnings(self.action, self.message, self.category, self.module, self.line, append=True)
 
 
 def _expression(pattern: Any) -> str:
-    """Return the regular expression of a part of a filter: none, a compiled one, or text that matches itself alone."""
+    """Return the regular expression of a part of a filter, which is None, a compiled one, or literal text."""
     if pattern is None:
         return ""
     if isinstance(pattern, str):
@@ -51,26 +51,33 @@ def _expression(pattern: Any) -> str:
 
 
 def _warning_filters() -> list[_WarningFilter]:
-    filters = [_WarningFilter.of(entry) for entry in warnings.filters]
-    return [each for each in filters if can_be_packed(each.category)]
+    """Return the filters of this process whose categories can be sent."""
+    filters = []
+    for entry in warnings.filters:
+        warning_filter = _WarningFilter.of(entry)
+        if can_be_packed(warning_filter.category):
+            filters.append(warning_filter)
+    return filters
 
 
 def _warning_format() -> Callable[..., str] | None:
-    """Return how this process formats warnings; None if that cannot be sent."""
-    return warnings.formatwarning if can_be_packed(warnings.formatwarning) else None
+    """Return the function that formats warnings in this process; None if it cannot be sent."""
+    if not can_be_packed(warnings.formatwarning):
+        return None
+    return warnings.formatwarning
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Taken from the process that makes it.
+    """Settings of the process that creates this object.
 
     Attributes:
-        environment: The variables.
-        modes: Torch's modes.
-        random: The random generators.
-        folder: The working folder.
-        warning_filters: Which warnings are shown, in the order in which filters are asked.
-        warning_format: Makes the text of a warning; None: as the process does by itself.
+        environment: Environment variables.
+        modes: Torch's modes by name.
+        random: State of the random generators.
+        folder: Working folder.
+        warning_filters: Filters of warnings, the first match counts.
+        warning_format: Function that formats a warning; None for that of the worker.
     """
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -81,14 +88,14 @@ class ProcessEnvironment:
     warning_format: Callable[..., str] | None = field(default_factory=_warning_format)
 
     def restore(self) -> None:
-        """Make them those of this process."""
+        """Apply the settings to this process."""
         os.environ.clear()
         os.environ.update(self.environment)
         torch_modes.restore(self.modes)
         self.random.restore()
         os.chdir(self.folder)
         warnings.resetwarnings()
-        for each in self.warning_filters:
-            each.append()
+        for warning_filter in self.warning_filters:
+            warning_filter.append()
         if self.warning_format is not None:
             warnings.formatwarning = self.warning_format

@@ -9,7 +9,11 @@ __all__ = ["hand_on", "install", "levels", "one_at_a_time"]
 
 
 def one_at_a_time(send: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The same for any number of threads: what a connection sends in pieces must not be mixed."""
+    """Return a function that several threads may call. A connection sends a large message in parts, not to be mixed.
+
+    Args:
+        send: Function that sends a message; one thread at a time calls it.
+    """
     lock = threading.Lock()
 
     def locked(message: Any) -> None:
@@ -20,17 +24,21 @@ def one_at_a_time(send: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def levels() -> dict[str, int]:
-    """The levels of all loggers that have one of their own; that of the root under an empty name."""
-    known = {name: each for name, each in logging.root.manager.loggerDict.items() if isinstance(each, logging.Logger)}
-    return {"": logging.root.level, **{name: each.level for name, each in known.items() if each.level}}
+    """Return the levels of all loggers with a level, by name; that of the root under an empty name."""
+    levels_by_name = {"": logging.root.level}
+    for name, logger in logging.root.manager.loggerDict.items():
+        # The dictionary also holds placeholders for parents that no code has asked for.
+        if isinstance(logger, logging.Logger) and logger.level:
+            levels_by_name[name] = logger.level
+    return levels_by_name
 
 
 def install(send: Callable[[Any], None], levels: dict[str, int]) -> None:
-    """Lets this process hand its records to the parent.
+    """Forward the log records of this process to the parent.
 
     Args:
-        send: Sends something to the parent.
-        levels: The parent's levels, by name.
+        send: Function that sends a record to the parent.
+        levels: Levels of the parent's loggers by name.
     """
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
@@ -38,21 +46,21 @@ def install(send: Callable[[Any], None], levels: dict[str, int]) -> None:
 
 
 def hand_on(record: logging.LogRecord) -> None:
-    """Hands a worker's record to the handlers of this process."""
+    """Pass a worker's record to the handlers of this process."""
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)
 
 
 class _Sender(logging.Handler):
-    """Sends records; not those of loggers that have handlers here, which have written them already."""
+    """Sends records to the parent, except those of loggers with handlers here, which have written them already."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         super().__init__()
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Sends a record as text, since its arguments may be anything."""
+        """Send a record as text, since its arguments may not be picklable."""
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None and logger is not logging.root:
             if logger.handlers:
@@ -62,7 +70,8 @@ class _Sender(logging.Handler):
             message = record.getMessage()
             if record.exc_info:
                 message = f"{message}\n{logging.Formatter().formatException(record.exc_info)}"
-            told = logging.makeLogRecord({**vars(record), "msg": message, "args": None, "exc_info": None})
-            self._send(told)
+            attributes = {**vars(record), "msg": message, "args": None, "exc_info": None}
+            text_record = logging.makeLogRecord(attributes)
+            self._send(text_record)
         except Exception:
             self.handleError(record)

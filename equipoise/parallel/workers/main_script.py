@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 __all__ = ["MainScript", "hidden", "main_script"]
 
-_HIDING = threading.Lock()  # one thread's workers must not start while another shows the script again
+# Workers of one thread must not start while another thread shows the script again.
+_HIDING = threading.Lock()
 
 
 class MainScript(NamedTuple):
-    """The script of a process.
+    """Script of a process.
 
     Attributes:
-        file: Its path; None if it has none, as in a notebook.
-        module: Its full name if it was started as a module.
+        file: Path of the script; None without one, as in a notebook.
+        module: Full name of the script if it was started as a module.
     """
 
     file: str | None
@@ -55,7 +56,8 @@ def hidden() -> Iterator[None]:
     """
     main = sys.modules["__main__"]
     with _HIDING:
-        file, spec = vars(main).pop("__file__", None), main.__spec__
+        file = vars(main).pop("__file__", None)
+        spec = main.__spec__
         main.__spec__ = None
         try:
             yield

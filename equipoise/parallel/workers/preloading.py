@@ -46,11 +46,13 @@ def preloading() -> Iterator[None]:
 
     The user's list stays as it is. Of it "__main__" is left out, Python's default: no script runs again.
     """
-    users = preloaded_by_user()
-    ours = preloaded_modules()
-    others = [name for name in users if name != "__main__" and name not in ours]
-    forkserver.set_forkserver_preload([*ours, *others])
+    user_modules = preloaded_by_user()
+    modules = preloaded_modules()
+    for name in user_modules:
+        if name != "__main__" and name not in modules:
+            modules.append(name)
+    forkserver.set_forkserver_preload(modules)
     try:
         yield
     finally:
-        forkserver.set_forkserver_preload(users)
+        forkserver.set_forkserver_preload(user_modules)

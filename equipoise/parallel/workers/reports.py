@@ -15,7 +15,10 @@ from equipoise.parallel.payload.shared_payload import PayloadLayout, pickle_erro
 
 __all__ = ["Report", "Worker", "causes_among", "raise_first_cause", "raise_unended", "report_of"]
 
-_ATTEMPTS = 3  # at a report, which a signal's handler may break off
+# Attempts to create a report, which a signal's handler may interrupt.
+_ATTEMPTS = 3
+# Part of the message of an exchange that reached its time limit.
+_WAITED = "Timed out waiting"
 
 
 class Worker(Protocol):
@@ -23,24 +26,24 @@ class Worker(Protocol):
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """Number of the worker, from 0."""
 
     def where(self) -> str:
-        """Return what it is doing."""
+        """Return the present stack of the worker."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a worker ended.
+    """Report of the end of a worker.
 
     Attributes:
-        rank: Which.
-        time: When, by the clock that all processes share.
-        layout: Where the answer lies, if there is one.
-        error: What it raised, pickled; None if that cannot be sent.
+        rank: Number of the worker.
+        time: Time of its end in seconds, by the monotonic clock that all processes share.
+        layout: Layout of its result in the shared file; None without a result.
+        error: Its error, pickled; None if that cannot be sent.
         text: Its traceback.
-        consequence: Whether it follows from the end of another.
-        signal: What killed it, if something did.
+        consequence: True if the error follows from the end of another worker.
+        signal: Number of the signal that killed it; None if no signal did.
     """
 
     rank: int
@@ -53,7 +56,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether the worker did not end as it should."""
+        """True if the worker raised an error, exited early or was killed."""
         return bool(self.text) or self.signal is not None
 
 
@@ -63,8 +66,13 @@ class Report:
 def report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseException], bool] | None) -> Report:
     """Return the report of a worker that raised an error.
 
-    A child process of the worker may end meanwhile, as a loader's worker does, and the handler of that signal raises an
-    error of its own into whatever runs. So the signal is turned off, and the report made again if it was broken off.
+    A child process of the worker may end meanwhile, as a loader's worker does, and the handler of that signal raises
+    another error in any statement. So this turns the signal off, and creates the report again if it was interrupted.
+
+    Args:
+        error: Error of the worker.
+        rank: Number of the worker.
+        is_consequence: Returns True for errors that follow from the end of another process; None for no such check.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -76,8 +84,10 @@ def report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseExc
 
 
 def _report_once(error: BaseException, rank: int, is_consequence: Callable[[BaseException], bool] | None) -> Report:
-    now, text = time.monotonic(), "".join(traceback.format_exception(error))
-    if type(error) is SystemExit:  # not Lightning's error for a SIGTERM, which is one
+    now = time.monotonic()
+    text = "".join(traceback.format_exception(error))
+    # Lightning's error for a SIGTERM derives from SystemExit and is not meant here.
+    if type(error) is SystemExit:
         return Report(rank, now, text=f"It called sys.exit({error.code!r}).\n\n{text}")
     follows = is_consequence is not None and is_consequence(error)
     return Report(rank, now, error=pickle_error(error), text=text, consequence=follows)
@@ -87,39 +97,55 @@ def _report_once(error: BaseException, rank: int, is_consequence: Callable[[Base
 
 
 def causes_among(reports: Sequence[Report], silent: Sequence[Worker]) -> list[Report]:
-    """Return the failures that may be the cause of the others, the first one first; empty if all follow from something.
+    """Return the failures that may have caused all other failures, in order of time; empty if none may have.
 
     Args:
-        reports: Those of the workers that have ended.
-        silent: The others.
+        reports: Reports of the workers that have ended.
+        silent: Workers without a report.
     """
-    failed = sorted((report for report in reports if report.failed), key=lambda report: report.time)
-    # A watchdog aborts a process that has waited in vain for another.
-    waited = [report for report in failed if report.signal == signal.SIGABRT and silent]
-    killed = [report for report in failed if report.signal is not None and report not in waited]
-    return killed or [report for report in failed if not report.consequence and report not in waited]
+    killed = []
+    raised = []
+    for report in _failures(reports):
+        # A watchdog aborts a process that has waited in vain for a silent one.
+        if report.signal == signal.SIGABRT and silent:
+            continue
+        if report.signal is not None:
+            killed.append(report)
+        if not report.consequence:
+            raised.append(report)
+    return killed or raised
+
+
+def _failures(reports: Sequence[Report]) -> list[Report]:
+    """Return the reports of failed workers, the first failure first."""
+    failures = [report for report in reports if report.failed]
+    return sorted(failures, key=lambda report: report.time)
 
 
 def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker]) -> NoReturn:
-    """Raise what went wrong first: a signal before an error, an error before what follows from it, then a hang.
+    """Raise the first cause: a signal before an error, an error before its consequences, then a hang.
 
     Args:
-        count: The number of processes.
-        reports: Those of the workers that have ended.
-        silent: The others.
+        count: Number of processes.
+        reports: Reports of the workers that have ended; one at least has failed.
+        silent: Workers without a report.
     """
-    failed = sorted((report for report in reports if report.failed), key=lambda report: report.time)
+    failed = _failures(reports)
     causes = causes_among(reports, silent)
+    # 1. Without a cause, a silent worker hangs.
     if not causes and silent:
-        told = f"rank {silent[0].rank} of {count} hung, while others waited for it. It is here:\n\n{silent[0].where()}"
-        raise WorkerError(told) from RemoteTraceback(failed[0].text)
-    # When the first gives up waiting, it may close the connections of those whose time is not up yet.
+        hung = silent[0]
+        message = f"rank {hung.rank} of {count} hung, while others waited for it. It is here:\n\n{hung.where()}"
+        raise WorkerError(message) from RemoteTraceback(failed[0].text)
+    # 2. Without a silent worker, all waited in different places. The first one to stop waiting may close connections
+    # before the time of the rest is up, so one message of a timeout is enough.
     if not causes and len(failed) == count and any(_WAITED in report.text for report in failed):
         raise WorkerError(
             f"All {count} processes waited for others, in different places, until time was up. Each came this far,"
             f" so they do not do the same:\n\n{_places(failed)}"
         ) from RemoteTraceback(failed[0].text)
-    cause = (causes or failed)[0]
+    # 3. Raise the first cause in this process.
+    cause = causes[0] if causes else failed[0]
     name = f"rank {cause.rank} of {count}"
     if cause.signal is not None:
         raise WorkerError(f"{name} was killed by {signal.Signals(cause.signal).name}.{_hint(cause.signal)}")
@@ -130,11 +156,8 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
     raise error from RemoteTraceback(cause.text)
 
 
-_WAITED = "Timed out waiting"
-
-
 def _hint(number: int) -> str:
-    """What a signal may mean."""
+    """Return the likely reason for a signal, as a sentence of the message."""
     if number == signal.SIGKILL:
         return " If nobody did so on purpose, the system may have run out of memory."
     if number == signal.SIGABRT:
@@ -143,12 +166,17 @@ def _hint(number: int) -> str:
 
 
 def _places(reports: list[Report]) -> str:
-    """Where each process waited: the last line of its traceback that is not torch's."""
-    told = []
+    """Return the place where each process waited: the last frame of its traceback outside of torch."""
+    torch_folder = f"{os.sep}torch{os.sep}"
+    lines = []
     for report in sorted(reports, key=lambda report: report.rank):
-        frames = [frame for frame in report.text.split('  File "')[1:] if f"{os.sep}torch{os.sep}" not in frame]
-        told.append(f'rank {report.rank}:   File "{frames[-1].rstrip()}' if frames else f"rank {report.rank}")
-    return "\n".join(told)
+        line = f"rank {report.rank}"
+        # The text before the first frame is the heading of the traceback.
+        for frame in report.text.split('  File "')[1:]:
+            if torch_folder not in frame:
+                line = f'rank {report.rank}:   File "{frame.rstrip()}'
+        lines.append(line)
+    return "\n".join(lines)
 
 
 class RemoteTraceback(Exception):

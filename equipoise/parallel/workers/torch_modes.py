@@ -18,12 +18,13 @@ _Write = Callable[[Any], Any]
 
 
 def capture() -> dict[str, Any]:
-    """Return torch's modes in this process by name; without the older flags that cannot be read any more."""
+    """Return torch's modes in this process by name, without the older flags that cannot be read any more."""
     modes: dict[str, Any] = {}
     for name, (read, _) in _MODES.items():
         try:
             modes[name] = read()
-        except (RuntimeError, AttributeError):  # the newer interface was used, or this torch lacks the switch
+        except (RuntimeError, AttributeError):
+            # The program used the newer interface, or this version of torch lacks the switch.
             continue
     return modes
 
@@ -34,7 +35,7 @@ def restore(modes: dict[str, Any]) -> None:
     A mode that has its value already is left alone, so that an operator goes on following its backend.
 
     Args:
-        modes: What `capture` returned.
+        modes: Modes by name, as `capture` returned them.
     """
     for name, (read, write) in _MODES.items():
         if name not in modes:
@@ -48,7 +49,7 @@ def restore(modes: dict[str, Any]) -> None:
 
 
 def _attribute(holder: Any, name: str) -> tuple[_Read, _Write]:
-    """The reader and the writer of a mode that is an attribute."""
+    """Return the reader and the writer of a mode that is an attribute."""
 
     def read() -> Any:
         return getattr(holder, name)
@@ -60,7 +61,7 @@ def _attribute(holder: Any, name: str) -> tuple[_Read, _Write]:
 
 
 def _reduction(name: str) -> tuple[_Read, _Write]:
-    """The reader and the writer of a reduction in half precision, which older versions of torch give as one flag."""
+    """Return the reader and the writer of a reduction in half precision, one flag in older versions of torch."""
 
     def read() -> Any:
         allowed = getattr(cuda.matmul, name)
