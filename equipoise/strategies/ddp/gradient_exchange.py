@@ -1,6 +1,6 @@
 """Gradient exchange of DDP: torch's DistributedDataParallel, or our reducer.
 
-Both end a window with the same gradients in all processes: Σ wᵢgᵢ / Σ wᵢ over the parts of all of them.
+Both end a window with the same gradients in all processes: Σ wᵢgᵢ / Σ wᵢ over the batches of all of them.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from equipoise.errors import StepError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
@@ -23,100 +23,170 @@ from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.ddp.window_totals import AlongGradients, Apart, OnHost, TotalWeight, as_number, reading_waits
 
-__all__ = ["Engine", "NativeEngine", "TorchEngine", "goes_backward_once"]
+__all__ = [
+    "Engine",
+    "NativeEngine",
+    "TorchEngine",
+    "check_engine_options",
+    "make_engine",
+    "trainable_parameters_differ",
+]
 
 _NOTHING = StepResult(None, 0, None)
 
 
+def check_engine_options(engine: str, bucket_megabytes: float, comm_hook: Any) -> None:
+    """Check the arguments of the strategy that choose and configure an engine.
+
+    Raises:
+        ConfigurationError: If an argument is out of range, or if two of them exclude each other.
+    """
+    if engine not in ("torch", "native"):
+        raise ConfigurationError(f"engine must be 'torch' or 'native', not {engine!r}.")
+    if comm_hook is not None and engine == "native":
+        raise ConfigurationError("comm_hook is for torch's wrapper: leave it out, or take engine='torch'.")
+    if not bucket_megabytes > 0:
+        raise ConfigurationError(f"bucket_megabytes must be positive, not {bucket_megabytes!r}.")
+
+
 class Engine(Protocol):
-    """An exchange of gradients; made when the first batch is trained on."""
+    """An exchange of gradients; constructed when the first batch is trained on."""
 
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None: ...
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
-        """Computes the gradients of a batch; without parts, takes part in the exchange alone."""
+        """Compute the gradients of a batch; without parts, join the exchange only."""
 
     def collect(self) -> None:
-        """Called after a backward, before its hooks, which are to see the gradients of all processes."""
+        """Complete an exchange; called after a backward and before its hooks, which read the exchanged gradients."""
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
-        """Ends a window; returns whether no process had any weight."""
+        """End a window; return whether the weights of all processes are 0."""
 
     def close(self) -> None:
-        """Lets go of the module."""
+        """Release the module."""
 
 
-def goes_backward_once(module: nn.Module) -> bool:
-    """Whether the module leaves the backward to the trainer; an override may go several times."""
+def make_engine(
+    name: str, module: nn.Module, device: torch.device, options: dict[str, Any], *, repeats_steps: bool
+) -> "TorchEngine | NativeEngine":
+    """Return the engine for a module.
+
+    Torch's wrapper computes a step once, and runs one backward for it. In other cases the native engine replaces it.
+
+    Args:
+        name: The engine that the user has chosen, "torch" or "native".
+        module: The user's module, on its device.
+        device: The device.
+        options: The options of the engine.
+        repeats_steps: Whether a step that failed is computed again.
+    """
+    automatic = getattr(module, "automatic_optimization", True)
+    fits_wrapper = automatic and _has_one_backward(module) and not repeats_steps
+    if name == "torch" and fits_wrapper:
+        return TorchEngine(module, device, options)
+    return NativeEngine(module, device, options)
+
+
+def trainable_parameters_differ(module: nn.Module, parameters: list[nn.Parameter], before: list[bool]) -> bool:
+    """Return whether parameters were frozen or unfrozen, so that an engine no longer fits.
+
+    Args:
+        module: The user's module.
+        parameters: The parameters of the engine.
+        before: Whether each of them was trainable when the engine was constructed.
+    """
+    # Manual optimisation freezes parameters in every step, without an effect on the exchange.
+    automatic = getattr(module, "automatic_optimization", True)
+    for parameter, trainable_before in zip(parameters, before, strict=True):
+        trainable = parameter.requires_grad
+        if trainable != trainable_before and (trainable or automatic):
+            return True
+    return False
+
+
+def _has_one_backward(module: nn.Module) -> bool:
+    """Return whether the module leaves the backward to the trainer; an override may run it several times."""
     return getattr(type(module), "backward", None) is LightningModule.backward
 
 
 def _is_idle(result: StepResult) -> bool:
-    """Whether there is nothing to go backward through."""
-    return result.loss is None or (not isinstance(result.weight, Tensor) and result.weight == 0)
+    """Return whether the result needs no backward."""
+    if result.loss is None:
+        return True
+    return not isinstance(result.weight, Tensor) and result.weight == 0
 
 
 def _weigh(window: AccumulationWindow, optimizer: Optimizer, total: float | Tensor, divided_by: int) -> bool:
-    """Turns summed gradients into the weighted mean over all processes; returns whether no process had any weight.
-
-    Then nobody has a gradient either, as on one device.
+    """Turn summed gradients into the weighted mean over all processes.
 
     Args:
-        window: What this process computed.
-        optimizer: Whose gradients.
+        window: The window of this process.
+        optimizer: The optimiser that holds the parameters.
         total: Σw of all processes.
-        divided_by: By how much the exchange has divided the sums.
+        divided_by: The number by which the exchange has divided the sums.
+
+    Returns:
+        Whether Σw is 0. Then no parameter keeps a gradient, as on one device.
     """
     factor = window.correction(total, divided_by)
     if factor is not None:
         foreach.multiply_([p.grad for p in optimizer_parameters(optimizer) if p.grad is not None], factor)
-    nobody = not isinstance(total, Tensor) and total == 0
-    if nobody:
-        for parameter in optimizer_parameters(optimizer):
-            parameter.grad = None
-    return nobody
+    if isinstance(total, Tensor) or total != 0:
+        return False
+    for parameter in optimizer_parameters(optimizer):
+        parameter.grad = None
+    return True
 
 
 class _Redirected(nn.Module):
-    """A module whose forward calls whatever it is given, so that a whole step runs inside torch's wrapper.
+    """A module whose forward calls a function, so that a complete step runs inside torch's wrapper.
 
     Args:
         module: The user's module.
-        weight: What carries Σw, as the gradient of a parameter that nobody computes with. None: something else does.
+        weight: The parameter whose gradient carries Σw; see `AlongGradients`. None: Σw is exchanged another way.
     """
 
     def __init__(self, module: nn.Module, weight: nn.Parameter | None) -> None:
         super().__init__()
-        self.module, self.weight = module, weight
+        self.module = module
+        self.weight = weight
 
     def forward(self, function: Any) -> Any:
         return function()
 
 
 class TorchEngine:
-    """Torch's DistributedDataParallel around the whole step.
+    """Torch's DistributedDataParallel around the complete step.
 
     Args:
         module: The user's module, on its device.
         device: The device.
-        options: For the wrapper, and `comm_hook`.
+        options: Arguments of the wrapper, and `comm_hook`.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
-        given = dict(options)
-        hook = given.pop("comm_hook")
-        if "forward_sync_buffers" not in signature(DistributedDataParallel).parameters:  # older than torch 2.12
-            given["broadcast_buffers"] = given.pop("forward_sync_buffers")
-        self._learned = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._is_static = given["static_graph"]
-        plain = not given["find_unused_parameters"] and not given["static_graph"]
-        self._tells_unused = plain
-        # A graph that is looked through does not hold the weight; a hook of the user's may round it.
-        self._weight, weight = _total_weight(self._learned.values(), device, in_buckets=plain and hook is None)
+        # 1. Separate our option from those of the wrapper, in the words of the installed torch.
+        wrapper_options = dict(options)
+        hook = wrapper_options.pop("comm_hook")
+        if "forward_sync_buffers" not in signature(DistributedDataParallel).parameters:
+            # torch < 2.12
+            wrapper_options["broadcast_buffers"] = wrapper_options.pop("forward_sync_buffers")
+
+        # 2. Choose how Σw is exchanged. A wrapper that searches the graph does not find the parameter that carries the
+        #    weight, and a hook of the user may round it.
+        self._trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._is_static = wrapper_options["static_graph"]
+        self._refuses_unused = not wrapper_options["find_unused_parameters"] and not self._is_static
+        in_buckets = self._refuses_unused and hook is None
+        self._weight, carrier = _total_weight(self._trainable.values(), device, in_buckets=in_buckets)
+
+        # 3. Wrap the module.
         self._device = device
-        self._wrapped = DistributedDataParallel(
-            _Redirected(module, weight), device_ids=[device] if device.type == "cuda" else None, **given
-        )
+        device_ids = None
+        if device.type == "cuda":
+            device_ids = [device]
+        self._wrapped = DistributedDataParallel(_Redirected(module, carrier), device_ids=device_ids, **wrapper_options)
         if hook is not None:
             self._wrapped.register_comm_hook(None, hook)
 
@@ -130,36 +200,49 @@ class TorchEngine:
 
         def compute() -> tuple[StepResult, Tensor | None]:
             result = step(parts[0]) if parts else _NOTHING
-            return result, self._zero() if last and _is_idle(result) else None
+            if last and _is_idle(result):
+                return result, self._zero_loss()
+            return result, None
 
         with contextlib.nullcontext() if last else self._wrapped.no_sync():
-            result, zero = self._wrapped(compute)
+            # 1. The forward. The wrapper may return a plain tuple instead of the named one.
+            result, zero_loss = self._wrapped(compute)
             result = StepResult(*result)
+            # 2. The weight is sent before the backward, as the first bucket has to hold it.
             if last:
                 self._weight.send(step.total_with(result))
+            # 3. The backward, in which the wrapper exchanges the gradients.
             step.backward(result)
-            if zero is not None:
-                zero.backward()
-        if last and zero is None and self._tells_unused:
-            for parameter in self._learned.values():
+            if zero_loss is not None:
+                zero_loss.backward()
+
+        # 4. Parameters without a gradient are refused by name; the wrapper would refuse the next step.
+        if last and zero_loss is None and self._refuses_unused:
+            for parameter in self._trainable.values():
                 if parameter.grad is None:
                     raise self._unused()
         return result
 
-    def _zero(self) -> Tensor:
-        """A loss of 0 that every parameter takes part in, for a process without a batch."""
-        return torch.stack([p.flatten()[:0].sum().to(torch.float32) for p in self._learned.values()]).sum()
+    def _zero_loss(self) -> Tensor:
+        """Return a loss of 0 that depends on every parameter, for a process without a batch."""
+        terms = []
+        for parameter in self._trainable.values():
+            empty = parameter.flatten()[:0]
+            terms.append(empty.sum().to(torch.float32))
+        return torch.stack(terms).sum()
 
     def _unused(self) -> StepError:
-        unused = [name for name, parameter in self._learned.items() if parameter.grad is None]
-        named = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        unused = [name for name, parameter in self._trainable.items() if parameter.grad is None]
+        names = ", ".join(unused[:5])
+        if len(unused) > 5:
+            names += f" and {len(unused) - 5} more"
         return StepError(
-            f"Parameters that took no part in the loss: {named}. Say so with"
+            f"Parameters that took no part in the loss: {names}. Say so with"
             " DDPStrategy(find_unused_parameters=True), take engine='native', or freeze them."
         )
 
     def collect(self) -> None:
-        """See `Engine`: the wrapper has done it."""
+        """See `Engine`: the wrapper completes the exchange within the backward."""
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
         """See `Engine`. The wrapper has averaged over the processes."""
@@ -175,32 +258,36 @@ def _total_weight(
     """Return the exchange of Σw, and the parameter that it needs in the wrapped module.
 
     Args:
-        parameters: Those that are learned.
+        parameters: The trainable parameters.
         device: Where this process computes.
-        in_buckets: Whether buckets of gradients can take it along.
+        in_buckets: Whether buckets of gradients can include Σw.
     """
     if reading_waits(device):
         return OnHost(device), None
     if not in_buckets:
         return Apart(device), None
-    wide = [p.dtype for p in parameters if p.dtype in (torch.float32, torch.float64)]  # it shares their bucket
-    weight = nn.Parameter(torch.zeros((), dtype=wide[-1] if wide else torch.float32, device=device))
+    # A bucket holds gradients of one dtype: take that of the last parameter that is wide enough.
+    dtype = torch.float32
+    for parameter in parameters:
+        if parameter.dtype in (torch.float32, torch.float64):
+            dtype = parameter.dtype
+    weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
     return AlongGradients(weight), weight
 
 
 class NativeEngine:
-    """A reducer of our own.
+    """Our own reducer, which exchanges gradients once per window.
 
     Args:
         module: The user's module, on its device.
         device: The device.
-        options: `bucket_cap_mb`.
+        options: `bucket_cap_mb`, the size of a bucket in MiB; other entries are ignored.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
         self._automatic = bool(getattr(module, "automatic_optimization", True))
-        # An override may go backward several times, and only the last one completes a gradient.
-        self._in_one_go = goes_backward_once(module)
+        # An override may run backward several times, and only the last run completes a gradient.
+        self._one_backward = _has_one_backward(module)
         self._reducer = GradientReducer(module.parameters(), options["bucket_cap_mb"])
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
@@ -213,9 +300,10 @@ class NativeEngine:
             )
         result = step(parts[0]) if parts else _NOTHING
         if last and self._automatic:
-            self._reducer.begin(step.total_with(result), eager=self._in_one_go)
+            self._reducer.begin(step.total_with(result), eager=self._one_backward)
         step.backward(result)
-        self.collect()  # if there was nothing to go backward through
+        # A result without a loss runs no backward, after which the trainer would collect.
+        self.collect()
         return result
 
     def collect(self) -> None:
@@ -225,17 +313,18 @@ class NativeEngine:
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
         """See `Engine`. The reducer has summed over the processes."""
-        return _weigh(window, optimizer, as_number(self._reducer.total()), 1)
+        total = as_number(self._reducer.total())
+        return _weigh(window, optimizer, total, 1)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A backward whose gradients are averaged at once."""
+        """Run a backward and average its gradients over the processes at once."""
         self._reducer.begin()
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._reducer.finish()
         self._reducer.scale(1 / dist.get_world_size())
 
     def break_off(self) -> bool:
-        """Ends an attempt that failed; what was sent stays as it is, since those gradients were whole.
+        """End a failed attempt; gradients that were sent stay as they are, since those were complete.
 
         Returns:
             Whether anything was sent.

@@ -1,4 +1,4 @@
-"""Loaders, metrics and values under DDP: sharded, synchronised, reduced."""
+"""Loaders under DDP: the part of each process."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import apply_to_collection
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics import Metric
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.torch.loaders import with_dataset, with_sampler
 from equipoise.parallel.batches.sampling import (
     NO_BATCH,
@@ -24,95 +21,177 @@ from equipoise.parallel.batches.sampling import (
     SharedBatches,
     UnpaddedDistributedSampler,
 )
-from equipoise.parallel.communication.object_exchange import gather_objects
 
-__all__ = ["gather_tensors", "is_dealt", "reduce_tensor", "share_loader", "synchronise_metrics", "why_not_by_shares"]
+__all__ = ["count_of_rank", "is_dealt", "refuse_missing_batch", "share_loader", "why_not_by_shares"]
 
+# Return the samples of each process, from the number of samples of a step and the number of the step in its epoch.
 Sizes = Callable[[int, int], list[int]]
 
 
 def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: bool, sizes: Sizes | None = None) -> Any:
-    """One process's part of a loader.
+    """Return one process's part of a loader.
 
     Args:
         loader: The loader, the same in all processes.
-        rank: The number of the process.
+        rank: The rank of the process.
         count: The number of processes.
-        seed: Of the order, the same in all processes.
-        training: Whether samples are shared out anew in each epoch; else whole batches, in turn.
-        sizes: The parts of a step of so many samples, by its number in the epoch. None: even ones.
+        seed: The seed of the order of samples, the same in all processes.
+        training: Whether samples are shared out, in another order in each epoch. False: batches are dealt in turn.
+        sizes: Function that returns the samples of each process in a step, from the number of samples of the step and
+            the number of the step in its epoch. None: even shares.
 
     Raises:
-        ConfigurationError: If nobody can tell which samples are whose.
+        ConfigurationError: If the loader does not show which samples belong to which process.
     """
-    if training and sizes is not None and (why := why_not_by_shares(loader)):
-        raise ConfigurationError(f"shares need a DataLoader with a batch_size to cut, {why}. Leave them out.")
+    if training and sizes is not None:
+        reason = why_not_by_shares(loader)
+        if reason:
+            raise ConfigurationError(f"shares need a DataLoader with a batch_size to cut, {reason}. Leave them out.")
     if not isinstance(loader, DataLoader):
         return _Turns(loader, rank, count, fill=training)
     if isinstance(loader.dataset, IterableDataset):
         return _share_stream(loader, rank, count, training=training)
-    if isinstance(loader.sampler, DistributedSampler) and not isinstance(loader.sampler, UnpaddedDistributedSampler):
-        return loader  # the user's own
-    if not training:
-        return _evaluated(loader, rank, count)
-    if loader.batch_sampler is None:
-        return _Turns(with_sampler(loader, SameOrder(loader.sampler, seed)), rank, count, fill=True)
-    if loader.batch_size is None:  # a batch sampler of the user's own
-        batches = SameOrder(loader.batch_sampler, seed)
-        steps = -(-len(batches) // count)
-        return _with_batches(loader, Filled(BatchesInTurn(batches, rank, count), steps))
-    own = not isinstance(loader.sampler, (RandomSampler, SequentialSampler))
-    shuffle = isinstance(loader.sampler, RandomSampler)
-    replaces = isinstance(loader.sampler, RandomSampler) and (
-        loader.sampler.replacement or len(loader.sampler) != len(loader.dataset)  # type: ignore[arg-type]
-    )
-    together = loader.batch_size * count
-    if own or replaces:
-        order: Any = SameOrder(loader.sampler, seed)
-    elif sizes is None:
-        sampler = UnpaddedDistributedSampler(loader.dataset, count, rank, shuffle=shuffle, seed=seed)
-        full, rest = divmod(len(loader.dataset), together)  # type: ignore[arg-type]
-        steps = full + bool(rest and not loader.drop_last)
-        shared = with_sampler(loader, sampler)
-        return _with_batches(shared, Filled(shared.batch_sampler, steps))
-    else:
-        order = UnpaddedDistributedSampler(loader.dataset, 1, 0, shuffle=shuffle, seed=seed)
-    evenly = sizes or (lambda size, step: [len(range(each, size, count)) for each in range(count)])
-    return _with_batches(loader, SharedBatches(order, together, evenly, rank, loader.drop_last))
+    if _has_distributed_sampler(loader):
+        return loader
+    if training:
+        return _share_training_batches(loader, rank, count, seed, sizes)
+    return _deal_batches(loader, rank, count)
 
 
 def why_not_by_shares(loader: Any) -> str:
-    """Why the samples of a loader's steps cannot be shared out unevenly; empty if they can."""
+    """Return why the samples of a loader's steps cannot be shared out unevenly; empty if they can."""
     if not (isinstance(loader, DataLoader) and loader.batch_size):
         return f"which this {type(loader).__name__} has not"
     if isinstance(loader.dataset, IterableDataset):
         return f"but {type(loader.dataset).__name__} is an IterableDataset, which shares itself out"
-    if isinstance(loader.sampler, DistributedSampler) and not isinstance(loader.sampler, UnpaddedDistributedSampler):
+    if _has_distributed_sampler(loader):
         return f"but its {type(loader.sampler).__name__} shares the samples out already"
     return ""
 
 
-def is_dealt(part: Any) -> bool:
-    """Whether a part of a loader consists of its batches in turn."""
-    return isinstance(part, _Turns) or isinstance(getattr(part, "batch_sampler", None), BatchesInTurn)
+def is_dealt(loader: Any) -> bool:
+    """Return whether one process's part of a loader consists of its batches in turn."""
+    return isinstance(loader, _Turns) or isinstance(getattr(loader, "batch_sampler", None), BatchesInTurn)
+
+
+def count_of_rank(count: int, rank: int, processes: int) -> int:
+    """Return how many of `count` items a process receives, if they are dealt in turn."""
+    return len(range(rank, count, processes))
+
+
+def refuse_missing_batch(batch: Any, *, shares_statistics: bool) -> None:
+    """Check that a process can go without a batch.
+
+    Args:
+        batch: The item of a loader.
+        shares_statistics: Whether layers of the module compute over the samples of all processes.
+
+    Raises:
+        StepError: If the batch is missing and others wait for it, or if only one of several loaders has none.
+    """
+    if batch is NO_BATCH and shares_statistics:
+        raise StepError(
+            "This process has no batch in a step while others have, but sync_batchnorm=True computes over all"
+            " of them. Take DataLoader(drop_last=True), or numbers of samples that leave some for each."
+        )
+    if isinstance(batch, dict):
+        members: Any = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        members = batch
+    else:
+        return
+    for member in members:
+        if member is NO_BATCH:
+            raise StepError(
+                "One of several loaders has no batch for this process in this step, while others have. Take numbers of"
+                " samples that the processes share evenly, or DataLoader(drop_last=True)."
+            )
+
+
+def _has_distributed_sampler(loader: DataLoader[Any]) -> bool:
+    """Return whether the user's own sampler shares out the samples."""
+    if isinstance(loader.sampler, UnpaddedDistributedSampler):
+        return False
+    return isinstance(loader.sampler, DistributedSampler)
+
+
+def _share_training_batches(loader: DataLoader[Any], rank: int, count: int, seed: int, sizes: Sizes | None) -> Any:
+    """Return one process's part of a training loader over a data set of known length."""
+    if loader.batch_sampler is None:
+        same_order = with_sampler(loader, SameOrder(loader.sampler, seed))
+        return _Turns(same_order, rank, count, fill=True)
+    if loader.batch_size is None:
+        # The user's own batch sampler decides which samples make a batch.
+        batches = SameOrder(loader.batch_sampler, seed)
+        steps = -(-len(batches) // count)
+        return _with_batches(loader, Filled(BatchesInTurn(batches, rank, count), steps))
+    order: Any = _order_for_all(loader, seed)
+    if order is None and sizes is None:
+        return _share_evenly(loader, rank, count, seed)
+    if order is None:
+        order = UnpaddedDistributedSampler(loader.dataset, 1, 0, shuffle=_shuffles(loader), seed=seed)
+    if sizes is None:
+        sizes = partial(_dealt_sizes, processes=count)
+    step_size = loader.batch_size * count
+    return _with_batches(loader, SharedBatches(order, step_size, sizes, rank, loader.drop_last))
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.sampler, RandomSampler)
+
+
+def _order_for_all(loader: DataLoader[Any], seed: int) -> SameOrder | None:
+    """Return the loader's sampler with one order in all processes; None if every sample is drawn once an epoch."""
+    sampler = loader.sampler
+    if isinstance(sampler, SequentialSampler):
+        return None
+    # With replacement the data set may have no length.
+    if not isinstance(sampler, RandomSampler) or sampler.replacement:
+        return SameOrder(sampler, seed)
+    if len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
+        return SameOrder(sampler, seed)
+    return None
+
+
+def _share_evenly(loader: DataLoader[Any], rank: int, count: int, seed: int) -> DataLoader[Any]:
+    """Return a loader whose sampler draws one process's samples alone."""
+    assert loader.batch_size is not None
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    steps, remaining_samples = divmod(samples, loader.batch_size * count)
+    if remaining_samples and not loader.drop_last:
+        steps += 1
+    sampler = UnpaddedDistributedSampler(loader.dataset, count, rank, shuffle=_shuffles(loader), seed=seed)
+    shared = with_sampler(loader, sampler)
+    # A process may have one batch less than others; `Filled` yields as many steps in all of them.
+    return _with_batches(shared, Filled(shared.batch_sampler, steps))
+
+
+def _dealt_sizes(size: int, step: int, *, processes: int) -> list[int]:
+    """Return even shares of a step; see `Sizes`."""
+    return [count_of_rank(size, rank, processes) for rank in range(processes)]
 
 
 def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
-    other = with_sampler(loader, batches, batches=True)
-    vars(other)["collate_fn"] = Collate(loader.collate_fn)
-    return other
+    """Return a copy of a loader with another batch sampler, whose batches may be empty."""
+    copy = with_sampler(loader, batches, batches=True)
+    # A DataLoader refuses to exchange some of its attributes, so this one is set below that guard too.
+    vars(copy)["collate_fn"] = Collate(loader.collate_fn)
+    return copy
 
 
-def _evaluated(loader: DataLoader[Any], rank: int, count: int) -> Any:
+def _deal_batches(loader: DataLoader[Any], rank: int, count: int) -> Any:
+    """Return one process's part of an evaluation loader: whole batches, in turn."""
     if loader.batch_sampler is None:
         return _Turns(loader, rank, count, fill=False)
+    batches: Any = loader.batch_sampler
     in_order = loader.batch_size is not None and isinstance(loader.sampler, SequentialSampler)
-    batches = loader.batch_sampler if in_order else SameOrder(loader.batch_sampler)
+    if not in_order:
+        batches = SameOrder(batches)
     return with_sampler(loader, BatchesInTurn(batches, rank, count), batches=True)
 
 
 def _share_stream(loader: DataLoader[Any], rank: int, count: int, *, training: bool) -> Any:
-    """A loader over a stream, which must be able to share itself out."""
+    """Return a loader over one process's part of a stream, which the stream itself selects."""
     share = getattr(loader.dataset, "shard", None)
     if not callable(share):
         raise ConfigurationError(
@@ -120,50 +199,61 @@ def _share_stream(loader: DataLoader[Any], rank: int, count: int, *, training: b
             " it a method `shard(num_shards, index)` that returns the part of one process, or say"
             " Trainer(use_distributed_sampler=False) if it reads its own part already."
         )
-    own = with_dataset(loader, share(num_shards=count, index=rank))
-    return _UntilAllAreDone(own) if training else own
+    dataset = share(num_shards=count, index=rank)
+    shared = with_dataset(loader, dataset)
+    if training:
+        return _UntilAllAreDone(shared)
+    return shared
 
 
 class _UntilAllAreDone:
     """A loader that ends in all processes at once: `NO_BATCH` while others still have batches.
 
     Args:
-        loader: This process's own.
+        loader: The loader of this process.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader, self.dataset, self.sampler = loader, loader.dataset, loader.sampler
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.sampler = loader.sampler
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
-        backend = dist.get_backend()
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        device = torch.device("cpu")
+        if dist.get_backend() == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
         while True:
             batch = next(batches, NO_BATCH)
-            some = torch.tensor(int(batch is not NO_BATCH), device=device)
-            dist.all_reduce(some)
-            if not int(some):
+            remaining = torch.tensor(int(batch is not NO_BATCH), device=device)
+            dist.all_reduce(remaining)
+            if not int(remaining):
                 return
             yield batch
 
 
 class _Turns:
-    """Every so many batches of an iterable that is no DataLoader.
+    """One process's batches of an iterable that are dealt to the processes in turn.
 
     Args:
         loader: The iterable, the same in all processes.
-        rank: The number of this process.
+        rank: The rank of this process.
         count: The number of processes.
-        fill: Whether each round has as many batches in all processes, `NO_BATCH` if need be.
+        fill: Whether each round has a batch in all processes, `NO_BATCH` if need be.
     """
 
     def __init__(self, loader: Any, rank: int, count: int, *, fill: bool) -> None:
-        self.loader, self.rank, self.processes, self.fill = loader, rank, count, fill
+        self.loader = loader
+        self.rank = rank
+        self.processes = count
+        self.fill = fill
         self.sampler = getattr(loader, "sampler", None)
 
     def __len__(self) -> int:
         batches = len(self.loader)
-        return -(-batches // self.processes) if self.fill else len(range(self.rank, batches, self.processes))
+        if self.fill:
+            return -(-batches // self.processes)
+        return count_of_rank(batches, self.rank, self.processes)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
@@ -175,104 +265,3 @@ class _Turns:
                 yield NO_BATCH
             if len(turn) < self.processes:
                 return
-
-
-# Values
-
-
-_OPERATIONS = {
-    "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
-
-
-def reduce_tensor(tensor: Tensor, device: torch.device, group: Any, reduce_op: Any) -> Tensor:
-    """The reduction of a tensor over all processes.
-
-    Args:
-        tensor: The tensor, which stays as it is.
-        device: Where this process computes.
-        group: The process group. None: all processes.
-        reduce_op: "mean", "avg", "sum", "min" or "max", or torch's operation of that name.
-    """
-    name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
-    reduced = tensor.detach().to(device, copy=True)
-    dist.all_reduce(reduced, _OPERATIONS[name], group=group)
-    return reduced / dist.get_world_size(group) if name in ("mean", "avg") else reduced
-
-
-def gather_tensors(value: Any, device: torch.device, group: Any, sync_grads: bool) -> Any:
-    """The tensors of all processes, each along a new first dimension.
-
-    Args:
-        value: A tensor or a collection of tensors and numbers, of the same shapes in all processes.
-        device: Where this process computes.
-        group: The process group. None: all processes.
-        sync_grads: Whether gradients flow back.
-    """
-
-    def gather(tensor: Tensor) -> Tensor:
-        tensor = tensor.to(device).contiguous()
-        if sync_grads and tensor.requires_grad:
-            from torch.distributed.nn.functional import all_gather
-
-            return torch.stack(all_gather(tensor, group))  # type: ignore[no-untyped-call]
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, tensor.detach(), group=group)
-        return torch.stack(gathered)
-
-    value = apply_to_collection(value, (int, float), lambda number: torch.tensor(number))
-    return apply_to_collection(value, Tensor, gather)
-
-
-# Metrics
-
-
-def synchronise_metrics(module: nn.Module) -> Callable[[], None]:
-    """Lets the metrics of a module be computed over all processes, also where some have seen nothing.
-
-    Returns:
-        A function that leaves them as they were.
-    """
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    before = [(m.dist_sync_fn, m.distributed_available_fn, m.dist_sync_on_step) for m in metrics]
-    ours = [metric for metric in metrics if metric.dist_sync_fn is None]
-    for metric in ours:
-        metric.dist_sync_fn, metric.distributed_available_fn = _gather_states, dist.is_initialized
-        vars(metric)["sync"] = partial(_fill_and_sync, metric)
-    for metric in metrics:
-        metric.dist_sync_on_step = False  # processes have unequal numbers of batches
-
-    def restore() -> None:
-        for metric, (gather, available, on_step) in zip(metrics, before, strict=True):
-            metric.dist_sync_fn, metric.distributed_available_fn = gather, available
-            metric.dist_sync_on_step = on_step
-        for metric in ours:
-            vars(metric).pop("sync", None)
-
-    return restore
-
-
-def _fill_and_sync(metric: Metric, *, should_sync: bool = True, **kwargs: Any) -> None:
-    """Exchanges a metric's states, which goes entry by entry: lists take part in equal lengths, none without an entry.
-
-    What they are filled up with is empty, and left out of what is gathered.
-    """
-    lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
-    if should_sync and lists and dist.is_initialized():
-        lengths = gather_objects({name: len(state) for name, state in lists.items()})
-        for name, state in lists.items():
-            longest = max(1, *(each[name] for each in lengths))
-            like = state[0] if state else torch.zeros(0, device=metric.device)
-            setattr(metric, name, [*state, *([like.new_zeros(0)] * (longest - len(state)))])
-    type(metric).sync(metric, should_sync=should_sync, **kwargs)
-
-
-def _gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
-    """A metric's state in all processes, whatever its shape in each; empty ones are left out if others are not."""
-    states = gather_objects(state.detach().cpu(), group)
-    full = [each for each in states if each.numel()] or states[:1]
-    return [each.to(state.device) for each in full]

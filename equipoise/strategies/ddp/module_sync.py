@@ -1,4 +1,4 @@
-"""Synchronise a module over processes: the same parameters, and BatchNorm over all of them."""
+"""Synchronise a module over processes: the same parameters, and BatchNorm over all processes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,12 +13,19 @@ from equipoise.parallel.communication.object_exchange import gather_objects
 
 __all__ = ["check_same_modules", "copy_from_first", "share_batch_statistics"]
 
+# The name, shape, dtype and `requires_grad` of a parameter or buffer.
+_Description = tuple[str, tuple[int, ...], str, bool]
+
 
 def check_same_modules(module: nn.Module) -> None:
-    """Checks that the module has the same parameters and buffers in all processes.
+    """Check that the module has the same parameters and buffers in all processes.
+
+    Args:
+        module: The user's module, in every process.
 
     Raises:
-        ConfigurationError: In every process, naming the first difference.
+        ConfigurationError: If a parameter has no shape yet, or if processes differ. Then every process raises, and
+            the message names the first difference.
     """
     for name, tensor in module.named_parameters():
         if is_lazy(tensor):
@@ -26,36 +33,52 @@ def check_same_modules(module: nn.Module) -> None:
                 f"{name} has no shape yet, so processes cannot agree on it. Run a batch through {type(module).__name__}"
                 " before fit, or give the layer its sizes."
             )
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    own = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in state.items()]
-    all_of_them = gather_objects(own)
-    first = all_of_them[0]
-    for rank, other in enumerate(all_of_them):
-        if other == first:
+    descriptions = gather_objects(_describe(module))
+    first = descriptions[0]
+    for rank, description in enumerate(descriptions):
+        if description == first:
             continue
-        index = next((i for i, (one, two) in enumerate(zip(first, other, strict=False)) if one != two), -1)
-        one, two = (each[index] if index >= 0 else f"{len(each)} tensors" for each in (first, other))
+        on_first, on_rank = _first_difference(first, description)
         raise ConfigurationError(
-            f"{type(module).__name__} differs between processes: rank 0 has {_described(one)}, rank {rank} has"
-            f" {_described(two)}. Build it from the same configuration everywhere."
+            f"{type(module).__name__} differs between processes: rank 0 has {on_first}, rank {rank} has"
+            f" {on_rank}. Build it from the same configuration everywhere."
         )
 
 
-def _described(entry: Any) -> str:
-    if isinstance(entry, str):
-        return entry
-    name, shape, dtype, learned = entry
-    return f"{name} of shape {list(shape)}, {dtype.removeprefix('torch.')}{'' if learned else ', frozen or a buffer'}"
+def _describe(module: nn.Module) -> list[_Description]:
+    """Return a description of each parameter and buffer."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    descriptions = []
+    for name, tensor in state.items():
+        descriptions.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
+    return descriptions
+
+
+def _first_difference(left: list[_Description], right: list[_Description]) -> tuple[str, str]:
+    """Return a text for the first difference on either side: two tensors, or the numbers of tensors."""
+    for one, two in zip(left, right, strict=False):
+        if one != two:
+            return _text_of(one), _text_of(two)
+    return f"{len(left)} tensors", f"{len(right)} tensors"
+
+
+def _text_of(description: _Description) -> str:
+    name, shape, dtype, trainable = description
+    text = f"{name} of shape {list(shape)}, {dtype.removeprefix('torch.')}"
+    if not trainable:
+        text += ", frozen or a buffer"
+    return text
 
 
 def copy_from_first(tensors: Iterable[Tensor]) -> None:
-    """Gives all processes the first one's values.
+    """Copy the values of rank 0 to all processes.
 
     Args:
         tensors: Parameters or buffers, the same in all processes.
     """
     with torch.no_grad():
         for tensor in tensors:
+            # A broadcast needs contiguous memory; where that is a copy, the values are copied back.
             contiguous = tensor.detach().contiguous()
             dist.broadcast(contiguous, 0)
             if contiguous.data_ptr() != tensor.data_ptr():
@@ -63,7 +86,7 @@ def copy_from_first(tensors: Iterable[Tensor]) -> None:
 
 
 def share_batch_statistics(module: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Replaces BatchNorm layers by torch's SyncBatchNorm, which shares parameters and buffers with them.
+    """Replace BatchNorm layers by torch's SyncBatchNorm, which shares parameters and buffers with them.
 
     Args:
         module: The user's module, on its device.

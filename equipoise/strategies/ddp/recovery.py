@@ -1,9 +1,9 @@
 """Recovery under DDP where the forward communicates, so that no process can repeat a step alone.
 
-While the others wait for gradients, a process may repeat its step or cut it: its exchange of gradients comes later, but
-comes once. An exchange within the forward, as of SyncBatchNorm or of a step that gathers, would come twice, or not at
-all, and be taken for another one. So such exchanges are noticed, and then running out of memory is an error that says
-so; it ends the other processes, which wait in vain.
+While the others wait for gradients, a process may repeat its step or split it: its exchange of gradients comes later,
+but comes once. An exchange within the forward, as of SyncBatchNorm or of a step that gathers, would come twice or not
+at all, and the others would read it as another exchange. So the guard detects such exchanges. Then an error of memory
+ends the run with a message, and with it the other processes, which would wait forever.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _WAY_OUT = "Take a smaller batch_size with accumulate_grad_batches, or leave the
 
 
 class CollectiveGuard:
-    """Notices what a process exchanges in its steps.
+    """Detects the collective operations that a process runs in its steps.
 
     Args:
         module: The user's module.
@@ -27,43 +27,53 @@ class CollectiveGuard:
 
     def __init__(self, module: nn.Module) -> None:
         synchronised = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
-        self._talks = {True: synchronised, False: False}  # by whether it trains: evaluating, these layers do not
-        self._done = {True: False, False: False}
+        # Both by whether the step trains. SyncBatchNorm does not communicate in evaluations.
+        self._communicates = {True: synchronised, False: False}
+        self._has_completed_step = {True: False, False: False}
 
     def watched(self, step: Any, *, training: bool) -> Any:
-        """The same step, watched."""
+        """Return the same step, whose calls go through `run`."""
         return _Watched(self, step, training)
 
     def run(self, step: Any, part: Any, *, training: bool) -> Any:
-        """Runs a step on a part of a batch.
+        """Run a step on a batch or micro-batch.
+
+        Args:
+            step: The step.
+            part: The batch or micro-batch.
+            training: Whether the step trains.
+
+        Returns:
+            The result of the step.
 
         Raises:
-            StepError: If it communicates, but sees a part of a batch that the others see as a whole.
+            StepError: If the step communicates, but computes a micro-batch while others compute their full batch.
         """
-        before = collective_count()
+        count_before = collective_count()
         try:
-            answer = step(part)
+            result = step(part)
         finally:
-            self._talks[training] = self._talks[training] or collective_count() != before
-        self._done[training] = True
-        if step.in_pieces and self._talks[training]:
+            if collective_count() != count_before:
+                self._communicates[training] = True
+        self._has_completed_step[training] = True
+        if step.in_pieces and self._communicates[training]:
             raise StepError(
                 "A batch is computed in parts since it ran out of memory, but all processes communicate in the forward"
                 f" of {'a training' if training else 'an evaluation'} step, and the others compute theirs as a whole."
                 f" {_WAY_OUT}"
             )
-        return answer
+        return result
 
     def obstacle(self, *, training: bool, leave_out: bool) -> str:
-        """Why a step that ran out of memory is not done again; empty if it can be.
+        """Return why a step that ran out of memory cannot be repeated; empty if it can.
 
         Args:
-            training: Or evaluating.
+            training: Whether the step trains.
             leave_out: Whether the batch is to be left out.
         """
-        if self._talks[training]:
+        if self._communicates[training]:
             return f"All processes communicate in the forward, so one cannot do its step again alone. {_WAY_OUT}"
-        if leave_out and not self._done[training]:
+        if leave_out and not self._has_completed_step[training]:
             return (
                 "The first batch of a process cannot be left out: nobody knows yet whether others wait for it within"
                 " their forward. A smaller batch_size, or OOMRecovery(policy='split'), would help."
@@ -75,7 +85,9 @@ class _Watched:
     """A step whose calls go through the guard."""
 
     def __init__(self, guard: CollectiveGuard, step: Any, training: bool) -> None:
-        self._guard, self._step, self._training = guard, step, training
+        self._guard = guard
+        self._step = step
+        self._training = training
 
     def __call__(self, part: Any) -> Any:
         return self._guard.run(self._step, part, training=self._training)

@@ -1,8 +1,8 @@
-"""Shares of a step's samples for each process, given or measured.
+"""Shares of a step's samples for each process, set by the user or measured.
 
-Loaders read ahead, so a cut is asked for before its step is computed, in some processes earlier than in others. Yet all
-must cut a step alike. So the sizes to be measured follow from the number of the step alone, and measured shares hold
-from the first step on that no process has cut yet.
+Loaders read ahead, so a step is divided before it is computed, in some processes earlier than in others. Yet all
+processes must divide a step alike. So the sizes to be measured follow from the number of the step alone, and measured
+shares apply from the first step that no process has divided yet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +16,16 @@ from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.batches.shares import DeviceTimes, are_shares, even_sizes, finish_together, sizes_by_shares
 from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
-from equipoise.strategies.ddp.loaders import why_not_by_shares
+from equipoise.strategies.ddp.loaders import Sizes, why_not_by_shares
 
-__all__ = ["ProcessShares", "check_shares"]
+__all__ = ["ProcessShares", "check_shares", "check_shares_count"]
 
 Gather = Callable[[Any], list[Any]]
 _T = TypeVar("_T")
 
 
 def check_shares(shares: Any) -> None:
-    """Checks shares that were given.
+    """Check the user's shares.
 
     Raises:
         ConfigurationError: If they cannot be shares.
@@ -39,18 +39,33 @@ def check_shares(shares: Any) -> None:
         )
 
 
+def check_shares_count(shares: Sequence[float] | Literal["auto"] | None, processes: int) -> None:
+    """Check that the user's shares have a number for each process.
+
+    Raises:
+        ConfigurationError: If they have not.
+    """
+    if shares is None or shares == "auto":
+        return
+    if len(shares) != processes:
+        raise ConfigurationError(
+            f"shares={shares!r} are {len(shares)} numbers, but there are {processes} processes. Give a number for each."
+        )
+
+
 class ProcessShares:
-    """The cut of every step, the same in all processes.
+    """The numbers of samples of each process in every step, the same in all processes.
 
     Args:
-        shares: A number for each process, "auto" to measure them, or None for an even cut.
-        processes: How many there are.
-        rank: Which one this is.
-        device: Where it computes.
+        shares: A number for each process, "auto" to measure them, or None for even shares.
+        processes: The number of processes.
+        rank: The rank of this process.
+        device: Where this process computes.
         simulated: Processes whose devices are to be slower or smaller than they are, by rank.
 
     Attributes:
-        shares: Those in use; None where the cut is even, or not measured yet.
+        measures: Whether the user has asked to measure the shares.
+        shares: The shares in use; None where they are even, or not measured yet.
     """
 
     def __init__(
@@ -62,119 +77,178 @@ class ProcessShares:
         simulated: Mapping[int, SimulatedDevice],
     ) -> None:
         self.measures = shares == "auto"
-        self.shares = None if shares is None or isinstance(shares, str) else list(shares)
-        self._processes, self._rank, self._simulated = processes, rank, simulated.get(rank)
-        # Two, since what a process learns of its own memory must not change a cut that others do not know of.
-        self._plan, self._own = (Calibration([device] * processes, simulated) for _ in range(2))
-        self._planned: dict[int, int] = {}  # this process's samples of steps to come, by number, while it measures
-        self._batch_idx: int | None = None
-        self._again: int | None = None  # the step up to which a window is done again
-        self._measured = self._before = self._asked = self._since = self._largest = 0
+        self.shares: list[float] | None = None
+        if shares is not None and not isinstance(shares, str):
+            self.shares = list(shares)
+        self._processes = processes
+        self._rank = rank
+        self._simulated = simulated.get(rank)
 
-    def cut_of(self, loader: Any) -> Callable[[int, int], list[int]] | None:
-        """How the steps of a training loader are cut, which is told; None: evenly.
+        # One calibration plans the sizes of all processes, the other holds the measurements of this one. A process that
+        # exceeds its memory must not change a plan that the others do not see change.
+        self._plan = Calibration([device] * processes, simulated)
+        self._measurements = Calibration([device] * processes, simulated)
+        self._measured_steps = 0
+        self._measured_before_epoch = 0
+
+        # The samples of this process in steps to come, by number of the step. They are noted while steps are measured.
+        self._planned: dict[int, int] = {}
+        self._largest_step = 0
+        self._divided_steps = 0
+        self._first_step_with_shares = 0
+
+        self._batch_idx: int | None = None
+        # The step up to which a window is computed again.
+        self._repeats_until: int | None = None
+
+    def sizes_for(self, loader: Any) -> Sizes | None:
+        """Return the function that divides the steps of a training loader, and log the shares; None: evenly.
 
         Args:
-            loader: The loader. One that cannot be cut by shares is left alone where these are only measured.
+            loader: The loader. One whose steps cannot be divided unevenly stays as it is if shares are only measured.
         """
-        cut = self.shares is not None or self.measures
+        divides = self.shares is not None or self.measures
         if self.measures and why_not_by_shares(loader):
-            cut = False
-        if size := getattr(loader, "batch_size", None):
-            each = sizes_by_shares(size * self._processes, self.shares) if cut and self.shares else size
-            rank_zero_info(
-                f"A step has {size * self._processes} samples: {each} in {'the' if each != size else 'each of'}"
-                f" {self._processes} processes."
-            )
-        return self.sizes if cut else None
+            divides = False
+        batch_size = getattr(loader, "batch_size", None)
+        if batch_size:
+            shares = self.shares if divides else None
+            self._log_sizes(batch_size, shares)
+        if divides:
+            return self.sizes
+        return None
+
+    def _log_sizes(self, batch_size: int, shares: list[float] | None) -> None:
+        """Log the number of samples of each process in a full step."""
+        step_size = batch_size * self._processes
+        sizes: int | list[int] = batch_size
+        article = "each of"
+        if shares:
+            sizes = sizes_by_shares(step_size, shares)
+            article = "the"
+        rank_zero_info(f"A step has {step_size} samples: {sizes} in {article} {self._processes} processes.")
 
     def sizes(self, size: int, step: int) -> list[int]:
-        """The parts of a step.
+        """Return the number of samples of each process in a step.
 
         Args:
             size: The number of samples of all processes together.
             step: The number of the step in its epoch.
         """
-        if step == 0:  # an epoch begins
-            self._before, self._since = self._measured, 0
-            self._planned.clear()
-        self._asked, self._largest = step + 1, max(self._largest, size)
-        parts = self._cut(size, step)
+        if step == 0:
+            self._begin_epoch()
+        self._divided_steps = step + 1
+        self._largest_step = max(self._largest_step, size)
+        sizes = self._divide(size, step)
         if self.is_measuring or self._simulated is not None:
-            self._planned[step] = parts[self._rank]
-        return parts
+            self._planned[step] = sizes[self._rank]
+        return sizes
 
-    def _cut(self, size: int, step: int) -> list[int]:
-        """Return the parts of a step of so many samples."""
-        if self.shares is not None and step >= self._since:
+    def _begin_epoch(self) -> None:
+        self._measured_before_epoch = self._measured_steps
+        self._first_step_with_shares = 0
+        self._planned.clear()
+
+    def _divide(self, size: int, step: int) -> list[int]:
+        """Return the sizes of a step by shares, as the measurement plans them, or evenly."""
+        if self.shares is not None and step >= self._first_step_with_shares:
             return sizes_by_shares(size, self.shares)
         if not self.measures or self.shares is not None or size < 4 * self._processes:
             return even_sizes(size, self._processes)
-        return self._plan.sizes(size, self._before + step)
+        return self._plan.sizes(size, self._measured_before_epoch + step)
 
     def timed(self, step: TrainingStep) -> TrainingStep:
-        """The same step, slower where that is simulated, and measured while measuring goes on."""
+        """Return the same step, measured while shares are measured, and slowed down if the device is simulated."""
         if not self.is_measuring and self._simulated is None:
             return step
         return _Timed(step, self._compute)
 
     @property
     def is_measuring(self) -> bool:
-        """Whether steps are being measured: only where `sizes` cuts them."""
-        return self.measures and self.shares is None and self._largest >= 4 * self._processes
+        """Whether steps are measured: only where `sizes` divides them."""
+        return self.measures and self.shares is None and self._largest_step >= 4 * self._processes
 
     def _compute(self, function: Callable[[], _T], part: Any, batch_idx: int) -> _T:
+        """Run the computation of a step, simulated and measured as far as that applies."""
         planned = self._planned.pop(batch_idx, None)
         size = infer_batch_size(part)
         if size is None:
             size = planned
         if size is None:
             return function()
-        device, run = self._simulated, function
-        if device is not None:
-            run = lambda: device.compute(function, size)  # noqa: E731
-        return self._own.measured(self._rank, run, size)() if self.is_measuring else run()
+        run = function
+        if self._simulated is not None:
+            run = _simulate(self._simulated, function, size)
+        if self.is_measuring:
+            run = self._measurements.measured(self._rank, run, size)
+        return run()
 
     def begin_step(self, batch_idx: int, gather: Gather) -> None:
-        """A step begins, or another part of it; after the last that is measured all processes agree on shares.
+        """Begin a step or another micro-batch of it; after the last measured step, agree on shares.
 
         Args:
             batch_idx: The number of the batch.
-            gather: Returns what all processes pass to it.
+            gather: Function that returns the values that all processes pass to it.
         """
-        if self._again is not None:  # what was measured counts once, as in the other processes
-            if batch_idx < self._again:
+        # 1. Repeated steps are measured once, as in the other processes.
+        if self._repeats_until is not None:
+            if batch_idx < self._repeats_until:
                 return
-            self._again = None
-        before, self._batch_idx = self._batch_idx, batch_idx
-        if before in (None, batch_idx) or not self.is_measuring:
+            self._repeats_until = None
+
+        # 2. The first call for a batch ends the measurement of the one before.
+        batch_before = self._batch_idx
+        self._batch_idx = batch_idx
+        begins_step = batch_before is not None and batch_before != batch_idx
+        if not begins_step or not self.is_measuring:
             return
-        self._own.end_step(self._largest)
-        self._measured += 1
-        if not self._own.is_done:
-            return
-        told: list[tuple[DeviceTimes, int]] = gather((self._own.times[self._rank], self._asked))
-        times, asked = [each for each, _ in told], [each for _, each in told]
-        measured = all(each.measured for each in times)
-        found = finish_together(self._largest, times) if measured else even_sizes(self._largest, self._processes)
-        self.shares, self._since = [float(each) for each in found], max(asked)
-        rank_zero_info(f"Measured shares of {self._processes} processes: shares={found} pins them.")
+        self._measurements.end_step(self._largest_step)
+        self._measured_steps += 1
+
+        # 3. All processes have measured as many steps, so all of them come here in the same step.
+        if self._measurements.is_done:
+            self._agree(gather)
+
+    def _agree(self, gather: Gather) -> None:
+        """Set the shares that follow from the measurements of all processes."""
+        measurement = (self._measurements.times[self._rank], self._divided_steps)
+        measurements: list[tuple[DeviceTimes, int]] = gather(measurement)
+        times = [process_times for process_times, _ in measurements]
+        divided_steps = [steps for _, steps in measurements]
+        if all(process_times.measured for process_times in times):
+            sizes = finish_together(self._largest_step, times)
+        else:
+            sizes = even_sizes(self._largest_step, self._processes)
+        self.shares = [float(size) for size in sizes]
+        self._first_step_with_shares = max(divided_steps)
+        rank_zero_info(f"Measured shares of {self._processes} processes: shares={sizes} pins them.")
 
     def begin_again(self) -> None:
-        """The window's steps up to the present one are done again."""
-        self._again = self._batch_idx
+        """Note that the steps of the window, up to the present one, are computed again."""
+        self._repeats_until = self._batch_idx
 
-    def take(self, shares: Sequence[float] | None) -> None:
-        """Takes measured shares back, of an earlier run."""
+    def restore(self, shares: Sequence[float] | None) -> None:
+        """Use the measured shares of an earlier run, if there are as many processes."""
         if self.measures and shares is not None and len(shares) == self._processes:
             self.shares = list(shares)
 
 
+def _simulate(device: SimulatedDevice, function: Callable[[], _T], size: int) -> Callable[[], _T]:
+    """Return the function as the simulated device computes it."""
+    return lambda: device.compute(function, size)
+
+
 class _Timed:
-    """A training step whose computation goes through somebody else."""
+    """A training step whose computation goes through another function.
+
+    Args:
+        step: The step.
+        compute: The function. It receives the computation, the batch and the number of the batch.
+    """
 
     def __init__(self, step: TrainingStep, compute: Callable[[Callable[[], StepResult], Any, int], StepResult]) -> None:
-        self._step, self._compute = step, compute
+        self._step = step
+        self._compute = compute
 
     def __call__(self, part: Any) -> StepResult:
         return self._compute(lambda: self._step(part), part, self._step.batch_idx)

@@ -1,9 +1,9 @@
 """Total weight of an accumulation window over all processes: three ways to exchange it.
 
 AlongGradients   in the first bucket of gradients, since on the CPU a small exchange costs as much as a large one
-Apart            in an exchange of its own, where the buckets cannot take it along
-OnHost           through the hosts, where gradients are on a GPU: nobody waits for the device to learn that all weights
-                 are equal, and then the device has nothing to do
+Apart            in an exchange of its own, where the buckets cannot include it
+OnHost           through the hosts, where gradients are on a GPU: no process waits for the device to read that all
+                 weights are equal, and then the device has nothing to compute
 """
 
 import math
@@ -22,8 +22,8 @@ __all__ = ["AlongGradients", "Apart", "OnHost", "TotalWeight", "as_number", "rea
 class TotalWeight(Protocol):
     """An exchange of Σw, once per window."""
 
-    def send(self, own: Weight) -> None:
-        """Send this process's weight; every process does so at the same place in its step."""
+    def send(self, weight: Weight) -> None:
+        """Send this process's weight; every process does so at the same point of its step."""
 
     def total(self) -> float | Tensor:
         """Return Σw; a tensor where reading it would wait for a device."""
@@ -36,15 +36,18 @@ def reading_waits(device: torch.device) -> bool:
 
 def as_number(total: Tensor) -> float | Tensor:
     """Return a total as a number, unless reading it would wait for a device."""
-    return total if reading_waits(total.device) else total.item()
+    if reading_waits(total.device):
+        return total
+    return total.item()
 
 
 class _Exchange:
-    """One exchange at a time, which runs while this process goes on."""
+    """One asynchronous exchange at a time."""
 
     _work: "dist.Work | None" = None
 
     def _wait(self) -> None:
+        """Wait until the running exchange has ended."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -61,10 +64,12 @@ class Apart(_Exchange):
         self.device = device
         self._total = torch.zeros(())
 
-    def send(self, own: Weight) -> None:
+    def send(self, weight: Weight) -> None:
         """See `TotalWeight`."""
-        self._wait()  # if a closure is called again
-        self._total = torch.as_tensor(own, dtype=torch.float64).to(self.device, copy=True)
+        # An optimiser may call its closure again, before the total was read.
+        self._wait()
+        value = torch.as_tensor(weight, dtype=torch.float64)
+        self._total = value.to(self.device, copy=True)
         self._work = dist.all_reduce(self._total, async_op=True)
 
     def total(self) -> float | Tensor:
@@ -74,42 +79,50 @@ class Apart(_Exchange):
 
 
 class AlongGradients:
-    """Σw as the gradient of a parameter that nobody computes with.
+    """Σw as the gradient of a parameter that takes no part in the forward.
 
-    The wrapper divides by the number of processes, which is undone. Numbers of samples come out as they are.
+    The wrapper divides by the number of processes; `send` multiplies by it. Numbers of samples stay exact.
 
     Args:
-        weight: That parameter, of float32 or wider.
+        weight: The parameter, a scalar of float32 or wider.
     """
 
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight = weight
         self._processes = dist.get_world_size()
-        self._near = 4 * torch.finfo(weight.dtype).eps
-        self._sent: tuple[Weight, Tensor] = (0, torch.zeros_like(weight))  # a weight, and what is sent for it
+        self._relative_tolerance = 4 * torch.finfo(weight.dtype).eps
+        # The last weight, and the gradient that is sent for it: most windows have the same weight.
+        self._last_weight: Weight = 0
+        self._gradient = torch.zeros_like(weight)
 
-    def send(self, own: Weight) -> None:
-        """See `TotalWeight`: the first gradient to be ready."""
-        seen, value = self._sent
-        if isinstance(own, Tensor) or isinstance(seen, Tensor) or own != seen:
-            value = torch.as_tensor(own * self._processes).to(self._weight)
-            self._sent = (own, value)
+    def send(self, weight: Weight) -> None:
+        """See `TotalWeight`: this gradient is the first one to be ready."""
+        # Tensors are not compared: that could wait for a device.
+        is_tensor = isinstance(weight, Tensor) or isinstance(self._last_weight, Tensor)
+        if is_tensor or weight != self._last_weight:
+            self._last_weight = weight
+            self._gradient = torch.as_tensor(weight * self._processes).to(self._weight)
         self._weight.grad = None
-        torch.autograd.backward(self._weight, value)
+        torch.autograd.backward(self._weight, self._gradient)
 
     def total(self) -> float:
         """See `TotalWeight`."""
         assert self._weight.grad is not None
         total: float = self._weight.grad.item()
-        whole_number = math.floor(total + 0.5) if math.isfinite(total) else total
-        return whole_number if abs(total - whole_number) <= self._near * total else total
+        if not math.isfinite(total):
+            return total
+        # The wrapper's division rounds, so a number of samples may miss the whole number by a little.
+        nearest = math.floor(total + 0.5)
+        if abs(total - nearest) <= self._relative_tolerance * total:
+            return nearest
+        return total
 
 
 class OnHost(_Exchange):
     """Σw through the hosts of all processes, by a process group beside that of the gradients.
 
-    A weight that is a tensor of the device is not read. Where any process has one, Σw is exchanged between the devices
-    as well: at the window's end when it happens for the first time, from then on while the backward runs.
+    A weight that is a tensor on the device is not read. If any process has one, the devices exchange Σw as well: at
+    the end of the window when this happens for the first time, from then on while the backward runs.
 
     Args:
         device: Where this process computes.
@@ -117,20 +130,26 @@ class OnHost(_Exchange):
 
     def __init__(self, device: torch.device) -> None:
         self._devices = Apart(device)
-        self._uses_devices = False  # the same in all processes, since all read the same numbers
-        self._own: Weight = 0
-        self._numbers = torch.zeros(2, dtype=torch.float64)  # Σw of hosts' numbers, and how many weights are tensors
+        # The same in all processes, since all read the same numbers.
+        self._uses_devices = False
+        self._weight: Weight = 0
+        # Σw of the weights that hosts can read, and the number of weights that are tensors on a device.
+        self._numbers = torch.zeros(2, dtype=torch.float64)
 
-    def send(self, own: Weight) -> None:
+    def send(self, weight: Weight) -> None:
         """See `TotalWeight`."""
-        self._wait()  # if a closure is called again
-        self._own = own
-        on_device = isinstance(own, Tensor) and reading_waits(own.device)
-        self._numbers[0] = 0.0 if on_device else float(own)
+        # An optimiser may call its closure again, before the total was read.
+        self._wait()
+        self._weight = weight
+        on_device = isinstance(weight, Tensor) and reading_waits(weight.device)
+        if on_device:
+            self._numbers[0] = 0.0
+        else:
+            self._numbers[0] = float(weight)
         self._numbers[1] = float(on_device)
         self._work = dist.all_reduce(self._numbers, group=host_group(), async_op=True)
         if self._uses_devices:
-            self._devices.send(own)
+            self._devices.send(weight)
 
     def total(self) -> float | Tensor:
         """See `TotalWeight`."""
@@ -140,5 +159,5 @@ class OnHost(_Exchange):
             return float(total)
         if not self._uses_devices:
             self._uses_devices = True
-            self._devices.send(self._own)
+            self._devices.send(self._weight)
         return self._devices.total()

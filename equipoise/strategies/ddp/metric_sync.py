@@ -1,0 +1,105 @@
+"""Metrics of torchmetrics under DDP: computed over all processes, also where some have no batch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from equipoise.parallel.communication.object_exchange import gather_objects
+
+__all__ = ["synchronise_metrics"]
+
+
+def synchronise_metrics(module: nn.Module) -> Callable[[], None]:
+    """Compute the metrics of a module over all processes.
+
+    A metric for which the user has set `dist_sync_fn` keeps it.
+
+    Args:
+        module: The user's module.
+
+    Returns:
+        A function that restores the metrics.
+    """
+    settings = [_MetricSettings(child) for child in module.modules() if isinstance(child, Metric)]
+    for of_metric in settings:
+        of_metric.change()
+
+    def restore() -> None:
+        for of_metric in settings:
+            of_metric.restore()
+
+    return restore
+
+
+class _MetricSettings:
+    """The user's settings of a metric, while it is computed over all processes.
+
+    Args:
+        metric: The metric.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._gather_before = metric.dist_sync_fn
+        self._available_before = metric.distributed_available_fn
+        self._on_step_before = metric.dist_sync_on_step
+        self._uses_our_gather = metric.dist_sync_fn is None
+
+    def change(self) -> None:
+        """Let the metric gather its states from all processes."""
+        metric = self._metric
+        if self._uses_our_gather:
+            metric.dist_sync_fn = _gather_states
+            metric.distributed_available_fn = dist.is_initialized
+            # `Metric` has no setting for its method `sync`; an attribute of the object comes before the method.
+            vars(metric)["sync"] = partial(_fill_and_sync, metric)
+        # Processes have unequal numbers of batches, so a step must not wait for other processes.
+        metric.dist_sync_on_step = False
+
+    def restore(self) -> None:
+        """Give the metric its former settings."""
+        metric = self._metric
+        metric.dist_sync_fn = self._gather_before
+        metric.distributed_available_fn = self._available_before
+        metric.dist_sync_on_step = self._on_step_before
+        if self._uses_our_gather:
+            vars(metric).pop("sync", None)
+
+
+def _fill_and_sync(metric: Metric, *, should_sync: bool = True, **kwargs: Any) -> None:
+    """Exchange the states of a metric, whose lists have the same length in all processes for that time.
+
+    Torchmetrics exchanges lists entry by entry and none without an entry, so all processes need as many entries.
+    `_gather_states` drops the empty tensors that fill the lists.
+    """
+    lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
+    if should_sync and lists and dist.is_initialized():
+        lengths_by_rank = gather_objects({name: len(state) for name, state in lists.items()})
+        for name, state in lists.items():
+            longest = max(1, *(lengths[name] for lengths in lengths_by_rank))
+            setattr(metric, name, _filled(state, longest, metric.device))
+    type(metric).sync(metric, should_sync=should_sync, **kwargs)
+
+
+def _filled(state: list[Tensor], length: int, device: torch.device) -> list[Tensor]:
+    """Return a list of so many tensors: those of `state`, then empty ones of the same dtype."""
+    if state:
+        like = state[0]
+    else:
+        like = torch.zeros(0, device=device)
+    empty = like.new_zeros(0)
+    return [*state, *([empty] * (length - len(state)))]
+
+
+def _gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
+    """Return a metric's state in all processes, of any shapes; drop empty ones unless all are empty."""
+    states = gather_objects(state.detach().cpu(), group)
+    filled = [other for other in states if other.numel()]
+    if not filled:
+        filled = states[:1]
+    return [other.to(state.device) for other in filled]
