@@ -15,9 +15,9 @@ __all__ = ["SingleDeviceStrategy"]
 
 
 class SingleDeviceStrategy(Strategy):
-    """Trains on one device.
+    """Train on one device.
 
-    A module whose parameters already lie on several devices (model parallelism written by hand) is left where it is.
+    A module whose parameters are on several devices already (model parallelism by hand) stays where it is.
 
     Args:
         independent: Train one model in each process where torchrun, Slurm or Ray have started several, each without
@@ -42,12 +42,14 @@ class SingleDeviceStrategy(Strategy):
         self.joins_processes = independent
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Takes one device; see `Strategy.connect`."""
-        place = find_rank() if self.independent else None
-        if place is not None:
-            index = place.local_rank % len(devices)
-            devices = devices[index : index + 1]
-            num_nodes = 1
+        """Use one device; see `Strategy.connect`."""
+        if self.independent:
+            rank = find_rank()
+            if rank is not None:
+                # Each process of a machine uses another device.
+                index = rank.local_rank % len(devices)
+                devices = devices[index : index + 1]
+                num_nodes = 1
         super().connect(devices, num_nodes)
         if len(devices) != 1:
             raise ConfigurationError(
@@ -57,8 +59,9 @@ class SingleDeviceStrategy(Strategy):
             )
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
-        """Converts the module and moves it to the device, unless it is spread over several by hand."""
-        if len({parameter.device for parameter in module.parameters()}) <= 1:
+        """Convert the module and move it to the device, unless the user has spread it over several."""
+        devices_of_module = {parameter.device for parameter in module.parameters()}
+        if len(devices_of_module) <= 1:
             super().setup(module, precision)
         else:
             precision.convert_module(module)

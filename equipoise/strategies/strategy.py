@@ -45,7 +45,7 @@ class Strategy:
             Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
-        launches: Whether `launch` runs things in other processes than the caller's.
+        launches: Whether `launch` runs functions in other processes than the caller's.
         joins_processes: Whether it computes together with the processes that torchrun, Slurm or Ray have started.
             Default: False, and `connect` refuses to train a copy in each of them.
     """
@@ -63,7 +63,8 @@ class Strategy:
     node_rank: int = 0
     world_size: int = 1
 
-    _placed: nn.Module | None = None  # the module, while it is on the devices
+    # The module, while it is on the devices.
+    _placed: nn.Module | None = None
 
     # Where it runs.
 
@@ -74,7 +75,7 @@ class Strategy:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the process that writes files and speaks to the user."""
+        """True in the main process, which writes files and logs messages."""
         return self.global_rank == 0
 
     def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
@@ -86,7 +87,7 @@ class Strategy:
         return available[:1]
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Takes the devices the user asked for.
+        """Use the devices that the user has chosen.
 
         Args:
             devices: The devices on this machine, repeats allowed.
@@ -104,33 +105,34 @@ class Strategy:
         self.devices = tuple(devices)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
-        """Checks that a module can be computed this way; called before anything is placed.
+        """Check that a module can be computed this way; called before the module is placed.
 
         Args:
             module: The user's module.
             training: Whether it is to be trained, not only evaluated.
 
         Raises:
-            ConfigurationError: Naming what is in the way, and the way out.
+            ConfigurationError: If it cannot; the message gives the reason and a remedy.
         """
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
-        """Runs `function` in every process and returns the main one's result.
+        """Run `function` in every process and return the result of the main process.
 
         Args:
-            function: What to run.
-            known: The caller's objects; a result that refers to one refers to the caller's own.
+            function: The function, without arguments.
+            known: Objects of the caller. Where the result refers to one of them, the returned result refers to the
+                caller's object and not to a copy.
         """
         return function()
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
-        """Converts and places the module; called before optimisers are made."""
+        """Convert and place the module; called before optimisers are made."""
         precision.convert_module(module)
         module.to(self.root_device)
         self._placed = module
 
     def share_batch_statistics(self, module: nn.Module) -> None:
-        """Lets BatchNorm layers compute over all processes (`sync_batchnorm`); called after `setup`."""
+        """Let BatchNorm layers compute over all processes (`sync_batchnorm`); called after `setup`."""
 
     def ends_after(self, batch: int, window: int) -> bool:
         """Return whether a run ends after this batch; called after each batch once a signal has asked for its end.
@@ -142,13 +144,13 @@ class Strategy:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """This process has failed and is about to tell callbacks; others may not know, and must not be waited for."""
+        """Note that this process has failed; called before callbacks run, which must not wait for other processes."""
 
     def teardown(self, error: BaseException | None = None) -> None:
-        """Releases processes, threads and devices, on any exit; the module goes back to the CPU.
+        """Release processes, threads and devices, on any exit; move the module to the CPU.
 
         Args:
-            error: What ended the run; None after a good end.
+            error: The error that ended the run; None if there was none.
         """
         if self._placed is not None:
             self._placed.cpu()
@@ -157,7 +159,7 @@ class Strategy:
     # Data.
 
     def shard(self, loader: Any, stage: str) -> Any:
-        """This process's part of a loader.
+        """Return this process's part of a loader.
 
         Args:
             loader: Any iterable over batches.
@@ -166,29 +168,29 @@ class Strategy:
         return loader
 
     def part_of(self, batches: float, part: Any) -> float | None:
-        """How many of the batches of a loader this process evaluates.
+        """Return the number of batches of a loader that this process evaluates.
 
         Args:
             batches: The number that all processes together evaluate; infinite if unknown.
-            part: What `shard` made of the loader.
+            part: The part of the loader that `shard` has returned.
 
         Returns:
-            The number; None where the part is a loader in its own right, whose batches may be counted.
+            The number; None where the part is an independent loader, whose batches may be counted.
         """
         return batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells samplers that `shard` put in which epoch begins."""
+        """Pass the number of the epoch to samplers that `shard` has added."""
 
     def begin_evaluation(self) -> None:
-        """Makes the module the same in all processes, as far as training lets it differ."""
+        """Make the module the same in all processes, where training lets it differ."""
 
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
-        """Puts a batch where it is needed.
+        """Copy a batch to the devices that compute it.
 
         Args:
-            batch: What the loader gave.
-            transfer: `transfer(part, device)` copies with the user's transfer hooks.
+            batch: The batch, as the loader yields it.
+            transfer: Function `transfer(part, device)` that copies with the user's transfer hooks.
 
         Returns:
             The parts, one for each computation; empty if this process has no batch.
@@ -198,11 +200,11 @@ class Strategy:
     # Computation.
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
-        """Computes the gradients of a batch.
+        """Compute the gradients of a batch.
 
         Args:
             step: `step(part)` runs the training step, `step.backward(result)` its backward.
-            parts: What `place` returned.
+            parts: The parts that `place` has returned.
             last: Whether the accumulation window ends with this batch.
         """
         result = step(parts[0])
@@ -210,17 +212,21 @@ class Strategy:
         return result
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """One backward, for manual optimisation."""
+        """Run one backward, for manual optimisation."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def collect_gradients(self) -> None:
-        """Brings the gradients of a backward to the module's own parameters; called after every backward."""
+        """Add the gradients of a backward to the module's own parameters; called after every backward."""
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
-        """Turns the summed gradients of a window into their weighted mean, over all processes.
+        """Turn the summed gradients of a window into their weighted mean, over all processes.
+
+        Args:
+            window: The window of this process.
+            optimizer: The optimiser that holds the parameters.
 
         Returns:
-            Whether no process had anything to learn from; None where this one knows by itself.
+            Whether the weights of all processes are 0; None where this process has the weights itself.
         """
         factor = window.correction()
         if factor is not None:
@@ -228,10 +234,10 @@ class Strategy:
         return None
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
-        """Clips gradients in place.
+        """Clip gradients in place.
 
         Args:
-            optimizer: Whose parameters.
+            optimizer: The optimiser that holds the parameters.
             value: The largest norm, or the largest absolute value.
             algorithm: "norm" or "value".
         """
@@ -243,115 +249,125 @@ class Strategy:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps an optimiser, handing it the closure if there is one."""
-        return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+        """Step an optimiser, with the closure if there is one."""
+        if closure is None:
+            return optimizer.step(**kwargs)
+        return optimizer.step(closure=closure, **kwargs)
 
     def unscale_gradients(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Takes the scale of the loss out of an optimiser's gradients, and notes whether all of them are finite."""
+        """Divide an optimiser's gradients by the scale of the loss, and note whether all of them are finite."""
         scaler.unscale_(optimizer)
 
     def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Steps an optimiser unless one of its gradients, unscaled or not yet, is not finite."""
+        """Step an optimiser unless one of its gradients, unscaled or not yet, is not finite."""
         return scaler.step(optimizer, **kwargs)
 
     def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
-        """Cuts a batch that was placed, to be computed piece by piece where it does not fit as a whole.
+        """Split a placed batch into micro-batches, because it does not fit into memory at once.
 
         Args:
-            parts: What `place` returned.
-            count: The number of pieces, at most as many as the largest part has samples.
-            splitter: Cuts batches.
+            parts: The parts that `place` has returned.
+            count: The number of micro-batches, at most as many as the largest part has samples.
+            splitter: The splitter of batches.
 
         Returns:
-            The pieces, each like what `place` returns; a part of few samples has none in the last ones.
+            The micro-batches, each like a result of `place`. The last ones lack parts of few samples.
         """
-        pieces: list[list[Any]] = [[] for _ in range(count)]
+        micro_batches: list[list[Any]] = [[] for _ in range(count)]
         for part in parts:
-            sizes = [size for size in even_sizes(splitter.size_to_cut(part), count) if size]
-            for piece, cut in zip(pieces, splitter.parts(part, sizes), strict=False):
-                piece.append(cut)
-        return [tuple(piece) for piece in pieces if piece]
+            part_size = splitter.size_to_cut(part)
+            sizes = [size for size in even_sizes(part_size, count) if size]
+            for micro_batch, samples in zip(micro_batches, splitter.parts(part, sizes), strict=False):
+                micro_batch.append(samples)
+        return [tuple(micro_batch) for micro_batch in micro_batches if micro_batch]
 
     def arm_recovery(self) -> None:
-        """Steps may be done again from now on; called before the first one."""
+        """Prepare for steps that are repeated; called before the first step."""
 
     def obstacle(self, *, training: bool, leave_out: bool) -> str:
-        """Why a step that ran out of memory cannot be done again, or left out; empty if it can."""
+        """Return why a step that ran out of memory cannot be repeated, or left out; empty if it can.
+
+        Args:
+            training: Whether the step trains.
+            leave_out: Whether the batch is to be left out.
+        """
         return ""
 
     def failed_device(self, named: str | None) -> torch.device:
-        """The device that ran out of memory in the last computation, as far as anybody knows.
+        """Return the device that ran out of memory in the last computation; the root device if unknown.
 
         Args:
-            named: What the allocator's message calls it; None if it does not say.
+            named: The device in the allocator's message; None if the message names none.
         """
-        return self.root_device if named is None else torch.device(named)
+        if named is None:
+            return self.root_device
+        return torch.device(named)
 
     def relieve(self) -> None:
-        """Lets the failed device compute less from now on, where batches are shared out unequally.
+        """Reduce the share of the failed device from now on, where batches are shared out unequally.
 
-        Called in training, after `failed_device`; the batch at hand stays as it was cut.
+        Called in training, after `failed_device`. The present batch keeps its parts.
         """
 
     def discard_gradients(self) -> bool:
-        """Lets go of gradients that a failed attempt has left anywhere but in the module's own parameters.
+        """Discard gradients of a failed attempt, except those in the module's own parameters.
 
         Returns:
-            Whether other processes have a part of them already, which this one's next attempt completes.
+            Whether other processes have received some of them already. The next attempt then completes them.
         """
         return False
 
     def empty_cache(self) -> None:
-        """Gives memory that the allocators hold in reserve back to the devices."""
+        """Return the reserved memory of the allocators to the devices."""
         if any(device.type == "cuda" for device in self.devices):
             torch.cuda.empty_cache()
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
-        """Runs an evaluation step without gradients and returns its output."""
+        """Run an evaluation step without gradients and return its output."""
         return step(parts[0])
 
     # Values over processes.
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
-        """Reduces a value over all processes."""
+        """Reduce a value over all processes."""
         return tensor
 
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Gathers a value of every process, stacked along a new first dimension where there are several."""
+        """Gather a value of every process, stacked along a new first dimension where there are several."""
         return tensor
 
     def gather_objects(self, value: T) -> list[T]:
-        """The values of all processes, in the order of their ranks."""
+        """Return the values of all processes, in the order of their ranks."""
         return [value]
 
     def broadcast(self, value: T, src: int = 0) -> T:
-        """The value of process `src`, in every process."""
+        """Return the value of process `src`, in every process."""
         return value
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits until every process has come here."""
+        """Wait until every process has reached this call."""
 
     # State: full and portable, whatever the strategy; called in every process.
 
     def state_dict(self) -> dict[str, Any]:
-        """What the strategy itself has learned and a resumed run goes on with."""
+        """Return the strategy's own state, with which a resumed run continues."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` returned, also from another strategy or for other devices, if it is of use."""
+        """Restore a saved state as far as it applies; another strategy or other devices may have saved it."""
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's whole state."""
+        """Return the module's full state."""
         return module.state_dict()
 
     def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-        """Loads what `module_state` returned."""
+        """Load a state that `module_state` has returned."""
         module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimiser's whole state."""
+        """Return an optimiser's full state."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Loads what `optimizer_state` returned, moved to where the parameters are."""
+        """Load a state that `optimizer_state` has returned, moved to the devices of the parameters."""
         optimizer.load_state_dict(state)
