@@ -1,0 +1,205 @@
+"""Lines that say one thing, names that say what things are, comments and docstrings: measured folder by folder.
+
+The marks lie within what well-kept code bases of this field show. They notice squeezed lines; they are no style by
+themselves, and nothing is gained by meeting them with empty comments or split expressions.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+import equipoise
+
+PACKAGE = Path(equipoise.__file__).parent
+
+# Marks for a folder. The package as a whole stays below them: 8.5 nodes in a line, 60 comment lines.
+NODES_OF_A_LINE = 9.0
+PACKED_OF_1000_LINES = 3
+CONDITIONAL_OF_1000_LINES = 14
+COMMENTS_OF_1000_LINES = 50
+FOREIGN_WRITES_OF_1000_LINES = 7
+PERCENT_OF_QUESTIONS = 3
+PERCENT_OF_VAGUE_NAMES = 1
+
+QUESTION = re.compile(r"(What|Whether|Where|Who|How|Why)\b")
+VAGUE = {
+    *("made", "given", "told", "own", "found", "held", "kept", "each", "answer", "learned", "known", "wanted"),
+    *("seen", "taken", "said", "asked", "there", "others", "whole"),
+}
+
+# Folders whose lines are still squeezed.
+SQUEEZED = {
+    "callbacks",
+    "callbacks/progress",
+    "interop",
+    "interop/lightning",
+    "interop/torch",
+    "memory/profile",
+    "parallel/communication",
+    "parallel/payload",
+    "parallel/workers",
+    "pipeline",
+    "pipeline/execution",
+    "pipeline/graph",
+    "pipeline/processes",
+    "strategies",
+    "strategies/ddp",
+    "strategies/replicated",
+    "trainer",
+    "trainer/data",
+    "trainer/logging",
+    "trainer/loops",
+    "trainer/optimization",
+    "trainer/recovery",
+    "trainer/runtime",
+    "trainer/state",
+    "trainer/surface",
+}
+
+
+@dataclass
+class Counts:
+    """What is counted in a folder."""
+
+    lines: int = 0
+    nodes: int = 0
+    docstrings: int = 0
+    questions: int = 0
+    comments: int = 0
+    packed: int = 0
+    conditional: int = 0
+    foreign_writes: int = 0
+    names: int = 0
+    vague: int = 0
+
+    def add(self, other: "Counts") -> None:
+        for name in (field.name for field in fields(self)):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def beyond(self) -> list[str]:
+        """Return the marks that are not met."""
+        thousands = self.lines / 1000
+        upper = {
+            "AST nodes in a line of code": (self.nodes / self.lines, NODES_OF_A_LINE),
+            "packed assignments in 1000 lines": (self.packed / thousands, PACKED_OF_1000_LINES),
+            "conditional expressions in 1000 lines": (self.conditional / thousands, CONDITIONAL_OF_1000_LINES),
+            "writes to attributes of others in 1000 lines": (
+                self.foreign_writes / thousands,
+                FOREIGN_WRITES_OF_1000_LINES,
+            ),
+            "% of docstrings that begin with a question": (
+                100 * self.questions / max(1, self.docstrings),
+                PERCENT_OF_QUESTIONS,
+            ),
+            "% of vague names": (100 * self.vague / max(1, self.names), PERCENT_OF_VAGUE_NAMES),
+        }
+        texts = [f"{value:.1f} {name}, at most {mark}" for name, (value, mark) in upper.items() if value > mark]
+        comments = self.comments / thousands
+        if comments < COMMENTS_OF_1000_LINES:
+            texts.append(f"{comments:.1f} comment lines in 1000 lines, at least {COMMENTS_OF_1000_LINES}")
+        return texts
+
+
+def comment_lines(source: str) -> set[int]:
+    """Return the numbers of the lines that hold nothing but a comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0] for token in tokens if token.type == tokenize.COMMENT and token.line.strip().startswith("#")}
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield text, node.body[0]
+
+
+def targets_of(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> Iterator[ast.expr]:
+    waiting = list(node.targets) if isinstance(node, ast.Assign) else [node.target]
+    while waiting:
+        target = waiting.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            waiting.extend(target.elts)
+        else:
+            yield target
+
+
+def is_foreign(target: ast.expr) -> bool:
+    return isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "cls")
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Tell whether an assignment packs several statements into one, as in `a, b = 1, 2`."""
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+
+
+def measure(source: str) -> Counts:
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    texts = list(docstrings(tree))
+    comments = comment_lines(source)
+    of_docstrings = {number for _, node in texts for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    code = [
+        line
+        for number, line in enumerate(source.splitlines(), start=1)
+        if line.strip() and number not in comments and number not in of_docstrings
+    ]
+    assignments = [node for node in nodes if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)]
+    variables = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    arguments = [
+        argument.arg for node in nodes if isinstance(node, ast.arguments) for argument in (*node.args, *node.kwonlyargs)
+    ]
+    names = [*variables, *arguments]
+    return Counts(
+        lines=len(code),
+        nodes=len(nodes) - 2 * len(texts),
+        docstrings=len(texts),
+        questions=sum(bool(QUESTION.match(text)) for text, _ in texts),
+        comments=len(comments),
+        packed=sum(map(is_packed, nodes)),
+        conditional=sum(isinstance(node, ast.IfExp) for node in nodes),
+        foreign_writes=sum(is_foreign(target) for node in assignments for target in targets_of(node)),
+        names=len(names),
+        vague=sum(name.strip("_") in VAGUE for name in names),
+    )
+
+
+def by_folder() -> dict[str, Counts]:
+    folders: dict[str, Counts] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        folder = path.parent.relative_to(PACKAGE).as_posix()
+        folders.setdefault(folder, Counts()).add(measure(path.read_text(encoding="utf-8")))
+    return {folder: counts for folder, counts in folders.items() if counts.lines >= 50}
+
+
+FOLDERS = by_folder()
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS.keys() - SQUEEZED))
+def test_a_folder_can_be_read(folder: str) -> None:
+    beyond = FOLDERS[folder].beyond()
+    assert not beyond, f"{folder}: " + "; ".join(beyond)
+
+
+def test_what_is_counted() -> None:
+    source = (
+        '"""Module."""\n# a reason\n\ndef f(given, x):\n    """Whether it is."""\n'
+        "    a, b = 1, 2  # not a line of its own\n    x.y = a if b else 0\n    return given\n"
+    )
+    counts = measure(source)
+    assert (counts.lines, counts.docstrings, counts.questions, counts.comments) == (4, 2, 1, 1)
+    assert (counts.packed, counts.conditional, counts.foreign_writes) == (1, 1, 1)
+    assert (counts.names, counts.vague) == (4, 1)
+    beyond = " ".join(counts.beyond())
+    for mark in ("packed", "conditional", "attributes of others", "begin with a question", "vague"):
+        assert mark in beyond
+
+
+def test_folders_that_are_squeezed_exist() -> None:
+    assert not SQUEEZED - FOLDERS.keys()
