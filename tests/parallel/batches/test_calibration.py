@@ -3,7 +3,6 @@
 The clock stands still here but for simulated devices: they set it forward instead of sleeping.
 """
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,26 +11,14 @@ import torch
 from equipoise.parallel.batches import calibration
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.batches.shares import DeviceTimes
+from tests.support.simulated_time import SimulatedTime
 
 CPU = torch.device("cpu")
 
 
-class Clock:
-    """Stands for the module `time`; every thread has a time of its own, so that devices do not disturb each other."""
-
-    def __init__(self) -> None:
-        self._passed = threading.local()
-
-    def perf_counter(self) -> float:
-        return getattr(self._passed, "seconds", 0.0)
-
-    def sleep(self, seconds: float) -> None:
-        self._passed.seconds = self.perf_counter() + seconds
-
-
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
+    made = SimulatedTime()
     monkeypatch.setattr(calibration, "time", made)
     return made
 
@@ -56,7 +43,7 @@ def step(measuring: Calibration, simulated: dict[int, SimulatedDevice], batch_si
 # A simulated device
 
 
-def test_a_simulated_device_takes_its_time(clock: Clock) -> None:
+def test_a_simulated_device_takes_its_time(clock: SimulatedTime) -> None:
     assert device(0.5, 0.25).compute(lambda: "answer", 6) == "answer"
     assert clock.perf_counter() == 2.0
     assert device().compute(lambda: "answer", 6) == "answer"
