@@ -235,7 +235,9 @@ def _set_state_of_class(value: Any, state: Any) -> None:
     if isinstance(state, tuple) and len(state) == 2:
         attributes, slots = state
     attributes = _checked_attributes(attributes or {})
-    vars(value).update(attributes)
+    # An object whose class has `__slots__` alone has no dictionary.
+    if attributes:
+        vars(value).update(attributes)
     slots = _checked_attributes(slots or {})
     for name, item in slots.items():
         setattr(value, name, item)

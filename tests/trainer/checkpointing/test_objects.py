@@ -256,6 +256,28 @@ def test_the_object_can_be_allowed_by_name(tmp_path: Path) -> None:
     assert module.centre_of_file == 1.5
 
 
+class Slotted:
+    """Has slots and no dictionary."""
+
+    __slots__ = ("centre",)
+
+    def __init__(self, centre: float) -> None:
+        self.centre = centre
+
+
+def test_an_object_of_slots_alone_can_be_allowed_by_name(tmp_path: Path) -> None:
+    callback = Remembering()
+    callback.kept = Slotted(1.5)
+    run = trainer(callbacks=callback)
+    run.fit(Small(), loader())
+    with pytest.warns(UserWarning, match="no plain data"):
+        run.save_checkpoint(tmp_path / "x.ckpt")
+    with torch.serialization.safe_globals([Slotted]):
+        (state,) = read_checkpoint(tmp_path / "x.ckpt")["callbacks"].values()
+    assert type(state["kept"]) is Slotted
+    assert state["kept"].centre == 1.5
+
+
 def with_test(module: Any) -> Any:
     module.test_step = types.MethodType(lambda self, batch, batch_idx: None, module)
     return module
