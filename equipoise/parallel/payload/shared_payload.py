@@ -60,6 +60,7 @@ class SharedPayload:
         descriptor: Open file descriptor. Default: None, that of a new file.
 
     Example:
+        >>> import torch
         >>> package = SharedPayload()
         >>> layout = package.pack({"weights": torch.ones(3)})
         >>> package.unpack(layout)["weights"]

@@ -22,7 +22,7 @@ from equipoise.parallel.batches.sampling import (
     UnpaddedDistributedSampler,
 )
 
-__all__ = ["count_of_rank", "is_dealt", "refuse_missing_batch", "share_loader", "why_not_by_shares"]
+__all__ = ["Sizes", "count_of_rank", "is_dealt", "refuse_missing_batch", "share_loader", "why_not_by_shares"]
 
 # Return the samples of each process, from the number of samples of a step and the number of the step in its epoch.
 Sizes = Callable[[int, int], list[int]]
