@@ -70,18 +70,6 @@ def imports(path: Path, *, typing: bool) -> Iterator[tuple[str, str | None, bool
             yield str(node.args[0].value), None, in_function
 
 
-def own_imports(path: Path, *, typing: bool) -> set[str]:
-    """The layers that a file imports; the facade is called "equipoise"."""
-    found = set()
-    for module, name, _ in imports(path, typing=typing):
-        if module == "equipoise":
-            below = name is not None and ((PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file())
-            found.add(name if below else "equipoise")
-        elif module.startswith("equipoise."):
-            found.add(module.split(".")[1])
-    return found
-
-
 APP = {"__main__", "app", "conf"}
 
 
@@ -100,14 +88,22 @@ def test_only_the_application_knows_hydra() -> None:
 def test_the_walk_sees_every_form_of_import(tmp_path: Path) -> None:
     """A check that sees nothing would let everything pass."""
     source = (
-        "from typing import TYPE_CHECKING\nimport equipoise.trainer.lifecycle\nfrom equipoise import memory, Trainer\n"
-        "def late():\n    from equipoise.callbacks.callback import Callback\n    import_module('equipoise.app')\n"
-        "if TYPE_CHECKING:\n    from equipoise.parallel import split\nelse:\n    import equipoise.errors\n"
+        "from typing import TYPE_CHECKING\nimport hydra.core\nfrom torch import nn\n"
+        "def late():\n    from omegaconf import OmegaConf\n    import_module('hydra.types')\n"
+        "if TYPE_CHECKING:\n    from lightning import Trainer\nelse:\n    import json\n"
     )
     path = tmp_path / "sample.py"
     path.write_text(source)
-    assert own_imports(path, typing=False) == {"trainer", "memory", "equipoise", "callbacks", "app", "errors"}
-    assert own_imports(path, typing=True) - own_imports(path, typing=False) == {"parallel"}
+    at_run_time = {
+        ("typing", "TYPE_CHECKING", False),
+        ("hydra.core", None, False),
+        ("torch", "nn", False),
+        ("omegaconf", "OmegaConf", True),
+        ("hydra.types", None, True),
+        ("json", None, False),
+    }
+    assert set(imports(path, typing=False)) == at_run_time
+    assert set(imports(path, typing=True)) == at_run_time | {("lightning", "Trainer", False)}
 
 
 # Private names

@@ -1,6 +1,6 @@
 """What is private of Lightning, torchmetrics and torch still does what we use it for.
 
-Each test stands for a name in `interop.py`; whoever upgrades one of the three packages learns here what has changed.
+Each test stands for a name in `equipoise/interop`. An upgrade of one of the three packages shows here what has changed.
 """
 
 import copy
