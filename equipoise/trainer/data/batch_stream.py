@@ -61,7 +61,7 @@ class BatchStream:
 
     @property
     def is_empty(self) -> bool:
-        """Whether a loader without length turned out to have no batch in this pass."""
+        """True if a loader without length turned out to have no batch in this pass."""
         return self.length == 0 < self.limit
 
     def describe_empty(self) -> str:

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def has_state(loader: Any) -> bool:
-    """Whether a loader saves and restores its own position, as torchdata's StatefulDataLoader does."""
+    """Return True if a loader saves and restores its position, as torchdata's StatefulDataLoader does."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 

@@ -42,7 +42,7 @@ class Source:
         self.method = f"{stage}_dataloader"
 
     def is_defined(self) -> bool:
-        """Whether there are loaders."""
+        """Return True if there are loaders."""
         return self.given is not None or is_overridden(self.method, self.owner)
 
     def request(self, call: Callable[[str], Any]) -> Any:
@@ -54,7 +54,7 @@ class Source:
         return self.given if self.given is not None else call(self.method)
 
     def describe(self) -> str:
-        """How an error names this source."""
+        """Return the text by which an error names this source."""
         return (
             f"the {self.stage} loader that was passed"
             if self.given is not None

@@ -15,7 +15,7 @@ _STAGES = ("ready", "started", "processed", "completed")
 
 @dataclass(slots=True)
 class Counts:
-    """How often something was made ready, started, processed and completed."""
+    """Counts of one unit of work: ready, started, processed and completed."""
 
     ready: int = 0
     started: int = 0
@@ -63,7 +63,7 @@ class Progress:
 
     @property
     def completed(self) -> int:
-        """How many were completed since training began; cheap enough for every step."""
+        """Number of completed units since training began; cheap enough for every step."""
         return self._before.completed + self.current.completed
 
     def count(self) -> None:

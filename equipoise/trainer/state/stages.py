@@ -16,7 +16,7 @@ class Stages:
 
     @property
     def training(self) -> bool:
-        """Whether training runs."""
+        """True while training runs."""
         return self.state.stage == RunningStage.TRAINING
 
     @training.setter
@@ -25,7 +25,7 @@ class Stages:
 
     @property
     def validating(self) -> bool:
-        """Whether validation runs, inside a fit or by itself."""
+        """True while validation runs, inside a fit or by itself."""
         return self.state.stage == RunningStage.VALIDATING
 
     @validating.setter
@@ -34,7 +34,7 @@ class Stages:
 
     @property
     def testing(self) -> bool:
-        """Whether a test runs."""
+        """True while a test runs."""
         return self.state.stage == RunningStage.TESTING
 
     @testing.setter
@@ -43,7 +43,7 @@ class Stages:
 
     @property
     def predicting(self) -> bool:
-        """Whether prediction runs."""
+        """True while prediction runs."""
         return self.state.stage == RunningStage.PREDICTING
 
     @predicting.setter
@@ -52,7 +52,7 @@ class Stages:
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the few validation batches before training run."""
+        """True while the few validation batches before training run."""
         return self.state.stage == RunningStage.SANITY_CHECKING
 
     @sanity_checking.setter
@@ -67,10 +67,10 @@ class Stages:
 
     @property
     def evaluating(self) -> bool:
-        """Whether validation or a test runs."""
+        """True while validation or a test runs."""
         return self.state.stage is not None and self.state.stage.evaluating
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last run failed or was interrupted."""
+        """True if the last run failed or was interrupted."""
         return self.state.status == TrainerStatus.INTERRUPTED

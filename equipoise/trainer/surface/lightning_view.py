@@ -260,12 +260,12 @@ class LightningNames:
 
     @property
     def validate_loop(self: Any) -> _EvaluationView:
-        """What `validate` runs."""
+        """The loop that `validate` runs."""
         return _EvaluationView(self.evaluations["validate"])
 
     @property
     def test_loop(self: Any) -> _EvaluationView:
-        """What `test` runs."""
+        """The loop that `test` runs."""
         return _EvaluationView(self.evaluations["test"])
 
     @property

@@ -153,7 +153,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the process that writes files and speaks to the user."""
+        """True in the process that writes files and reports to the user."""
         return self.connected_strategy.is_global_zero
 
     @property
@@ -197,7 +197,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the present training batch is the epoch's last."""
+        """True if the present training batch is the last of the epoch."""
         return self.progress.batch.is_last_batch
 
     @property
@@ -235,7 +235,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
+        """True if a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
         context = self._context
         return (
             context is not None
@@ -283,17 +283,17 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """What was logged, as callbacks see it."""
+        """Logged values, as callbacks see them."""
         return self.logs.callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """What was logged for the loggers."""
+        """Logged values for the loggers."""
         return self.logs.logged_metrics
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What was logged for the progress bar, read from the devices."""
+        """Logged values for the progress bar, read from the devices."""
         return to_scalars(self.logs.progress_bar_metrics)
 
     @property
@@ -314,7 +314,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
 
     @property
     def default_root_dir(self) -> str:
-        """Where files go for which nobody names a folder."""
+        """Folder of files for which the user names no folder."""
         return self._root_dir if "://" in self._root_dir else os.path.normpath(os.path.expanduser(self._root_dir))
 
     @property

@@ -232,7 +232,7 @@ class StrategyView:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several processes."""
+        """True if there are several processes."""
         return self._own.world_size > 1
 
     @property
@@ -260,7 +260,7 @@ class StrategyView:
         return self._own.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes, or any, decided for it."""
+        """Return True if all processes, or any of them, decided for it."""
         if self._own.world_size == 1:
             return decision
         votes = int(self._own.reduce(torch.tensor(int(decision), device=self._own.root_device), reduce_op="sum"))
