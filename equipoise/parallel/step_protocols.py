@@ -9,9 +9,12 @@ from torch import Tensor, nn
 
 from equipoise.parallel.batches.weighting import Weight
 
-__all__ = ["EvaluationStep", "PartwiseStep", "StepResult", "TrainingStep"]
+__all__ = ["Around", "EvaluationStep", "PartwiseStep", "StepResult", "TrainingStep"]
 
 T = TypeVar("T")
+# Runs the forward of a step on a batch. It receives a function that computes the forward, and the batch, and returns
+# what the function returned.
+Around = Callable[[Callable[[], Any], Any], Any]
 # Returns the metric of the module for a copy of it.
 Original = Callable[[Any], Any]
 
@@ -93,13 +96,23 @@ class TrainingStep(PartwiseStep, Protocol):
     Attributes:
         batch_idx: The number of the batch.
         first: True if the accumulation window begins with the next backward.
+        in_pieces: True while a batch is computed in micro-batches after an out-of-memory error.
     """
 
     batch_idx: int
     first: bool
+    in_pieces: bool
 
     def __call__(self, part: Any) -> StepResult:
         """Run `training_step` on a whole batch."""
+
+    def run_inside(self, around: Around) -> None:
+        """Run every later `training_step` on a whole batch inside a function of the strategy.
+
+        Args:
+            around: Function that is called as `around(compute, batch)` and returns what `compute()` returned. It
+                replaces the function of an earlier call.
+        """
 
     def backward(self, result: StepResult) -> None:
         """Run the backward of a result with its hooks and the scaler. Does nothing in manual optimisation."""

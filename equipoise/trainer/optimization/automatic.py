@@ -97,7 +97,7 @@ class _AutomaticStep(ModuleStep):
 
     def __call__(self, part: Any) -> StepResult:
         """Runs the training step on a batch and takes its answer apart."""
-        if self.forward_context is None:
+        if self.is_plain:
             try:
                 out = self.method(part, self.batch_idx)
             except EXPLAINED as error:

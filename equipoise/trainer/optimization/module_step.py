@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
-from equipoise.parallel.step_protocols import StepResult
+from equipoise.parallel.step_protocols import Around, StepResult
 from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.logging.entry import default_dtype, reduction_name
 from equipoise.trainer.logging.logs import Logged, Logs
@@ -46,11 +46,25 @@ class ModuleStep:
         self.forward_context = context.precision.forward_context
         self.indices: tuple[int, ...] = (0,)
         self._name, self._hooks, self._logs = name, context.hooks, context.logs
+        self._around: Around | None = None
+        # True if the method is called as it is: without a context of the precision or a function of the strategy.
+        self.is_plain = self.forward_context is None
         self.in_pieces = False  # of a batch that does not fit: outputs are put together once, at the end
         self._replicas: dict[nn.Module, Callable[..., Any]] = {}
 
+    def run_inside(self, around: Around) -> None:
+        """Run the method on whole batches inside a function of the strategy; see `TrainingStep`."""
+        self._around = around
+        self.is_plain = False
+
     def run(self, part: Any) -> Any:
-        """Runs the method on a batch."""
+        """Run the method on a batch, inside the function of the strategy if there is one."""
+        if self._around is None:
+            return self._run(part)
+        return self._around(lambda: self._run(part), part)
+
+    def _run(self, part: Any) -> Any:
+        """Run the method on a batch."""
         try:
             if self.forward_context is None:
                 return self.method(part, *self.indices)
