@@ -52,7 +52,6 @@ SQUEEZED = {
     "strategies/ddp",
     "strategies/replicated",
     "trainer",
-    "trainer/data",
     "trainer/logging",
     "trainer/loops",
     "trainer/optimization",

@@ -13,21 +13,22 @@ from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 
 __all__ = ["NOTHING", "BatchStream", "length_of"]
 
-NOTHING: Any = object()  # stands for a batch that is not there
+# Stands for the absence of a batch: None may be a batch.
+NOTHING: Any = object()
 
 
 class BatchStream:
     """One pass over a loader.
 
     Args:
-        loader: What is iterated.
-        limit: The number of batches, if it is known or bounded; infinite otherwise.
+        loader: Any iterable of batches.
+        limit: Number of batches, if it is known or bounded; infinite otherwise.
         combined: Whether `loader` is a CombinedLoader, which wraps each batch in a tuple.
         before_opening: Called with a function that opens the loader, before the loader is opened for this pass.
 
     Attributes:
-        length: The number of batches; None until it is known. A loader without length is read one batch ahead, and
-            the length is set when the last batch is handed out: the batch with index `length - 1` is the last.
+        length: Number of batches; None until it is known. A loader without length is read one batch ahead, and the
+            length is set when the last batch is handed out: the batch with index `length - 1` is the last.
         ahead: The batch that was read ahead.
     """
 
@@ -39,16 +40,20 @@ class BatchStream:
         combined: bool = False,
         before_opening: Callable[[Callable[[], Any]], None] | None = None,
     ) -> None:
-        self.loader, self.limit, self.combined = loader, limit, combined
+        self.loader = loader
+        self.limit = limit
+        self.combined = combined
         self._before_opening = before_opening
-        sized = not math.isinf(limit) and (combined or length_of(loader) is not None)
-        self.length: int | None = int(limit) if sized else None
+        # `limit` alone does not tell the length: a loader without length may end before.
+        self.length: int | None = None
+        if not math.isinf(limit) and (combined or length_of(loader) is not None):
+            self.length = int(limit)
         self.ahead: Any = NOTHING
         self._counts: SampleCounts | None = None
         self._iterator: Iterator[Any] | None = None
 
     def count_samples(self, counts: SampleCounts) -> None:
-        """Count the samples of each batch where the loader can tell; called before the stream starts."""
+        """Count the samples of each batch if the loader tells them. Call this before the stream starts."""
         counts.begin()
         if not self.combined and can_count(self.loader):
             self._counts = counts
@@ -65,48 +70,63 @@ class BatchStream:
         return self.length == 0 < self.limit
 
     def describe_empty(self) -> str:
-        """Return what a message says about a pass without a batch."""
+        """Return a text for messages about a pass without a batch."""
         return (
             f"A {type(self.loader).__name__} without length gave no batch in this pass. It may be empty, or an"
             " iterator, which can be read once only: pass a DataLoader or a list to read it in every pass."
         )
 
     def resume(self, seen: int, *, ahead: Any = NOTHING, stateful: bool = False) -> None:
-        """Goes on in a pass that was begun before.
+        """Continue a pass that an earlier process began.
 
-        The order of the batches is settled here, with every generator as it was when the pass began; whoever calls this
-        may set the generators afterwards.
+        The order of the batches is drawn here, with every generator as it was when the pass began; the caller may set
+        the generators afterwards.
 
         Args:
-            seen: The number of batches that were seen.
+            seen: Number of batches that were read before.
             ahead: The batch that had been read ahead, if it is known.
-            stateful: Whether the loader itself goes on after them.
+            stateful: Whether the loader itself restores its position after them.
         """
+        # 1. Pass over the batches that were read, if possible without loading them.
         if not stateful and not self.combined and _can_skip(self.loader):
-            sampler = self.loader.batch_sampler
-            indices = _Skip(sampler if self._counts is None else self._counts.counting(sampler), seen)
-            batches: Iterator[Any] = iter(with_sampler(self.loader, indices, batches=True))
-            indices.settle()
+            batches = self._skip_unloaded(seen)
         else:
             batches = self._open()
-            for _ in range(0 if stateful else seen):
-                next(batches, None)
+            if not stateful:
+                for _ in range(seen):
+                    next(batches, None)
+            # The batch that was read ahead comes from the checkpoint, so the loader's is dropped.
             if ahead is not NOTHING:
                 next(batches, None)
+            # A sampler draws its order when it is asked for the first batch.
             elif not seen:
-                batches = _peeked(batches)
+                batches = _with_first_fetched(batches)
+        # 2. Deliver the others.
         self._begin(batches, seen, ahead)
 
+    def _skip_unloaded(self, seen: int) -> Iterator[Any]:
+        """Return an iterator behind the batches that were read before, without loading them."""
+        sampler = self.loader.batch_sampler
+        if self._counts is not None:
+            sampler = self._counts.counting(sampler)
+        remaining = _RemainingBatches(sampler, seen)
+        batches = iter(with_sampler(self.loader, remaining, batches=True))
+        remaining.draw_order()
+        return batches
+
     def close(self) -> None:
-        """Lets go of the iterator, and of the workers behind it."""
-        self._iterator, self.ahead = None, NOTHING
+        """Release the iterator, and the workers behind it."""
+        self._iterator = None
+        self.ahead = NOTHING
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches."""
+        """Return the batches, started if `start` or `resume` was not called before."""
         if self._iterator is None:
             self.start()
         assert self._iterator is not None
-        iterator, self._iterator = self._iterator, None
+        iterator = self._iterator
+        # A second loop over the stream starts a pass of its own.
+        self._iterator = None
         return iterator
 
     def _open(self) -> Iterator[Any]:
@@ -115,68 +135,86 @@ class BatchStream:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
+        # A CombinedLoader yields batch, batch index and loader index.
         if self.combined:
             return (batch for batch, _, _ in self.loader)
-        return iter(self.loader) if self._counts is None else self._counts.opened(self.loader)
+        if self._counts is not None:
+            return self._counts.opened(self.loader)
+        return iter(self.loader)
 
     def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:
+        # A loader of known length needs no look ahead, and no generator in Python between it and the loop.
         if self.length is not None:
             self._iterator = itertools.islice(batches, max(0, self.length - read))
             return
         self._iterator = self._read_ahead(batches, read, ahead)
-        next(self._iterator)  # runs up to the first batch
+        # Run the generator up to the first batch.
+        next(self._iterator)
 
     def _read_ahead(self, batches: Iterator[Any], read: int, ahead: Any) -> Iterator[Any]:
-        """Reads one batch ahead. The first value is None: by then the first batch has been fetched."""
-        self.ahead = self._next(batches, read) if ahead is NOTHING else ahead
+        """Read one batch ahead. The first value is None: by then the first batch has been fetched."""
+        if ahead is NOTHING:
+            ahead = self._next(batches, read)
+        self.ahead = ahead
+        del ahead
         if self.ahead is NOTHING:
             self.length = read
         yield None
         while self.ahead is not NOTHING:
-            batch, read = self.ahead, read + 1
+            batch = self.ahead
+            read += 1
             self.ahead = self._next(batches, read)
             if self.ahead is NOTHING:
                 self.length = read
             yield batch
+            # Do not hold the batch while the next one is read.
             del batch
 
     def _next(self, batches: Iterator[Any], read: int) -> Any:
         return next(batches, NOTHING) if read < self.limit else NOTHING
 
 
-def _peeked(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches, the first of them fetched."""
+def _with_first_fetched(batches: Iterator[Any]) -> Iterator[Any]:
+    """Fetch the first batch now, and return an iterator over all of them."""
     first = next(batches, NOTHING)
-    return batches if first is NOTHING else itertools.chain([first], batches)
+    if first is NOTHING:
+        return batches
+    return itertools.chain([first], batches)
 
 
 def _can_skip(loader: Any) -> bool:
-    """Whether batches of a loader can be left out without loading them.
+    """Return True if batches of a loader can be left out without loading them.
 
     Workers draw random numbers for every batch they load, so with workers the batches must be loaded to leave their
     generators as they were.
     """
-    simple = type(loader) is DataLoader and not loader.num_workers and not isinstance(loader.dataset, IterableDataset)
-    return simple and loader.batch_sampler is not None
+    if type(loader) is not DataLoader or loader.num_workers:
+        return False
+    return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
 
 
-class _Skip:
+class _RemainingBatches:
     """A batch sampler without its first batches.
 
-    Making an iterator draws a random number after it has asked the sampler for one, and a sampler draws the order when
-    it is asked for its first batch: `settle` does that in time.
+    A loader's iterator draws a random number after it has asked the batch sampler for an iterator, and a sampler draws
+    the order when it is asked for its first batch. `draw_order` does that at the right moment.
+
+    Args:
+        batch_sampler: Samples all batches.
+        skip: Number of batches to leave out.
     """
 
     def __init__(self, batch_sampler: Any, skip: int) -> None:
-        self.batch_sampler, self.skip = batch_sampler, skip
+        self.batch_sampler = batch_sampler
+        self.skip = skip
         self._indices: Iterator[Any] = iter(())
 
-    def settle(self) -> None:
-        """Draws the order, and leaves out the first batches."""
+    def draw_order(self) -> None:
+        """Draw the order, and leave out the first batches."""
         for _ in range(self.skip):
             next(self._indices, None)
         if not self.skip:
-            self._indices = _peeked(self._indices)
+            self._indices = _with_first_fetched(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
         self._indices = iter(self.batch_sampler)
@@ -190,7 +228,7 @@ class _Skip:
 
 
 def length_of(loader: Any) -> int | None:
-    """The length of a loader, None if it has none."""
+    """Return the length of a loader; None if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

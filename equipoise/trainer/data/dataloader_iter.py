@@ -64,6 +64,7 @@ class DataLoaderIter(Iterator[Pulled]):
         except StopIteration:
             self.is_overdrawn = True
             raise
+        # Hooks of the batch read these two after the step.
         self.batch = batch
         self.batch_idx = self._counts.ready
         self._counts.ready += 1
@@ -74,7 +75,7 @@ def check_batch_size(batch: Any) -> None:
     """Check that the size of a batch can be found, which is the weight of a value in the mean of the epoch.
 
     Args:
-        batch: What the training step was given.
+        batch: The first argument of the training step.
 
     Raises:
         MisconfigurationException: If the step pulls batches by itself. The trainer cannot know which of them is

@@ -25,51 +25,55 @@ def has_state(loader: Any) -> bool:
 
 
 def _generators(loaders: list[Any]) -> list[torch.Generator]:
-    """The generators that loaders and samplers hold for themselves, once each."""
-    found: dict[int, torch.Generator] = {}
+    """Return the private generators of loaders and samplers, once each."""
+    generators: dict[int, torch.Generator] = {}
     for loader in loaders:
+        sampler = getattr(loader, "sampler", None)
         batch_sampler = getattr(loader, "batch_sampler", None)
-        for holder in (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        ):
-            generator = getattr(holder, "generator", None)
+        inner_sampler = getattr(batch_sampler, "sampler", None)
+        # A generator may be shared between them.
+        for owner in (loader, sampler, batch_sampler, inner_sampler):
+            generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
-                found[id(generator)] = generator
-    return list(found.values())
+                generators[id(generator)] = generator
+    return list(generators.values())
 
 
 def generator_states(loaders: list[Any]) -> list[torch.Tensor]:
-    """The states of the generators that loaders and samplers hold for themselves."""
+    """Return the states of the private generators of loaders and samplers."""
     return [generator.get_state() for generator in _generators(loaders)]
 
 
 def load_generator_states(loaders: list[Any], states: list[torch.Tensor]) -> None:
-    """Sets those generators back."""
+    """Set the private generators of loaders and samplers back.
+
+    Args:
+        loaders: The loaders.
+        states: States that `generator_states` returned.
+    """
+    # There may be fewer loaders now than there were.
     for generator, state in zip(_generators(loaders), states, strict=False):
         generator.set_state(state)
 
 
 def random_state_of(loaders: list[Any]) -> dict[str, Any]:
-    """Every generator that the next batches of these loaders depend on."""
+    """Return the states of all generators that the next batches of these loaders depend on."""
     return {"global": random_state.capture().state_dict(), "generators": generator_states(loaders)}
 
 
 def load_random_state(loaders: list[Any], state: dict[str, Any]) -> None:
-    """Sets these generators back.
+    """Set these generators back.
 
     Args:
         loaders: The loaders.
-        state: What `random_state_of` returned.
+        state: States that `random_state_of` returned.
     """
     load_generator_states(loaders, state["generators"])
     random_state.RandomState.from_state_dict(state["global"]).restore()
 
 
 class PersistentWorkers:
-    """The workers that the loaders of a stage keep from one pass to the next, and the generators they started with.
+    """Workers that the loaders of a stage keep from one pass to the next, and the generators they started with.
 
     A loader draws the seed of its workers when it starts them. With `persistent_workers=True` it does so in the first
     pass, and not in later ones. The workers of a resumed run start in a later pass. A seed drawn there would move
@@ -83,45 +87,59 @@ class PersistentWorkers:
 
     def __init__(self, loaders: list[Any], *, several_at_once: bool) -> None:
         self._loaders = loaders
-        kept = [isinstance(each, DataLoader) and each.persistent_workers and not has_state(each) for each in loaders]
-        self._kept_by_stream = [any(kept)] if several_at_once else kept
+        self._persists_in_stream = [_keeps_workers(loader) for loader in loaders]
+        # A stream that reads several loaders opens all of them.
+        if several_at_once:
+            self._persists_in_stream = [any(self._persists_in_stream)]
+        # Generators at the start of the workers, by stream: in this process, and in the one that this run resumes.
         self._started: dict[int, dict[str, Any]] = {}
-        self._earlier: dict[int, dict[str, Any]] = {}
+        self._started_earlier: dict[int, dict[str, Any]] = {}
 
     def starter(self, stream: int) -> Callable[[Callable[[], Any]], None] | None:
-        """What a stream calls before it opens its loader; None if the loader keeps no workers.
+        """Return the function that a stream calls before it opens its loader; None if the loader keeps no workers.
 
         Args:
-            stream: The index of the stream.
+            stream: Index of the stream.
         """
-        return partial(self._start, stream) if self._kept_by_stream[stream] else None
+        if not self._persists_in_stream[stream]:
+            return None
+        return partial(self._start, stream)
 
     def _start(self, stream: int, open_loader: Callable[[], Any]) -> None:
-        """Starts the workers as in an earlier process, or notes the generators with which they start now."""
+        """Start the workers as in an earlier process, or note the generators with which they start now."""
+        # 1. Note only the first start: later passes find the workers alive.
         if stream in self._started:
             return
         now = random_state_of(self._loaders)
-        earlier = self._earlier.pop(stream, None)
-        self._started[stream] = now if earlier is None else earlier
+        earlier = self._started_earlier.pop(stream, None)
         if earlier is None:
+            self._started[stream] = now
             return
+        # 2. Start them with the earlier generators, and go on with the present ones.
+        self._started[stream] = earlier
         load_random_state(self._loaders, earlier)
         open_loader()
         load_random_state(self._loaders, now)
 
     def forget(self) -> None:
-        """The workers have ended."""
+        """Forget the starts, after the workers have ended."""
         self._started.clear()
-        self._earlier.clear()
+        self._started_earlier.clear()
 
     def state_dict(self) -> list[Any]:
-        """The generators of each start, by stream."""
-        return [[stream, state] for stream, state in {**self._earlier, **self._started}.items()]
+        """Return pairs of a stream's index and the generators with which its workers started."""
+        starts = {**self._started_earlier, **self._started}
+        return [[stream, state] for stream, state in starts.items()]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        """Lets workers that do not run yet start as they did in an earlier process.
+        """Let workers that do not run yet start as they did in an earlier process.
 
         Args:
-            state: What `state_dict` returned.
+            state: Pairs that `state_dict` returned.
         """
-        self._earlier = dict(state)
+        self._started_earlier = dict(state)
+
+
+def _keeps_workers(loader: Any) -> bool:
+    """Return True if a loader keeps its workers between passes, and does not restore their position by itself."""
+    return isinstance(loader, DataLoader) and loader.persistent_workers and not has_state(loader)

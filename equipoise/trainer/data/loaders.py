@@ -1,12 +1,12 @@
 """Loaders of a run: their origin, their limits, and their number of batches.
 
-A stage ("train", "val", "test", "predict") has one `Loaders`: what the user gave, checked, sharded by the strategy and
+A stage ("train", "val", "test", "predict") has one `Loaders`: the user's loaders, checked, sharded by the strategy and
 limited.
 """
 
 import math
 from collections.abc import Callable, Sized
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -29,144 +29,160 @@ __all__ = [
 
 
 class Source:
-    """Where the loaders of a stage come from: an object the user passed, or a method of the data module or the module.
+    """Origin of a stage's loaders: an object that the user passed, or a method of the data module or the module.
 
     Args:
         stage: "train", "val", "test" or "predict".
-        given: Loaders passed to `fit` and its siblings; None if the method is to be asked.
+        loaders: Loaders passed to `fit` and its siblings; None if a method returns them.
         owner: The data module, if there is one, else the module.
     """
 
-    def __init__(self, stage: str, given: Any, owner: LightningModule | LightningDataModule) -> None:
-        self.stage, self.given, self.owner = stage, given, owner
+    def __init__(self, stage: str, loaders: Any, owner: LightningModule | LightningDataModule) -> None:
+        self.stage = stage
+        self.loaders = loaders
+        self.owner = owner
         self.method = f"{stage}_dataloader"
 
     def is_defined(self) -> bool:
         """Return True if there are loaders."""
-        return self.given is not None or is_overridden(self.method, self.owner)
+        return self.loaders is not None or is_overridden(self.method, self.owner)
 
     def request(self, call: Callable[[str], Any]) -> Any:
-        """The loaders, as the user gave or returned them.
+        """Return the loaders as the user passed them, or as the method returns them.
 
         Args:
             call: Calls a method of the owner by name, as a hook.
         """
-        return self.given if self.given is not None else call(self.method)
+        if self.loaders is not None:
+            return self.loaders
+        return call(self.method)
 
     def describe(self) -> str:
         """Return the text by which an error names this source."""
-        return (
-            f"the {self.stage} loader that was passed"
-            if self.given is not None
-            else f"`{type(self.owner).__name__}.{self.method}()`"
-        )
+        if self.loaders is not None:
+            return f"the {self.stage} loader that was passed"
+        return f"`{type(self.owner).__name__}.{self.method}()`"
 
 
 class Loaders:
     """The loaders of one stage, ready to iterate.
 
     Args:
-        source: Where they come from.
-        given: What the source gave.
+        source: Origin of the loaders.
+        requested: The loader, or a structure of loaders, that the source returned.
         limit: The `limit_*_batches` of the stage.
         overfit: Whether shuffling is to be turned off (`overfit_batches`).
-        strategy: Says which part of them is this process's.
-        share: Whether it is asked; else the user's loaders give each process its own part.
+        strategy: Shards the loaders among its processes.
+        share: Whether the strategy does so. If not, the user's loaders read the share of each process by themselves.
+
+    Attributes:
+        flat: The loaders of this process, in order.
+        num_batches: Number of batches of each of them; infinite if unknown.
+        sequential: Whether they are read one after another.
+        single: Whether there is one loader, whose batches are not wrapped.
+        workers: Workers that live from one pass to the next.
 
     Raises:
         ConfigurationError: If a loader cannot be iterated, is empty, or a limit leaves nothing of it.
     """
 
     def __init__(
-        self, source: Source, given: Any, *, limit: float, overfit: bool, strategy: Strategy, share: bool = True
+        self, source: Source, requested: Any, *, limit: float, overfit: bool, strategy: Strategy, share: bool = True
     ) -> None:
-        training, stage = source.stage == "train", source.stage
-        combined = combine(given, "max_size_cycle" if training else "sequential")
+        training = source.stage == "train"
+        # 1. Flatten the user's structure.
+        mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
+        combined = combine(requested, mode)
+        self._combined = combined
         self.sequential = combined_mode(combined) == "sequential"
         if training and self.sequential:
             raise ConfigurationError(
                 "CombinedLoader(mode='sequential') cannot train: take 'max_size_cycle', 'max_size' or 'min_size'."
             )
-        found = combined.flattened
-        if not training and source.given is None and isinstance(given, (list, tuple)) and not given:
-            found = []  # a method may say so: no loader today
+        flattened = combined.flattened
+        is_empty = isinstance(requested, (list, tuple)) and not requested
+        if is_empty and not training and source.loaders is None:
+            # A method of the user may return that there is no loader.
+            flattened = []
             rank_zero_warn(f"{source.describe()} holds no loader: nothing is read.")
-        whole = [self._prepare(loader, source, overfit, strategy.global_rank) for loader in found]
-        self.flat = [strategy.shard(loader, stage) for loader in whole] if share else whole
-        self.single = len(self.flat) == 1 and (given is found[0] or self.sequential)
-        self.given = self.flat[0] if self.single and given is found[0] else combined
+
+        # 2. Check the loaders, and shard them.
+        prepared = [self._prepare(loader, source, overfit, strategy.global_rank) for loader in flattened]
+        self.flat = prepared
+        if share:
+            self.flat = [strategy.shard(loader, source.stage) for loader in prepared]
+        self.single = len(self.flat) == 1 and (requested is flattened[0] or self.sequential)
         if self.flat:
             combined.flattened = self.flat
-        # In training a limit is that of each process, in an evaluation that of all together.
-        self.num_batches = []
-        for loader, part in zip(whole, self.flat, strict=True):
-            own = None if training or not share else strategy.part_of(count_batches(loader, limit, source), part)
-            self.num_batches.append(count_batches(part, limit, source) if own is None else own)
-        self._combined = combined
+
+        # 3. Count their batches.
+        self.num_batches: list[float] = []
+        for loader, shard in zip(prepared, self.flat, strict=True):
+            num_batches = None
+            # In training a limit is that of each process, in an evaluation that of all together.
+            if share and not training:
+                num_batches = strategy.part_of(count_batches(loader, limit, source), shard)
+            if num_batches is None:
+                num_batches = count_batches(shard, limit, source)
+            self.num_batches.append(num_batches)
         self.workers = PersistentWorkers(self.flat, several_at_once=not (self.single or self.sequential))
 
     @property
     def iterables(self) -> Any:
-        """The loaders in the structure in which the user gave them."""
+        """The loaders in the structure in which the user passed or returned them."""
         return self._combined.iterables
 
     def length(self, limits: list[float] | None = None) -> float:
-        """The batches of one pass over loaders that are read together; infinite if unknown.
+        """Return the number of batches of one pass over loaders that are read together; infinite if unknown.
 
         Args:
-            limits: The batches of each loader. Default: `num_batches`.
+            limits: Number of batches of each loader. Default: `num_batches`.
         """
         limits = limits or self.num_batches
-        return min(limits) if combined_mode(self._combined) == "min_size" else max(limits)
+        if combined_mode(self._combined) == "min_size":
+            return min(limits)
+        return max(limits)
 
     def streams(self, limits: list[float] | None = None) -> list["BatchStream"]:
-        """One stream for each loader that is read by itself, or one for all of them together.
+        """Return a stream for each loader that is read by itself, or one for all of them together.
 
         Args:
-            limits: The batches of each loader. Default: `num_batches`.
+            limits: Number of batches of each loader. Default: `num_batches`.
         """
         limits = limits or self.num_batches
+        # 1. One loader after another.
         if self.single or self.sequential:
-            pairs = zip(self.flat, limits, strict=True)
-            return [
-                BatchStream(loader, limit, before_opening=self.workers.starter(index))
-                for index, (loader, limit) in enumerate(pairs)
-            ]
+            streams = []
+            for index, (loader, limit) in enumerate(zip(self.flat, limits, strict=True)):
+                streams.append(BatchStream(loader, limit, before_opening=self.workers.starter(index)))
+            return streams
+        # 2. All of them together.
         self._combined.limits = limits
         starter = self.workers.starter(0)
         return [BatchStream(self._combined, self.length(limits), combined=True, before_opening=starter)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells samplers that the user brought which epoch begins."""
+        """Pass the number of the epoch that begins to the user's own samplers."""
         for loader in self.flat:
             set_epoch(loader, epoch)
 
     def draw_seeds(self) -> None:
-        """Draws the random numbers that making an iterator draws."""
+        """Draw the random numbers that opening the loaders draws."""
         for loader in self.flat:
             if isinstance(loader, DataLoader):
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
     def close(self) -> None:
-        """Ends worker processes."""
+        """End worker processes."""
         self._combined.reset()
         self.workers.forget()
 
     @staticmethod
     def _prepare(loader: Any, source: Source, overfit: bool, rank: int) -> Any:
+        """Check a loader, and return it in the form in which it is read."""
         if not isinstance(loader, DataLoader):
-            try:
-                iter(loader)
-            except TypeError:
-                raise ConfigurationError(
-                    f"A loader must be iterable, but {source.describe()} is {loader!r}."
-                    f" Pass a DataLoader, or define `{source.method}` in the module or data module."
-                ) from None
-        elif (
-            overfit
-            and not isinstance(loader.dataset, IterableDataset)
-            and not isinstance(loader.sampler, SequentialSampler)
-        ):
+            _check_iterable(loader, source)
+        elif overfit and _may_shuffle(loader):
             rank_zero_warn(
                 f"`overfit_batches` needs the same batches in every epoch: shuffling of the {source.stage} loader"
                 " is turned off."
@@ -178,27 +194,53 @@ class Loaders:
         return loader
 
 
+def _check_iterable(loader: Any, source: Source) -> None:
+    try:
+        iter(loader)
+    except TypeError:
+        raise ConfigurationError(
+            f"A loader must be iterable, but {source.describe()} is {loader!r}."
+            f" Pass a DataLoader, or define `{source.method}` in the module or data module."
+        ) from None
+
+
+def _may_shuffle(loader: DataLoader[Any]) -> bool:
+    """Return True if a loader has a sampler that may read the samples in another order than theirs."""
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    return not isinstance(loader.sampler, SequentialSampler)
+
+
 def count_batches(loader: Any, limit: float, source: Source) -> float:
-    """How many batches of a loader are used; infinite if unknown.
+    """Return the number of batches of a loader that are used; infinite if unknown.
 
     Args:
         loader: The loader.
-        limit: A number of batches (int) or a fraction of them (float).
-        source: Where it comes from, for the messages.
+        limit: Number of batches (int) or a fraction of them (float).
+        source: Origin of the loader, for the messages.
+
+    Raises:
+        ConfigurationError: If the loader is empty, or the limit leaves no batch or cannot be applied.
     """
-    length, name = length_of(loader), f"limit_{source.stage}_batches"
+    length = length_of(loader)
+    name = f"limit_{source.stage}_batches"
     if length == 0:
         raise ConfigurationError(
             f"A loader must give at least one batch, but {source.describe()} is empty. Set {name}=0 to do without it."
         )
+    # 1. A number of batches.
     if isinstance(limit, int):
-        return limit if length is None else min(length, limit)
+        if length is None:
+            return limit
+        return min(length, limit)
+    # 2. A fraction of a loader without length.
     if length is None:
         if limit == 1.0:
             return math.inf
         raise ConfigurationError(
             f"{name}={limit} is a fraction, but {source.describe()} has no length. Give a number of batches, or 1.0."
         )
+    # 3. A fraction of a known length, rounded down.
     if limit > 0 and int(length * limit) == 0:
         raise ConfigurationError(
             f"{name}={limit} of the {length} batches of {source.describe()} is less than one. Give at least"
@@ -208,8 +250,14 @@ def count_batches(loader: Any, limit: float, source: Source) -> float:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Calls `set_epoch` of a loader's sampler and of its batch sampler's, once each."""
-    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    for sampler in {id(s): s for s in samplers}.values():
-        if callable(method := getattr(sampler, "set_epoch", None)):
+    """Call `set_epoch` of a loader's sampler and of its batch sampler's, once each."""
+    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner_sampler = getattr(batch_sampler, "sampler", None)
+    samplers = [sampler]
+    if inner_sampler is not sampler:
+        samplers.append(inner_sampler)
+    for each_sampler in samplers:
+        method = getattr(each_sampler, "set_epoch", None)
+        if callable(method):
             method(epoch)

@@ -16,8 +16,10 @@ def can_count(loader: Any) -> bool:
     """Return whether a loader's batch sampler tells how many samples each of its batches has, in their order."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    if callable(getattr(loader, "state_dict", None)):  # it saves the position of its sampler, which must be its own
+    # A loader with a state saves the position of its own sampler, which must not be exchanged.
+    if callable(getattr(loader, "state_dict", None)):
         return False
+    # Workers that deliver out of order break the correspondence of counts and batches.
     in_order = not loader.num_workers or getattr(loader, "in_order", True)
     return loader.batch_sampler is not None and in_order
 
@@ -38,7 +40,9 @@ class SampleCounts:
 
     def of(self, batch_idx: int) -> int | None:
         """Return the number of samples of a batch of the present pass; None if it was not counted."""
-        return self._counts[batch_idx] if batch_idx < len(self._counts) else None
+        if batch_idx >= len(self._counts):
+            return None
+        return self._counts[batch_idx]
 
     def stop(self) -> None:
         """Count no more; what draws samples then passes batches on."""
@@ -60,12 +64,12 @@ class SampleCounts:
         The loader has its batch sampler back when this returns. Its setter refuses another one, so the exchange goes
         below it.
         """
-        own = loader.batch_sampler
-        vars(loader)["batch_sampler"] = self.counting(own)
+        batch_sampler = loader.batch_sampler
+        vars(loader)["batch_sampler"] = self.counting(batch_sampler)
         try:
             return iter(loader)
         finally:
-            vars(loader)["batch_sampler"] = own
+            vars(loader)["batch_sampler"] = batch_sampler
 
     def counting(self, batch_sampler: Any) -> "_Counting":
         """Return a batch sampler that gives the batches of another and counts them."""
@@ -85,15 +89,19 @@ class _Counting:
         self.batch_sampler = batch_sampler
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.batch_sampler)  # at once: some draw their order here
-        return self._counted(batches, self.counts.begin()) if self.counts.is_counting else batches
+        # At once, not with the first batch: some samplers draw their order here.
+        batches: Iterator[Any] = iter(self.batch_sampler)
+        if not self.counts.is_counting:
+            return batches
+        return self._counted(batches, self.counts.begin())
 
     def _counted(self, batches: Iterator[Any], counts: list[int | None]) -> Iterator[Any]:
         for batch in batches:
+            # After `stop`, the remaining batches pass without a test for each of them.
             if not self.counts.is_counting:
                 yield batch
                 break
-            counts.append(len(batch) if hasattr(batch, "__len__") else None)
+            counts.append(_length_or_none(batch))
             yield batch
         yield from batches
 
@@ -101,6 +109,15 @@ class _Counting:
         return len(self.batch_sampler)
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask for special methods of this object itself.
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(vars(self)["batch_sampler"], name)  # a loader's own `__iter__` may ask for more
+        # The `__iter__` of a loader's subclass may read other attributes of its sampler.
+        return getattr(vars(self)["batch_sampler"], name)
+
+
+def _length_or_none(indices: Any) -> int | None:
+    """Return the number of indices of a batch; None if it has no length."""
+    if not hasattr(indices, "__len__"):
+        return None
+    return len(indices)

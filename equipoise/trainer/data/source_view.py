@@ -20,18 +20,22 @@ class SourceView:
     @property
     def name(self) -> str:
         """Name of the method that returns the loaders; empty where loaders were passed."""
-        return self._source.method if self._source is not None and self.is_module() else ""
+        if self._source is None or not self.is_module():
+            return ""
+        return self._source.method
 
     @property
     def instance(self) -> Any:
         """The loaders that were passed, else the module or data module whose method returns them."""
         if self._source is None:
             return None
-        return self._source.owner if self._source.given is None else self._source.given
+        if self._source.loaders is None:
+            return self._source.owner
+        return self._source.loaders
 
     def is_module(self) -> bool:
         """Return whether a method of a module or data module returns the loaders."""
-        return self._source is not None and self._source.given is None
+        return self._source is not None and self._source.loaders is None
 
     def is_defined(self) -> bool:
         """Return whether there are loaders."""
@@ -39,4 +43,7 @@ class SourceView:
 
     def dataloader(self) -> Any:
         """Return the loaders, by calling the method if they were not passed."""
-        return getattr(self.instance, self.name)() if self.is_module() else self.instance
+        if not self.is_module():
+            return self.instance
+        method = getattr(self.instance, self.name)
+        return method()

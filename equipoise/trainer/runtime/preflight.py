@@ -133,7 +133,7 @@ def _check_fit(context: "RunContext") -> None:
     for callback in trainer.checkpoint_callbacks:
         _check_checkpoint_name(callback)
     val, has_step = context.sources["val"], is_overridden("validation_step", module)
-    if val.given is not None and not has_step:
+    if val.loaders is not None and not has_step:
         raise ConfigurationError(
             f"A validation loader was passed, but {name} has no `validation_step`. Define it, or leave the loader out."
         )
