@@ -142,12 +142,14 @@ class PipelineStrategy(StagedStrategy):
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Takes the devices, one for each stage or for several; see `Strategy.connect`."""
-        self.others = StageLaunch(devices, num_nodes, self.timeout) if self.engine == "processes" else None
+        self.others = None
+        if self.engine == "processes":
+            self.others = StageLaunch(devices, num_nodes, self.timeout, on_joined=self._use_device_of_process)
         super().connect(devices, num_nodes if self.others is None else 1)
         number, each = len(devices) if self.others is None else self.others.count, self.stages_per_device
         if self.others is not None:
-            self.launches, self.devices = number > 1, (self.others.device,)
-            self.global_rank, self.local_rank, self.node_rank = self.others.ranks
+            self.processes = self.others
+            self._use_device_of_process()
         entries = (("cut_before", self.cut_before, number * each - 1), ("speeds", self.speeds, number))
         for name, given, count in entries:
             if given is not None and len(given) != count:
@@ -155,6 +157,10 @@ class PipelineStrategy(StagedStrategy):
                     f"{name} must have {count} entries for {number} devices, {'a stage' if each == 1 else each} on"
                     f" each, but has {len(given)}: {list(given)}."
                 )
+
+    def _use_device_of_process(self) -> None:
+        assert self.others is not None
+        self.devices = (self.others.device,)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuses what does not go backward micro-batch by micro-batch; see `Strategy.check_module`."""

@@ -1,20 +1,18 @@
 """Base of the pipeline strategy: duties that the other processes share, where there are any."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from equipoise.parallel.communication.rank import Rank
 from equipoise.pipeline.processes.backend import ProcessBackend
 from equipoise.pipeline.processes.launch import StageLaunch
 from equipoise.strategies.strategy import Strategy
 
 __all__ = ["StagedStrategy"]
 
-T = TypeVar("T")
 _OF_A_RUN = ("_network", "_placed", "_split", "timeline")
 
 
@@ -27,22 +25,6 @@ class StagedStrategy(Strategy):
 
     others: StageLaunch | None = None
     _split: ProcessBackend | None = None  # while other processes take part
-
-    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
-        """Runs a function in the first process, which tells the others what to do; see `Strategy.launch`."""
-        if self.others is None or self.others.count == 1:
-            return function()
-        return self.others.launch(self, function, known)
-
-    def take_rank(self, rank: Rank) -> None:
-        """Note where this process stands."""
-        self.global_rank = rank.global_rank
-        self.local_rank = rank.local_rank
-        self.node_rank = rank.node_rank
-
-    def enter(self, others: StageLaunch) -> None:
-        """Called in the first process, once the others are there."""
-        self.others, self.devices = others, (others.device,)
 
     # Gradients and optimisers.
 

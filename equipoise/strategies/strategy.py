@@ -9,7 +9,7 @@ The trainer never asks which strategy it has. A batch goes through a strategy in
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,13 @@ from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.membership import refuse_copies
+from equipoise.parallel.communication.processes import Processes, SingleProcess
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.precision import Precision
 
 __all__ = ["Strategy", "Transfer"]
 
-T = TypeVar("T")
 Transfer = Callable[[Any, torch.device], Any]
 
 
@@ -45,7 +45,7 @@ class Strategy:
             Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
-        launches: Whether `launch` runs functions in other processes than the caller's.
+        processes: The processes that compute together; this one alone unless `connect` sets others.
         joins_processes: Whether it computes together with the processes that torchrun, Slurm or Ray have started.
             Default: False, and `connect` refuses to train a copy in each of them.
     """
@@ -56,12 +56,8 @@ class Strategy:
 
     devices: Sequence[torch.device] = ()
     dim: int = 0
-    launches: bool = False
+    processes: Processes = SingleProcess()
     joins_processes: bool = False
-    global_rank: int = 0
-    local_rank: int = 0
-    node_rank: int = 0
-    world_size: int = 1
 
     # The module, while it is on the devices.
     _placed: nn.Module | None = None
@@ -72,11 +68,6 @@ class Strategy:
     def root_device(self) -> torch.device:
         """The device on which this process computes, or gathers what it computed."""
         return self.devices[0]
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True in the main process, which writes files and logs messages."""
-        return self.global_rank == 0
 
     def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
         """Return the devices that `devices="auto"` stands for: the first one, unless a strategy computes on several.
@@ -115,16 +106,6 @@ class Strategy:
             ConfigurationError: If it cannot; the message gives the reason and a remedy.
         """
 
-    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
-        """Run `function` in every process and return the result of the main process.
-
-        Args:
-            function: The function, without arguments.
-            known: Objects of the caller. Where the result refers to one of them, the returned result refers to the
-                caller's object and not to a copy.
-        """
-        return function()
-
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Convert and place the module; called before optimisers are made."""
         precision.convert_module(module)
@@ -133,18 +114,6 @@ class Strategy:
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Let BatchNorm layers compute over all processes (`sync_batchnorm`); called after `setup`."""
-
-    def ends_after(self, batch: int, window: int) -> bool:
-        """Return whether a run ends after this batch; called after each batch once a signal has asked for its end.
-
-        Args:
-            batch: The number of training batches so far.
-            window: The number of batches from one optimiser step to the next.
-        """
-        return True
-
-    def fail(self, error: BaseException) -> None:
-        """Note that this process has failed; called before callbacks run, which must not wait for other processes."""
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Release processes, threads and devices, on any exit; move the module to the CPU.
@@ -325,27 +294,6 @@ class Strategy:
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step without gradients and return its output."""
         return step(parts[0])
-
-    # Values over processes.
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
-        """Reduce a value over all processes."""
-        return tensor
-
-    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Gather a value of every process, stacked along a new first dimension where there are several."""
-        return tensor
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all processes, in the order of their ranks."""
-        return [value]
-
-    def broadcast(self, value: T, src: int = 0) -> T:
-        """Return the value of process `src`, in every process."""
-        return value
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has reached this call."""
 
     # State: full and portable, whatever the strategy; called in every process.
 

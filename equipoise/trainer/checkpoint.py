@@ -77,8 +77,8 @@ def dump_checkpoint(context: "RunContext", *, weights_only: bool = False, path: 
             hook = vars(context.module)[CURRENT_HOOK]
             ours["written_in"] = [hook, writer.state_key] if writer is not None else None
             ours["rows"] = rows_written(trainer.loggers) if trainer.is_global_zero else []
-            if strategy.world_size > 1:
-                ours["positions"] = strategy.gather_objects(position)  # each process goes on from its own
+            if strategy.processes.world_size > 1:
+                ours["positions"] = strategy.processes.gather_objects(position)  # each process goes on from its own
             checkpoint[OUR_KEY] = ours
     _dump_hyperparameters(context, checkpoint)
     if context.datamodule is not None and (state := hooks.call_datamodule("state_dict")):

@@ -86,9 +86,9 @@ def run(trainer: "Trainer", request: Request) -> Any:
     trainer.should_stop = False
     slurm.count_fit(trainer)
     strategy = trainer.connected_strategy
-    known = shared_objects(trainer, request) if strategy.launches else []
+    known = shared_objects(trainer, request) if strategy.processes.spawns else []
     try:
-        effects = strategy.launch(partial(_carry_out, trainer, request, known), known)
+        effects = strategy.processes.launch(partial(_carry_out, trainer, request, known), known)
     except BaseException:
         if trainer.state.stage is not None:  # it was not released yet: it ran in other processes, or nowhere
             trainer.state.status, trainer.state.stage = TrainerStatus.INTERRUPTED, None
@@ -108,7 +108,7 @@ def _carry_out(trainer: "Trainer", request: Request, known: list[Any]) -> Proces
     with on_device(trainer.connected_strategy.root_device):
         try:
             result = _run(trainer, request)
-            if trainer.connected_strategy.launches:
+            if trainer.connected_strategy.processes.spawns:
                 return collect(trainer, known, result)
             return ProcessResults(result)
         except BaseException as error:
@@ -162,7 +162,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
             f" checkpoint at {path}"
         )
     checkpoint = None  # its memory is not needed during the run
-    context.strategy.barrier("resume_end")
+    context.strategy.processes.barrier("resume_end")
     with signals_noted(trainer):
         results = _run_stage(context)
     slurm.forget_checkpoint(trainer)
@@ -186,13 +186,13 @@ def _prepare(trainer: "Trainer", request: Request) -> RunContext:
     strategy = trainer.connected_strategy
     size_of = Splitter(module, strategy.dim).size
     trainer.logs.size_of = checking_batches(size_of) if takes_iterator(module, "training_step") else size_of
-    if strategy.world_size > 1:
-        trainer.logs.reduce = strategy.reduce
+    if strategy.processes.world_size > 1:
+        trainer.logs.reduce = strategy.processes.reduce
         trainer.logs.agree = partial(
-            reduce_epoch_values, gather=strategy.gather_objects, module=module, device=strategy.root_device
+            reduce_epoch_values, gather=strategy.processes.gather_objects, module=module, device=strategy.root_device
         )
         trainer.logs.agree_on_steps = partial(
-            sync_step_values, gather=strategy.gather_objects, device=strategy.root_device
+            sync_step_values, gather=strategy.processes.gather_objects, device=strategy.root_device
         )
     context = make_context(trainer, request)
     trainer.begin_run(context)
@@ -237,7 +237,9 @@ def _set_up(context: RunContext) -> None:
     fn = cast(TrainerFn, trainer.state.fn)
     attach_profiler(trainer.profiler, module)
     trainer.profiler.setup(
-        stage=fn, local_rank=strategy.local_rank if strategy.world_size > 1 else None, log_dir=trainer.log_dir
+        stage=fn,
+        local_rank=strategy.processes.local_rank if strategy.processes.world_size > 1 else None,
+        log_dir=trainer.log_dir,
     )
     _prepare_data(context)
     pretend_device(module, strategy.root_device)
@@ -245,11 +247,11 @@ def _set_up(context: RunContext) -> None:
     for logger in sorted(trainer.loggers, key=lambda logger: not is_a(logger, WandbLogger)):
         getattr(logger, "experiment", None)
     keep_rows(trainer.loggers)
-    strategy.barrier("pre_setup")
+    strategy.processes.barrier("pre_setup")
     hooks.call_datamodule("setup", stage=fn)
     hooks.call_callbacks("setup", stage=fn)
     hooks.call_module("setup", stage=fn)
-    strategy.barrier("post_setup")
+    strategy.processes.barrier("post_setup")
     for legacy in ("configure_sharded_model", "configure_model"):
         if is_overridden(legacy, module):
             with strategy.root_device, context.precision.init_context():
@@ -265,9 +267,9 @@ def _prepare_data(context: RunContext) -> None:
     ):
         if owner is None or not is_overridden("prepare_data", owner):
             continue
-        if strategy.local_rank == 0 and (owner.prepare_data_per_node or strategy.node_rank == 0):
+        if strategy.processes.local_rank == 0 and (owner.prepare_data_per_node or strategy.processes.node_rank == 0):
             call("prepare_data")
-        strategy.barrier("prepare_data")
+        strategy.processes.barrier("prepare_data")
 
 
 # The loop.
@@ -275,7 +277,7 @@ def _prepare_data(context: RunContext) -> None:
 
 def _run_stage(context: RunContext) -> Any:
     trainer = context.trainer
-    context.strategy.barrier("run-stage")
+    context.strategy.processes.barrier("run-stage")
     context.module.zero_grad()
     torch.set_grad_enabled(True)
     if trainer.state.fn == TrainerFn.FITTING:
@@ -337,7 +339,7 @@ def _tear_down(context: RunContext) -> None:
 def _release_after(trainer: "Trainer", request: Request, error: BaseException) -> None:
     """The bad end: whoever wants to know is told, then everything is released, even if one of them fails."""
     trainer.state.status = TrainerStatus.INTERRUPTED
-    trainer.connected_strategy.fail(error)
+    trainer.connected_strategy.processes.mark_failed()
     module = request.module
     if isinstance(error, KeyboardInterrupt):
         rank_zero_info("Interrupted by the keyboard: shutting down.")

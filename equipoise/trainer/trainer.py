@@ -360,7 +360,7 @@ class Trainer(PublicState):
                     self.checkpoint_io.save_checkpoint(checkpoint, os.fspath(filepath), storage_options)
                 else:
                     write_checkpoint(checkpoint, filepath)
-            self.connected_strategy.barrier("Trainer.save_checkpoint")
+            self.connected_strategy.processes.barrier("Trainer.save_checkpoint")
 
     def connect_module(self, model: LightningModule) -> None:
         """Set what `lightning_module` returns, without a run; Lightning's name for it is `strategy.connect`.

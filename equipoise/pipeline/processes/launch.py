@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from equipoise.parallel.communication.heartbeat import heard, sending
 from equipoise.parallel.communication.membership import check_alone, check_count, in_group, place_of_worker
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import StoreServer, another_group, follows_from_another
+from equipoise.parallel.communication.processes import SingleProcess
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.payload.shared_payload import dumps, loads
 from equipoise.parallel.workers.launch import launch
@@ -35,23 +36,16 @@ class FirstProcessFailed(dist.DistError):
     """What ends a worker when the first process has failed; that one tells why."""
 
 
-class StagedRun(Protocol):
-    """The strategy of a run, as its processes need it."""
-
-    def take_rank(self, rank: Rank) -> None:
-        """Note where this process stands."""
-
-    def enter(self, others: "StageLaunch") -> None:
-        """Note the other processes; called in the first process, once they are there."""
-
-
-class StageLaunch:
+class StageLaunch(SingleProcess):
     """A process for each device with its stages, the first with the last of them.
+
+    The first process has all data and computes all values of a run, so nothing is exchanged for these.
 
     Args:
         devices: The devices of this machine, in the order of their stages.
         num_nodes: The number of machines.
         timeout: Seconds for which processes wait for what is due.
+        on_joined: Function that is called in the first process, once the others are there.
 
     Attributes:
         count: How many there are, on all machines.
@@ -59,32 +53,38 @@ class StageLaunch:
         processes: The others, seen from the first process; None elsewhere.
     """
 
-    def __init__(self, devices: Sequence[torch.device], num_nodes: int, timeout: float) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], num_nodes: int, timeout: float, *, on_joined: Callable[[], None]
+    ) -> None:
         self._devices, self._timeout = tuple(devices), timeout
+        self._on_joined = on_joined
         self.count = len(devices) * num_nodes
         self._place = find_rank()
         if self._place is None:
             check_alone(num_nodes)
         else:
             check_count(self._place, devices, num_nodes)
+            self._take_rank(self._place)
+        self.spawns = self.count > 1
         self.device = self._device_of(0 if self._place is None else self._place.local_rank)
         self.processes: StageClient | None = None
 
-    @property
-    def ranks(self) -> tuple[int, int, int]:
-        """This process's number among all, on its machine, and its machine's."""
-        place = self._place
-        return (0, 0, 0) if place is None else (place.global_rank, place.local_rank, place.node_rank)
+    def _take_rank(self, rank: Rank) -> None:
+        self.rank = rank.global_rank
+        self.local_rank = rank.local_rank
+        self.node_rank = rank.node_rank
 
     def _device_of(self, local_rank: int) -> torch.device:
         return self._devices[(local_rank - 1) % len(self._devices)]  # the first process has the last one
 
-    def launch(self, strategy: StagedRun, function: Callable[[], T], known: Sequence[Any]) -> T:
+    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Runs a function in the first process while the others serve; returns its result in all that were joined."""
+        if self.count == 1:
+            return function()
         if self._place is not None:
-            return self.run(self._place, None, strategy, function, known)
+            return self.run(self._place, None, function, known)
         with StoreServer() as store:
-            start = partial(_run_in_process, self, strategy, function, store.port)
+            start = partial(_run_in_process, self, function, store.port)
             answer: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
         return answer
 
@@ -96,7 +96,6 @@ class StageLaunch:
         self,
         place: Rank,
         port: int | None,
-        strategy: StagedRun,
         function: Callable[[], T],
         known: Sequence[Any] | None,
     ) -> T:
@@ -105,13 +104,12 @@ class StageLaunch:
         Args:
             place: Where this process stands.
             port: That of a store on this machine; None: the environment says where to meet.
-            strategy: The strategy; it notes where it runs.
             function: What the first process runs.
             known: Objects of this process's that an answer may refer to; None: only the first returns one.
         """
         self.device = self._device_of(place.local_rank)
         rank = place.global_rank
-        strategy.take_rank(place)
+        self._take_rank(place)
         limit = timedelta(seconds=self._timeout)
         with (
             in_group(place, self.device, timeout=self._timeout, port=port, backend="gloo"),
@@ -128,7 +126,7 @@ class StageLaunch:
                     raise FirstProcessFailed("connection closed by peer: the first process has failed.")
                 return loads(content, known or ()) if known is not None else None  # type: ignore[return-value]
             self.processes = StageClient(messenger, [torch.device(name) for name in (*devices[1:], devices[0])])
-            strategy.enter(self)
+            self._on_joined()
             with sending(beats, self.count, self._timeout, lambda: messenger.waits):
                 return self._lead(self.processes, function, known)
 
@@ -156,9 +154,9 @@ class StageLaunch:
         return {**vars(self), "processes": None}
 
 
-def _run_in_process(others: StageLaunch, strategy: StagedRun, function: Callable[[], T], port: int, rank: int) -> T:
+def _run_in_process(others: StageLaunch, function: Callable[[], T], port: int, rank: int) -> T:
     """What a process does that the trainer has started."""
-    return others.run(others.place_in_worker(rank), port, strategy, function, None)
+    return others.run(others.place_in_worker(rank), port, function, None)
 
 
 @contextmanager

@@ -2,12 +2,9 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,13 +12,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.calibration import SimulatedDevice
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.communication.agreed_end import agree_to_end
-from equipoise.parallel.communication.membership import check_alone, check_count, in_group, place_of_worker
-from equipoise.parallel.communication.object_exchange import broadcast_object, gather_objects
-from equipoise.parallel.communication.process_group import StoreServer, follows_from_another
-from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
-from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.ddp.gradient_exchange import (
@@ -34,14 +25,13 @@ from equipoise.strategies.ddp.gradient_exchange import (
 from equipoise.strategies.ddp.loaders import count_of_rank, is_dealt, refuse_missing_batch, share_loader
 from equipoise.strategies.ddp.metric_sync import synchronise_metrics
 from equipoise.strategies.ddp.module_sync import check_same_modules, copy_from_first, share_batch_statistics
+from equipoise.strategies.ddp.processes import ProcessGroup
 from equipoise.strategies.ddp.recovery import CollectiveGuard
 from equipoise.strategies.ddp.sample_shares import ProcessShares, check_shares, check_shares_count
-from equipoise.strategies.ddp.tensor_exchange import gather_tensors, reduce_tensor
 from equipoise.strategies.strategy import Strategy, Transfer
 
 __all__ = ["DDPStrategy"]
 
-T = TypeVar("T")
 preload(__name__)
 # Fields that belong to a run and stay in its process; all of them are None outside a run.
 _RUN_FIELDS = ("_engine", "_guard", "_placed", "_restore_layers", "_restore_metrics")
@@ -114,9 +104,8 @@ class DDPStrategy(Strategy):
             "forward_sync_buffers": forward_sync_buffers,
             "comm_hook": comm_hook,
         }
-        # The rank of this process, if it was started before the trainer.
-        self._rank: Rank | None = None
-        self._all_devices: tuple[torch.device, ...] = ()
+        # The processes, once the devices are known.
+        self._group: ProcessGroup | None = None
         self._shares: ProcessShares | None = None
         self._engine: Engine | None = None
         # The parameters for which the engine was constructed, and whether each was trainable then.
@@ -126,7 +115,6 @@ class DDPStrategy(Strategy):
         self._guard: CollectiveGuard | None = None
         self._restore_metrics: Callable[[], None] | None = None
         self._restore_layers: Callable[[], None] | None = None
-        self._failed = False
 
     # Where it runs.
 
@@ -136,23 +124,24 @@ class DDPStrategy(Strategy):
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device for each process of this machine; see `Strategy.connect`."""
-        self._all_devices = tuple(devices)
-        self._rank = find_rank()
-        if self._rank is None:
-            check_alone(num_nodes)
-            self.world_size = len(devices)
-            self.devices = tuple(devices[:1])
-            self.launches = len(devices) > 1
-        else:
-            self._join_as(self._rank, num_nodes)
-        check_shares_count(self._user_shares, self.world_size)
+        group = ProcessGroup(
+            devices, num_nodes, timeout=self.timeout, backend=self.backend, on_joined=self._use_device_of_process
+        )
+        self._group = group
+        self.processes = group
+        self._use_device_of_process()
+        check_shares_count(self._user_shares, group.world_size)
         self._create_shares()
+
+    def _use_device_of_process(self) -> None:
+        assert self._group is not None
+        self.devices = (self._group.device,)
 
     def _create_shares(self) -> None:
         """Create the shares for the rank of this process; measured ones are kept."""
         shares_before = self.shares
         self._shares = ProcessShares(
-            self._user_shares, self.world_size, self.global_rank, self.root_device, self.simulated
+            self._user_shares, self.processes.world_size, self.processes.rank, self.root_device, self.simulated
         )
         self._shares.restore(shares_before)
 
@@ -165,34 +154,10 @@ class DDPStrategy(Strategy):
             return None
         return list(self._user_shares)
 
-    def _join_as(self, rank: Rank, num_nodes: int = 1) -> None:
-        """Set the ranks of this process and its device."""
-        check_count(rank, self._all_devices, num_nodes)
-        self.global_rank = rank.global_rank
-        self.local_rank = rank.local_rank
-        self.node_rank = rank.node_rank
-        self.world_size = rank.world_size
-        self.devices = (self._all_devices[rank.local_rank % len(self._all_devices)],)
-
-    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
-        """Run a function in every process; see `Strategy.launch`."""
-        if self._rank is not None:
-            with self._in_group(self._rank):
-                return function()
-        if self.world_size == 1:
-            return function()
-        with StoreServer() as store:
-            run = partial(_run_in_process, self, function, store.port)
-            result: T = launch(run, self.world_size, known=known, is_consequence=follows_from_another)
-        return result
-
-    def _in_group(self, rank: Rank, port: int | None = None) -> AbstractContextManager[None]:
-        return in_group(rank, self.root_device, timeout=self.timeout, port=port, backend=self.backend)
-
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Place the module, the same in all processes; see `Strategy.setup`."""
         super().setup(module, precision)
-        if self.world_size == 1:
+        if self.processes.world_size == 1:
             return
         check_same_modules(module)
         copy_from_first((*module.parameters(), *module.buffers()))
@@ -202,16 +167,8 @@ class DDPStrategy(Strategy):
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Replace BatchNorm layers while the run lasts; see `Strategy.share_batch_statistics`."""
-        if self.world_size > 1:
+        if self.processes.world_size > 1:
             self._restore_layers = share_batch_statistics(module, self.root_device)
-
-    def ends_after(self, batch: int, window: int) -> bool:
-        """Return whether all processes end after this batch; see `Strategy.ends_after`."""
-        return self._is_alone() or agree_to_end(self.global_rank, self.world_size, self.root_device, batch, window)
-
-    def fail(self, error: BaseException) -> None:
-        """Stop all communication: the other processes have not failed and would not join; see `Strategy.fail`."""
-        self._failed = True
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Release hooks and buckets; see `Strategy.teardown`."""
@@ -222,7 +179,8 @@ class DDPStrategy(Strategy):
         self._restore_metrics = None
         self._restore_layers = None
         self._guard = None
-        self._failed = False
+        if self._group is not None:
+            self._group.forget_failure()
         if engine is not None:
             engine.close()
         for restore in restores:
@@ -234,7 +192,7 @@ class DDPStrategy(Strategy):
 
     def shard(self, loader: Any, stage: str) -> Any:
         """Return this process's part of a loader; see `Strategy.shard`."""
-        if self.world_size == 1:
+        if self.processes.world_size == 1:
             return loader
         # `seed_everything` sets this variable.
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)
@@ -243,14 +201,15 @@ class DDPStrategy(Strategy):
         if training:
             assert self._shares is not None
             sizes = self._shares.sizes_for(loader)
-        return share_loader(loader, self.global_rank, self.world_size, seed, training=training, sizes=sizes)
+        rank, world_size = self.processes.rank, self.processes.world_size
+        return share_loader(loader, rank, world_size, seed, training=training, sizes=sizes)
 
     def part_of(self, batches: float, part: Any) -> float | None:
         """Return the number of batches that this process evaluates; see `Strategy.part_of`."""
-        if self.world_size == 1 or batches == float("inf"):
+        if self.processes.world_size == 1 or batches == float("inf"):
             return batches
         if is_dealt(part):
-            return count_of_rank(int(batches), self.global_rank, self.world_size)
+            return count_of_rank(int(batches), self.processes.rank, self.processes.world_size)
         return None
 
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
@@ -262,26 +221,26 @@ class DDPStrategy(Strategy):
 
     def begin_evaluation(self) -> None:
         """Copy the buffers of rank 0, which checkpoints hold, to all processes; see `Strategy.begin_evaluation`."""
-        if not self._is_alone() and self._placed is not None:
+        if self._group is not None and self._group.is_connected and self._placed is not None:
             copy_from_first(self._placed.buffers())
 
     # Computation.
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Compute the gradients of a batch, or join the exchange without one; see `Strategy.forward_backward`."""
-        if self.world_size == 1:
+        if self.processes.world_size == 1:
             return super().forward_backward(step, parts, last)
         assert self._shares is not None
         if self._guard is not None:
             step = self._guard.watched(step, training=True)
         if self._user_shares is not None or self.simulated:
-            self._shares.begin_step(step.batch_idx, self.gather_objects)
+            self._shares.begin_step(step.batch_idx, self.processes.gather_objects)
             step = self._shares.timed(step)
         return self._current_engine().forward_backward(step, parts, last)
 
     def arm_recovery(self) -> None:
         """Exchange gradients by the native engine from now on, which can repeat a step; see the interface."""
-        if self._guard is None and self.world_size > 1 and self._placed is not None:
+        if self._guard is None and self.processes.world_size > 1 and self._placed is not None:
             self._guard = CollectiveGuard(self._placed)
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
@@ -319,7 +278,7 @@ class DDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run one backward; see `Strategy.backward`."""
-        if self.world_size > 1 and not getattr(self._placed, "automatic_optimization", True):
+        if self.processes.world_size > 1 and not getattr(self._placed, "automatic_optimization", True):
             engine = self._current_engine()
             # The other engine is for automatic optimisation.
             assert isinstance(engine, NativeEngine)
@@ -334,47 +293,10 @@ class DDPStrategy(Strategy):
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the gradients of a window into their weighted mean over all processes; see the interface."""
-        if self.world_size == 1:
+        if self.processes.world_size == 1:
             return super().finish_gradients(window, optimizer)
         assert self._engine is not None
         return self._engine.finish(window, optimizer)
-
-    # Values over processes.
-
-    def _is_alone(self) -> bool:
-        """Return whether no process answers: there is one alone, no run is under way, or this process has failed."""
-        return self.world_size == 1 or self._failed or not dist.is_initialized()
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
-        """Reduce a value over all processes; see `Strategy.reduce`."""
-        if self._is_alone() or not isinstance(tensor, Tensor):
-            return tensor
-        return reduce_tensor(tensor, self.root_device, group, reduce_op)
-
-    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Return the values of all processes, along a new first dimension; see `Strategy.all_gather`."""
-        if self._is_alone():
-            return tensor
-        return gather_tensors(tensor, self.root_device, group, sync_grads)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in the order of their ranks; see `Strategy.gather_objects`."""
-        if self._is_alone():
-            return [value]
-        return gather_objects(value)
-
-    def broadcast(self, value: T, src: int = 0) -> T:
-        """Return the value of one process, in all; see `Strategy.broadcast`."""
-        if self._is_alone():
-            return value
-        return broadcast_object(value, src)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has reached this call."""
-        if self._is_alone():
-            return
-        device_ids = [self.root_device.index or 0] if self.root_device.type == "cuda" else None
-        dist.barrier(device_ids=device_ids)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measured shares."""
@@ -390,11 +312,3 @@ class DDPStrategy(Strategy):
     def __getstate__(self) -> Mapping[str, Any]:
         """Return the options, and nothing that belongs to a run."""
         return {**vars(self), **dict.fromkeys(_RUN_FIELDS)}
-
-
-def _run_in_process(strategy: DDPStrategy, function: Callable[[], T], port: int, index: int) -> T:
-    """Join the group in a process that the trainer has started, and run the function."""
-    rank = place_of_worker(index, strategy.world_size, strategy._all_devices[0])
-    strategy._join_as(rank)
-    with strategy._in_group(rank, port):
-        return function()

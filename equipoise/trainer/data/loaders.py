@@ -107,7 +107,7 @@ class Loaders:
             rank_zero_warn(f"{source.describe()} holds no loader: nothing is read.")
 
         # 2. Check the loaders, and shard them.
-        prepared = [self._prepare(loader, source, overfit, strategy.global_rank) for loader in flattened]
+        prepared = [self._prepare(loader, source, overfit, strategy.processes.rank) for loader in flattened]
         self.flat = prepared
         if share:
             self.flat = [strategy.shard(loader, source.stage) for loader in prepared]

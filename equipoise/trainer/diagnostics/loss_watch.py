@@ -145,8 +145,8 @@ class LossWatch:
         progress = self._trainer.progress
         epoch = self._trainer.current_epoch
         place = f"step {progress.batches_that_stepped}, batch {index} of epoch {epoch} (counted from 0)"
-        if self._strategy.world_size > 1:
-            place += f", rank {self._strategy.global_rank}"
+        if self._strategy.processes.world_size > 1:
+            place += f", rank {self._strategy.processes.rank}"
         return place
 
     def _explain(self, batch: Any) -> str:

@@ -77,7 +77,7 @@ class AfterBatch:
         if every is None:
             assert trainer.val_check_seconds is not None
             due = time.monotonic() - loop.last_validation >= trainer.val_check_seconds
-            return loop.context.strategy.broadcast(due)
+            return loop.context.strategy.processes.broadcast(due)
         if math.isinf(every):
             limit = trainer.limit_train_batches
             return (index + 1) % limit == 0 if isinstance(limit, int) else is_last

@@ -121,7 +121,7 @@ class EvaluationLoop:
         """Evaluates and returns what was logged, a dictionary for each loader."""
         with without_gradients(inference_mode=self.trainer.inference_mode and not self.fitting):
             self.load_data(context)
-            if self.loaders is None or (sum(self.max_batches) == 0 and context.strategy.world_size == 1):
+            if self.loaders is None or (sum(self.max_batches) == 0 and context.strategy.processes.world_size == 1):
                 return []
             with Modes(context.module) as modes:
                 return self._run(context, self.loaders, modes)

@@ -86,7 +86,7 @@ class FitLoop:
         """Trains until `max_epochs`, `max_steps`, `max_time` or somebody's `should_stop`."""
         self.context, hooks = context, context.hooks
         self.schedulers = Schedulers(self.trainer, hooks, self.progress.scheduler)
-        self.weigh = BatchWeight(context.module, context.strategy.dim, context.strategy.world_size)
+        self.weigh = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
         self.load_data()
         if self.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
@@ -261,7 +261,7 @@ class FitLoop:
         """Return whether steps of the epoch may be put together from several batches."""
         trainer, strategy = self.trainer, self.context.strategy
         scheduled = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)
-        return scheduled or trainer.accumulate_grad_batches > 1 or strategy.world_size > 1
+        return scheduled or trainer.accumulate_grad_batches > 1 or strategy.processes.world_size > 1
 
     def epoch(self) -> None:
         """Runs the batches of one epoch."""

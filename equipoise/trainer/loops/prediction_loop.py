@@ -124,7 +124,9 @@ class PredictionLoop:
             self._predict(context, recorded, index, several=several, final=index == len(passes) - 1)
         hooks.call("on_predict_epoch_end")
         if self.return_predictions:
-            self._predictions = [interleave(strategy.gather_objects(outputs)) for outputs in self._predictions]
+            self._predictions = [
+                interleave(strategy.processes.gather_objects(outputs)) for outputs in self._predictions
+            ]
         results = self.predictions if self.return_predictions else None
         if not self.return_predictions:
             self._predictions = []

@@ -94,7 +94,7 @@ def leave_epoch(loop: "FitLoop") -> dict[str, Any]:
     position["batch_is_done"] = True
     for name in ("logs", "gradients"):  # these go on changing
         position[name] = deepcopy(position[name])
-    return {"loop": loop.state_dict(), "positions": loop.context.strategy.gather_objects(position)}
+    return {"loop": loop.state_dict(), "positions": loop.context.strategy.processes.gather_objects(position)}
 
 
 def _kept(stream: BatchStream | None) -> list[Any]:
@@ -145,10 +145,10 @@ def resume(loop: "FitLoop", loop_state: dict[str, Any], ours: dict[str, Any]) ->
         loop.progress.load_state_dict(loop_state)
         position = positions[0]
         written_in = None  # that hook comes again, at the end of the epoch
-    if len(positions) == strategy.world_size:
-        position = positions[strategy.global_rank]
+    if len(positions) == strategy.processes.world_size:
+        position = positions[strategy.processes.rank]
     loop.resumption = Resumption(loop, position, loop_state, written_in)
-    written_by, processes = len(positions) or 1, strategy.world_size
+    written_by, processes = len(positions) or 1, strategy.processes.world_size
     if position is not None and written_by != processes and loop.resumption.in_epoch and not loop.batches_done():
         raise ConfigurationError(
             f"The checkpoint was written in the middle of an epoch by {written_by} processes, and there are {processes}"

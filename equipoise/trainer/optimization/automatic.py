@@ -86,7 +86,7 @@ class _AutomaticStep(ModuleStep):
         super().__init__(context, "training_step")
         self.count_skipped = count_skipped
         self.batch_idx = 0
-        self.alone = context.strategy.world_size == 1
+        self.alone = context.strategy.processes.world_size == 1
         self.weigher = weigh
         unweighed = window.parts == 1 and self.alone and not context.strategy.goes_back_in_parts
         self.weigh: Weigh | None = None if unweighed else weigh
@@ -190,7 +190,8 @@ class AutomaticOptimization:
         self.trainer, self.module, self.strategy, self.window = trainer, context.module, context.strategy, window
         self.scaler, self.counts = context.precision.scaler, trainer.progress.optimizer_step.current
         self.zero_grads = trainer.progress.zero_grad.current
-        window.sync_reference = None if self.strategy.world_size == 1 else self.strategy.broadcast
+        processes = self.strategy.processes
+        window.sync_reference = None if processes.world_size == 1 else processes.broadcast
         kind = type(self.strategy)
         # What a strategy leaves as it is and would do nothing is not called.
         whole = window.parts == 1 and not kind.goes_back_in_parts

@@ -275,8 +275,8 @@ class Schedulers:
     def _watched(self, config: LRSchedulerConfig) -> Any:
         """The value a scheduler watches; None, with a warning, if it is not there and need not be."""
         value = self.trainer.callback_metrics.get(config.monitor or "")
-        if self.trainer.connected_strategy.world_size > 1:  # a value of a step is each process's own
-            value = self.trainer.connected_strategy.broadcast(value)
+        if self.trainer.connected_strategy.processes.world_size > 1:  # a value of a step is each process's own
+            value = self.trainer.connected_strategy.processes.broadcast(value)
         if value is not None:
             return value
         known = ", ".join(map(repr, self.trainer.callback_metrics)) or "none"

@@ -185,7 +185,7 @@ class MicroBatcher:
             message=failure.message,
             step=self.context.trainer.global_step,
             seconds=time.monotonic(),
-            global_rank=self.strategy.global_rank,
+            global_rank=self.strategy.processes.rank,
             can_repeat=not refusal,
         )
 

@@ -131,7 +131,7 @@ class Recovery:
         return result
 
     def _run_batch(self, batch: _Batch) -> StepResult:
-        if batch.count == 0 and self.strategy.world_size == 1:  # left out, as if its step had returned None
+        if batch.count == 0 and self.strategy.processes.world_size == 1:  # left out, as if its step had returned None
             self.step.backward(nothing := StepResult(None, 0, None))
             return nothing
         if batch.count <= 1:

@@ -59,7 +59,7 @@ class RunContext:
         source, hooks = self.sources[stage], self.hooks
         call = hooks.call_module if source.owner is self.module else hooks.call_datamodule
         given = source.request(call)
-        self.strategy.barrier(f"{stage}_dataloader()")
+        self.strategy.processes.barrier(f"{stage}_dataloader()")
         share = self.trainer.use_distributed_sampler
         return Loaders(source, given, limit=limit, overfit=overfit, strategy=self.strategy, share=share)
 

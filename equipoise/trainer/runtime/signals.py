@@ -41,7 +41,7 @@ def signals_noted(trainer: "Trainer") -> Iterator[None]:
         trainer.received_sigterm = True
 
     # SIGUSR1 shows what a process of ours hangs in, so the program that has started it hands on another signal.
-    requeue = signal.SIGUSR2 if trainer.connected_strategy.launches else signal.SIGUSR1
+    requeue = signal.SIGUSR2 if trainer.connected_strategy.processes.spawns else signal.SIGUSR1
     with ExitStack() as handlers:
         handlers.enter_context(_noted(signal.SIGTERM, note))
         if slurm_job() is not None and not callable(signal.getsignal(requeue)):
@@ -89,7 +89,7 @@ def leave_training(trainer: "Trainer") -> None:
         SIGTERMException: If the run ends here.
     """
     batches = trainer.progress.batch.total.ready
-    if trainer.connected_strategy.ends_after(batches, trainer.accumulate_grad_batches):
+    if trainer.connected_strategy.processes.ends_after(batches, trainer.accumulate_grad_batches):
         _leave(trainer)
 
 
@@ -114,5 +114,5 @@ def _leave(trainer: "Trainer") -> None:
         raise SIGTERMException
     if trainer.is_global_zero:
         slurm.requeue()
-    trainer.connected_strategy.barrier("requeue")  # the end of one task may end the others
+    trainer.connected_strategy.processes.barrier("requeue")  # the end of one task may end the others
     raise SIGTERMException(os.EX_TEMPFAIL)

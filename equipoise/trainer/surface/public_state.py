@@ -134,27 +134,27 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
     @property
     def global_rank(self) -> int:
         """The number of this process among all."""
-        return self.connected_strategy.global_rank
+        return self.connected_strategy.processes.rank
 
     @property
     def local_rank(self) -> int:
         """The number of this process on its machine."""
-        return self.connected_strategy.local_rank
+        return self.connected_strategy.processes.local_rank
 
     @property
     def node_rank(self) -> int:
         """The number of this machine."""
-        return self.connected_strategy.node_rank
+        return self.connected_strategy.processes.node_rank
 
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return self.connected_strategy.world_size
+        return self.connected_strategy.processes.world_size
 
     @property
     def is_global_zero(self) -> bool:
         """True in the process that writes files and reports to the user."""
-        return self.connected_strategy.is_global_zero
+        return self.connected_strategy.processes.is_main
 
     @property
     def device_ids(self) -> list[int]:
@@ -165,7 +165,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
     def num_devices(self) -> int:
         """The number of devices on this machine."""
         strategy = self.connected_strategy
-        return max(len(strategy.devices), strategy.world_size // int(getattr(self, "num_nodes", 1)))
+        return max(len(strategy.devices), strategy.processes.world_size // int(getattr(self, "num_nodes", 1)))
 
     @property
     def precision(self) -> str:
@@ -325,7 +325,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
             folder: str | None = self.default_root_dir
         else:
             folder = logger.log_dir if is_a(logger, TensorBoardLogger, CSVLogger) else logger.save_dir
-        return self.connected_strategy.broadcast(folder)
+        return self.connected_strategy.processes.broadcast(folder)
 
     @property
     def ckpt_path(self) -> Any:

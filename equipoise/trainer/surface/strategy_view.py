@@ -228,17 +228,17 @@ class StrategyView:
     @property
     def num_processes(self) -> int:
         """Number of processes on this machine."""
-        return max(1, self._own.world_size // self._of.num_nodes)
+        return max(1, self._own.processes.world_size // self._of.num_nodes)
 
     @property
     def is_distributed(self) -> bool:
         """True if there are several processes."""
-        return self._own.world_size > 1
+        return self._own.processes.world_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The arguments of a DistributedSampler for this process."""
-        return {"num_replicas": self._own.world_size, "rank": self._own.global_rank}
+        return {"num_replicas": self._own.processes.world_size, "rank": self._own.processes.rank}
 
     @property
     def strategy_name(self) -> str:
@@ -255,16 +255,59 @@ class StrategyView:
 
     # Processes.
 
+    @property
+    def global_rank(self) -> int:
+        """Number of this process among all."""
+        return self._own.processes.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine."""
+        return self._own.processes.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this machine."""
+        return self._own.processes.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._own.processes.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True in the main process."""
+        return self._own.processes.is_main
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
+        """Reduce a value over all processes."""
+        return self._own.processes.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Gather a value of every process, stacked along a new first dimension where there are several."""
+        return self._own.processes.all_gather(tensor, group, sync_grads)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in the order of their ranks."""
+        return self._own.processes.gather_objects(value)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process has reached this call."""
+        self._own.processes.barrier(name)
+
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of process `src`, in every process."""
-        return self._own.broadcast(obj, src)
+        return self._own.processes.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return True if all processes, or any of them, decided for it."""
-        if self._own.world_size == 1:
+        if self._own.processes.world_size == 1:
             return decision
-        votes = int(self._own.reduce(torch.tensor(int(decision), device=self._own.root_device), reduce_op="sum"))
-        return votes == self._own.world_size if all else votes > 0
+        votes = int(
+            self._own.processes.reduce(torch.tensor(int(decision), device=self._own.root_device), reduce_op="sum")
+        )
+        return votes == self._own.processes.world_size if all else votes > 0
 
     # Checkpoints.
 
@@ -279,7 +322,7 @@ class StrategyView:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint in the first process."""
-        if self._own.is_global_zero:
+        if self._own.processes.is_main:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -288,7 +331,7 @@ class StrategyView:
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint file or folder, in the first process."""
-        if self._own.is_global_zero:
+        if self._own.processes.is_main:
             self.checkpoint_io.remove_checkpoint(filepath)
 
 

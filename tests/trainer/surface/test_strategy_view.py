@@ -21,18 +21,7 @@ pytestmark = ignoring("You defined a `validation_step` but have no")
 LIGHTNINGS = (strategies.Strategy, strategies.SingleDeviceStrategy, strategies.ParallelStrategy, strategies.DDPStrategy)
 NAMES = sorted({name for kind in LIGHTNINGS for name in dir(kind) if not name.startswith("_")})
 # The same name, the same arguments, the same meaning on both sides.
-SHARED = {
-    "all_gather",
-    "barrier",
-    "global_rank",
-    "is_global_zero",
-    "local_rank",
-    "node_rank",
-    "reduce",
-    "root_device",
-    "teardown",
-    "world_size",
-}
+SHARED = {"root_device", "teardown"}
 REFUSED = {
     "configure_ddp",
     "determine_ddp_device_ids",

@@ -1,0 +1,129 @@
+"""The processes that compute together, as one of them sees them: how many there are, and what they exchange."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+__all__ = ["Processes", "SingleProcess"]
+
+T = TypeVar("T")
+
+
+class Processes(ABC):
+    """Starts the processes of a run, or joins them, and exchanges values between them.
+
+    Attributes:
+        spawns: True if `launch` runs functions in other processes than the caller's.
+        rank: Number of this process among all.
+        local_rank: Number of this process on its machine.
+        node_rank: Number of this machine.
+        world_size: Number of processes that share the data.
+    """
+
+    spawns: bool = False
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """True in the main process, which writes files and logs messages."""
+        return self.rank == 0
+
+    @abstractmethod
+    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
+        """Run `function` in every process and return the result of the main process.
+
+        Args:
+            function: The function, without arguments.
+            known: Objects of the caller. Where the result refers to one of them, the returned result refers to the
+                caller's object and not to a copy.
+        """
+
+    @abstractmethod
+    def ends_after(self, batch: int, window: int) -> bool:
+        """Return True if a run ends after this batch; called after each batch once a signal has asked for its end.
+
+        Args:
+            batch: Number of training batches so far.
+            window: Number of batches from one optimiser step to the next.
+        """
+
+    @abstractmethod
+    def mark_failed(self) -> None:
+        """Note that this process has failed. From now on it waits for no other process."""
+
+    @abstractmethod
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
+        """Reduce a value over all processes. Values that are not tensors are returned unchanged.
+
+        Args:
+            tensor: The tensor, of the same shape in all processes; it is not changed.
+            group: Process group. Default: all processes.
+            reduce_op: "mean", "sum", "min" or "max". Default: "mean".
+        """
+
+    @abstractmethod
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Gather a value of every process, stacked along a new first dimension where there are several.
+
+        Args:
+            tensor: A tensor or a collection of tensors and numbers, of the same shapes in all processes.
+            group: Process group. Default: all processes.
+            sync_grads: Whether gradients flow back to the process that computed a tensor. Default: False.
+        """
+
+    @abstractmethod
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the values of all processes, in the order of their ranks."""
+
+    @abstractmethod
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return the value of process `src`, in every process."""
+
+    @abstractmethod
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process has reached this call."""
+
+
+class SingleProcess(Processes):
+    """The caller's process alone: a function is called here, and a value of all processes is its own.
+
+    Example:
+        >>> processes = SingleProcess()
+        >>> processes.launch(lambda: "result")
+        'result'
+        >>> processes.gather_objects(3)
+        [3]
+    """
+
+    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
+        """Call the function; see `Processes.launch`."""
+        return function()
+
+    def ends_after(self, batch: int, window: int) -> bool:
+        """Return True: no other process needs to agree; see `Processes.ends_after`."""
+        return True
+
+    def mark_failed(self) -> None:
+        """Do nothing: this process waits for no other; see `Processes.mark_failed`."""
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
+        """Return the value; see `Processes.reduce`."""
+        return tensor
+
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Return the value; see `Processes.all_gather`."""
+        return tensor
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the value in a list; see `Processes.gather_objects`."""
+        return [value]
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return the value; see `Processes.broadcast`."""
+        return value
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return at once; see `Processes.barrier`."""
