@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
 class PartwiseStep(Protocol):
     """A step of the user's module, for strategies that compute batches in parts."""
 
-    def on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
+    def run_on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
         """Run the step of a copy of the module on a part of a batch. Logged values stay with the result.
 
         Args:
@@ -47,10 +47,10 @@ class PartwiseStep(Protocol):
             size: The part's number of samples.
         """
 
-    def inside(self) -> AbstractContextManager[None]:
-        """Return a context manager to enter while nested calls of `on` run, in any thread."""
+    def hook_scope(self) -> AbstractContextManager[None]:
+        """Return a context manager to enter while nested calls of `run_on` run, in any thread."""
 
-    def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Any]]:
+    def capture_logs(self, function: Callable[[], T]) -> tuple[T, Sequence[Any]]:
         """Run a function on one part of a batch. Return its result, and the values that it logged."""
 
     def log_together(
@@ -70,7 +70,7 @@ class PartwiseStep(Protocol):
             original: Function that returns the module's metric for a copy of it.
         """
 
-    def combine(
+    def merge(
         self,
         results: Sequence[StepResult],
         sizes: Sequence[int],
@@ -95,13 +95,13 @@ class TrainingStep(PartwiseStep, Protocol):
 
     Attributes:
         batch_idx: The number of the batch.
-        first: True if the accumulation window begins with the next backward.
-        in_pieces: True while a batch is computed in micro-batches after an out-of-memory error.
+        begins_window: True if the accumulation window begins with the next backward.
+        in_micro_batches: True while a batch is computed in micro-batches after an out-of-memory error.
     """
 
     batch_idx: int
-    first: bool
-    in_pieces: bool
+    begins_window: bool
+    in_micro_batches: bool
 
     def __call__(self, part: Any) -> StepResult:
         """Run `training_step` on a whole batch."""
@@ -117,12 +117,12 @@ class TrainingStep(PartwiseStep, Protocol):
     def backward(self, result: StepResult) -> None:
         """Run the backward of a result with its hooks and the scaler. Does nothing in manual optimisation."""
 
-    def piece_of(self, size: int, whole: int) -> None:
+    def begin_micro_batch(self, size: int, batch_size: int) -> None:
         """Note that the next result is of a micro-batch, before its backward.
 
         Args:
             size: Number of samples of the micro-batch.
-            whole: Number of samples of its batch.
+            batch_size: Number of samples of its batch.
         """
 
     def total_with(self, result: StepResult) -> Weight:

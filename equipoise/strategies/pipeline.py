@@ -251,11 +251,11 @@ class PipelineStrategy(StagedStrategy):
         if isinstance(parts, _Finer):
             parts.indices = range(len(sizes))
         cut = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
-        micro = [SuspendedStep(partial(step.on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
+        micro = [SuspendedStep(partial(step.run_on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
         try:
-            with step.inside():
+            with step.hook_scope():
                 if self._network.cut is None:
-                    first = partial(step.on, module, cut[0], sizes[0])
+                    first = partial(step.run_on, module, cut[0], sizes[0])
                     self._network.rest = LossProfile(module, first, cut[0], self.root_device, self._network.caught)
                 self._begin(micro)
                 self._compute(step, micro, sizes)
@@ -266,7 +266,7 @@ class PipelineStrategy(StagedStrategy):
         finally:
             self._network.rest = None
         results = [_detached(one.result) for one in micro]
-        return step.combine(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
+        return step.merge(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
 
     @staticmethod
     def _begin(micro: Sequence[SuspendedStep]) -> None:
@@ -286,7 +286,7 @@ class PipelineStrategy(StagedStrategy):
         calls = {index: CallStructure(*(micro[index].call or ((), {}))) for index in waiting}
 
         def backward(index: int) -> None:
-            step.piece_of(sizes[index], sum(sizes))
+            step.begin_micro_batch(sizes[index], sum(sizes))
             self._retains = index in calls and any(tensor.grad_fn is not None for tensor in calls[index].tensors)
             step.backward(micro[index].result)
             micro[index].result = _detached(micro[index].result)
@@ -299,7 +299,7 @@ class PipelineStrategy(StagedStrategy):
             first: Any = pipelines[0]
             self._network.running = first
             if isinstance(first, ProcessPipeline):
-                first.fresh = step.first
+                first.fresh = step.begins_window
             shadows = self._network.placement.shadows
             shadows.begin_step()
             first.run(
@@ -310,7 +310,7 @@ class PipelineStrategy(StagedStrategy):
             )
             shadows.end_step()
             self.timeline = first.timeline
-        elif step.first and self._split is not None:  # nobody else hears of this step
+        elif step.begins_window and self._split is not None:  # nobody else hears of this step
             self._split.processes.tell_all("zero")
         for index in set(range(len(micro))) - set(waiting):
             backward(index)

@@ -56,7 +56,7 @@ class CollectiveGuard:
             if collective_count() != count_before:
                 self._communicates[training] = True
         self._has_completed_step[training] = True
-        if step.in_pieces and self._communicates[training]:
+        if step.in_micro_batches and self._communicates[training]:
             raise StepError(
                 "A batch is computed in parts since it ran out of memory, but all processes communicate in the forward"
                 f" of {'a training' if training else 'an evaluation'} step, and the others compute theirs as a whole."

@@ -233,13 +233,13 @@ class ReplicatedStrategy(Strategy):
         results: list[StepResult] = []
 
         def compute(position: int) -> Callable[[], StepResult]:
-            return lambda: step.on(replicas[indices[position]], parts[position], sizes[position])
+            return lambda: step.run_on(replicas[indices[position]], parts[position], sizes[position])
 
         with replicas.metrics_in_parts(indices, sizes):
             results = self._compute([(index, compute(position)) for position, index in enumerate(indices)], sizes)
         replicas.give_back(indices[0])
         root = self.root_device
-        return step.combine(results, sizes, root, dim=self.dim, original=replicas.original)
+        return step.merge(results, sizes, root, dim=self.dim, original=replicas.original)
 
     def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
         """Runs the computation of every part on its device."""
@@ -344,7 +344,7 @@ class ReplicatedStrategy(Strategy):
                 given, named = move_data_to_device(part, self.devices[index])
                 self._inside.replica = True
                 try:
-                    return step.apart(lambda: forward(*given, **named))
+                    return step.capture_logs(lambda: forward(*given, **named))
                 finally:
                     self._inside.replica = False
 

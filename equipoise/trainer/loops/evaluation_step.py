@@ -35,10 +35,10 @@ class EvaluationStep(ModuleStep):
         super().__init__(context, name)
         self.wanted = wanted
 
-    def combine(self, *args: Any, **kwargs: Any) -> StepResult:
+    def merge(self, *args: Any, **kwargs: Any) -> StepResult:
         """Puts the results of all parts together; see `ModuleStep`."""
-        result = super().combine(*args, **kwargs)
-        return result if self.in_pieces else result._replace(outputs=self.finished(result.outputs))
+        result = super().merge(*args, **kwargs)
+        return result if self.in_micro_batches else result._replace(outputs=self.finished(result.outputs))
 
     def finished(self, outputs: PartialOutputs) -> Any:
         """The outputs of all parts of a batch, put together."""

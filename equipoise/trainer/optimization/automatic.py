@@ -93,7 +93,7 @@ class _AutomaticStep(ModuleStep):
         self.usual_weigher = self.weigh
         self.window, self.zero_grad, self.skip_backward = window, zero_grad, skip_backward
         self.run_backward = Backward(context)
-        self.first = True  # whether the gradients of an earlier window are still there
+        self.begins_window = True  # whether the gradients of an earlier window are still there
 
     def __call__(self, part: Any) -> StepResult:
         """Runs the training step on a batch and takes its answer apart."""
@@ -123,9 +123,9 @@ class _AutomaticStep(ModuleStep):
         loss, weight = (out, None) if isinstance(out, Tensor) else _loss_and_weight(out)
         return StepResult(loss, size if weight is None else check_weight(weight), out, logged)
 
-    def piece_of(self, size: int, whole: int) -> None:
-        """The next part to go backward is a piece of a batch; see `AccumulationWindow.micro_batch`."""
-        self.window.micro_batch = (size, whole)
+    def begin_micro_batch(self, size: int, batch_size: int) -> None:
+        """Note that the next part is a micro-batch; see `AccumulationWindow.micro_batch`."""
+        self.window.micro_batch = (size, batch_size)
 
     def total_with(self, result: StepResult) -> Weight:
         """Σw of the window, this result included."""
@@ -135,8 +135,8 @@ class _AutomaticStep(ModuleStep):
         """Zeroes the gradients at the beginning of a window, then runs the backward with the part's share."""
         if self.skip_backward:
             return
-        if self.first:
-            self.first = False
+        if self.begins_window:
+            self.begins_window = False
             self.zero_grad(self.batch_idx)
         loss, weight = result.loss, result.weight
         if loss is None:
@@ -245,7 +245,7 @@ class AutomaticOptimization:
         """Computes the gradients of a batch and, if it is the last of its window, steps."""
         step = self.step
         step.batch_idx, step.indices = batch_idx, (batch_idx,)
-        step.first = batch_idx % self.window.parts == 0
+        step.begins_window = batch_idx % self.window.parts == 0
         if not last:
             return self.forward_backward(step, parts, False)
         counts = self.counts
@@ -269,7 +269,7 @@ class AutomaticOptimization:
 
         def closure() -> Tensor | None:
             self.window.load_state_dict(before)  # LBFGS computes a batch several times, and it counts once
-            self.step.first = batch_idx % self.window.parts == 0
+            self.step.begins_window = batch_idx % self.window.parts == 0
             with torch.enable_grad():
                 results[:] = [self.forward_backward(self.step, parts, True)]
             return self._seen_loss(results[0])

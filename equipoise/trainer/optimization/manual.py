@@ -103,7 +103,7 @@ class _ManualStep(ModuleStep):
 
     def __init__(self, context: "RunContext") -> None:
         super().__init__(context, "training_step")
-        self.batch_idx, self.first = 0, True
+        self.batch_idx, self.begins_window = 0, True
 
     def __call__(self, part: Any) -> StepResult:
         """Runs the training step on a part."""
@@ -115,7 +115,7 @@ class _ManualStep(ModuleStep):
             )
         return StepResult(None, None, out)
 
-    def piece_of(self, size: int, whole: int) -> None:
+    def begin_micro_batch(self, size: int, batch_size: int) -> None:
         """Nothing is weighed."""
 
     def total_with(self, result: StepResult) -> Weight:

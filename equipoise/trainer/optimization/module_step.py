@@ -1,7 +1,7 @@
 """A step of the user's module, on the module or on its replicas.
 
-A strategy that cuts a batch runs the step on each part with `on`, in whatever thread, and puts the results together
-with `combine`: the losses by weight, the outputs in the order of the data, what was logged by its own reduction. So a
+A strategy that cuts a batch runs the step on each part with `run_on`, in whatever thread, and puts the results together
+with `merge`: the losses by weight, the outputs in the order of the data, what was logged by its own reduction. So a
 step in parts comes to what the step on the whole batch comes to.
 """
 
@@ -49,7 +49,7 @@ class ModuleStep:
         self._around: Around | None = None
         # True if the method is called as it is: without a context of the precision or a function of the strategy.
         self.is_plain = self.forward_context is None
-        self.in_pieces = False  # of a batch that does not fit: outputs are put together once, at the end
+        self.in_micro_batches = False  # of a batch that does not fit: outputs are put together once, at the end
         self._replicas: dict[nn.Module, Callable[..., Any]] = {}
 
     def run_inside(self, around: Around) -> None:
@@ -78,7 +78,7 @@ class ModuleStep:
         """The outputs of all parts of a batch, as they are handed on."""
         return outputs
 
-    def on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
+    def run_on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
         """Runs the method of a replica on one part of a batch; what it logs stays with the result.
 
         Args:
@@ -99,14 +99,14 @@ class ModuleStep:
                 return method(part, *self.indices)
 
         try:
-            out, logged = self.apart(compute)
+            out, logged = self.capture_logs(compute)
         except EXPLAINED as error:
             explain_device_mismatch(error, replica, part)
             raise
         return self.result(out, size, logged)
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def hook_scope(self) -> Iterator[None]:
         """While runs of the method lie in one another: what is logged is logged in it, whichever has ended first."""
         state, current = vars(self.module), CURRENT_HOOK
         outer, state[current] = state.get(current), self._name
@@ -115,7 +115,7 @@ class ModuleStep:
         finally:
             state[current] = outer
 
-    def apart(self, function: Callable[[], T]) -> tuple[T, Sequence[Logged]]:
+    def capture_logs(self, function: Callable[[], T]) -> tuple[T, Sequence[Logged]]:
         """Runs a function; returns its answer, and what it logged."""
         outer = self._logs.begin_part()
         try:
@@ -139,7 +139,7 @@ class ModuleStep:
         """What a step on a part came to."""
         return StepResult(None, size, out, logged)
 
-    def combine(
+    def merge(
         self,
         results: Sequence[StepResult],
         sizes: Sequence[int],

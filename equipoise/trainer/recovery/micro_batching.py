@@ -141,17 +141,17 @@ class MicroBatcher:
         sizes = [self.size(piece) for piece in pieces]  # before a step takes something out of them
         results: list[StepResult] = []
         device, dim = self.strategy.root_device, self.strategy.dim
-        step.in_pieces = True
+        step.in_micro_batches = True
         try:
             for index, piece in enumerate(pieces):
                 last = index + 1 == len(pieces)
-                result, logged = step.apart(lambda piece=piece, last=last: self.compute(piece, last))
+                result, logged = step.capture_logs(lambda piece=piece, last=last: self.compute(piece, last))
                 results.append(_detached(result)._replace(logged=logged))
                 del result
             bare = [result._replace(outputs=None) for result in results]
-            combined: StepResult = step.combine(bare, sizes, device, dim=dim, original=lambda metric: metric)
+            combined: StepResult = step.merge(bare, sizes, device, dim=dim, original=lambda metric: metric)
         finally:
-            step.in_pieces = False
+            step.in_micro_batches = False
         outputs = _in_order(pieces, results, sizes, device, dim)
         return combined._replace(outputs=step.finished(outputs))
 

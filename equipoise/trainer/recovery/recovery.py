@@ -80,7 +80,7 @@ class Recovery:
 
     def _compute(self, parts: Sequence[Any], last: bool) -> StepResult:
         ends = last and self._ends and self._running is self._open.batches[-1]
-        if self.step.in_pieces:
+        if self.step.in_micro_batches:
             self.window.micro_batch = (self.parts.size(parts), self._whole)
         return self.strategy.forward_backward(self.step, parts, ends)
 
@@ -127,7 +127,7 @@ class Recovery:
             if batch is current:
                 result = self._run_batch(batch)
             else:
-                step.apart(lambda batch=batch: self._run_batch(batch))
+                step.capture_logs(lambda batch=batch: self._run_batch(batch))
         return result
 
     def _run_batch(self, batch: _Batch) -> StepResult:
@@ -182,7 +182,7 @@ class Recovery:
             self.window.load_state_dict(state)
             for parameter, gradient in zip(self._parameters(), gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()
-        elif not step.first:  # else the gradients are still those that the zeroing is to find
+        elif not step.begins_window:  # else the gradients are still those that the zeroing is to find
             for parameter in self._parameters():
                 parameter.grad = None
         return self.strategy.discard_gradients()
