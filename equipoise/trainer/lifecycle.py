@@ -37,7 +37,7 @@ from equipoise.trainer.data.dataloader_iter import checking_batches
 from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
 from equipoise.trainer.hooks.hooks import Hooks
-from equipoise.trainer.logging.cross_process import reduce_epoch_values, sync_step_values
+from equipoise.trainer.logging.cross_process import LogReduction
 from equipoise.trainer.logging.csv_rows import continue_files, keep_rows
 from equipoise.trainer.optimization.optimizers import move_state, parse_optimizers
 from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
@@ -184,16 +184,14 @@ def _prepare(trainer: "Trainer", request: Request) -> RunContext:
         _set_epoch_limits(trainer)
     trainer.callbacks = merge_callbacks(trainer.callbacks, _ask_callbacks(module))
     strategy = trainer.connected_strategy
-    size_of = Splitter(module, strategy.dim).size
-    trainer.logs.size_of = checking_batches(size_of) if takes_iterator(module, "training_step") else size_of
-    if strategy.processes.world_size > 1:
-        trainer.logs.reduce = strategy.processes.reduce
-        trainer.logs.agree = partial(
-            reduce_epoch_values, gather=strategy.processes.gather_objects, module=module, device=strategy.root_device
-        )
-        trainer.logs.agree_on_steps = partial(
-            sync_step_values, gather=strategy.processes.gather_objects, device=strategy.root_device
-        )
+    size_of: Callable[[Any], int | None] = Splitter(module, strategy.dim).size
+    if takes_iterator(module, "training_step"):
+        size_of = checking_batches(size_of)
+    reduction = None
+    processes = strategy.processes
+    if processes.world_size > 1:
+        reduction = LogReduction(processes.reduce, processes.gather_objects, module, strategy.root_device)
+    trainer.logs.connect_run(size_of, reduction)
     context = make_context(trainer, request)
     trainer.begin_run(context)
     check_run(context)

@@ -1,11 +1,12 @@
-"""Reduce logged values over all processes, also where some of them logged nothing.
+"""Reduce logged values over all processes, also if some of them logged nothing.
 
-One exchange tells every process what all of them have logged. So a process that had no batch knows the names, and
-nobody waits for a value that another never logged.
+One exchange reports to every process what all of them have logged. So a process that had no batch knows the names, and
+no process waits for a value that another never logged.
 """
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,103 +15,165 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import LogOptions
-from equipoise.trainer.logging.entry import Collection, Entry
+from equipoise.trainer.logging.collection import Collection
+from equipoise.trainer.logging.entry import Entry
 
-__all__ = ["reduce_epoch_values", "sync_step_values"]
+__all__ = ["LogReduction"]
 
 
-def reduce_epoch_values(
-    collection: Collection,
-    dataloader_idx: int | None,
-    gather: Callable[[Any], list[Any]],
-    module: nn.Module,
-    device: torch.device,
-) -> None:
-    """Computes the epoch's values of all that any process has logged.
+@dataclass(frozen=True)
+class _Report:
+    """An entry of one process, as the other processes receive it.
 
-    Args:
-        collection: What this one has logged; what others have is added.
-        dataloader_idx: The loader in question, where there are several.
-        gather: Returns what all processes pass to it.
-        module: The user's module, whose metrics are known by name.
-        device: Where values are wanted.
+    Attributes:
+        key, options, dataloader_idx, total, weight: Those of the entry, with the total on the CPU.
+        metric: The name of the entry's metric in the module; None without a metric.
     """
-    names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
-    own = [
-        _described(entry, names)
-        for entry in collection.entries.values()
-        if entry.live and entry.options.on_epoch and entry.dataloader_idx == dataloader_idx
-    ]
-    of_all: dict[Any, list[dict[str, Any]]] = {}
-    for told in gather(own):
-        for each in told:
-            of_all.setdefault(each["key"], []).append(each)
-    metrics = dict(module.named_modules())
-    for key, told in of_all.items():
-        entry = collection.entries.get(key)
-        if entry is None:
-            entry = collection.entries[key] = _made(told[0], metrics)
-        entry.live = True
+
+    key: tuple[str, str, int | None]
+    options: tuple[Any, ...]
+    dataloader_idx: int | None
+    metric: str | None
+    total: Tensor | None
+    weight: int
+
+
+@dataclass(frozen=True)
+class LogReduction:
+    """Reduction of logged values over the processes of a run.
+
+    Attributes:
+        reduce: Reduction of one tensor that every process has, with the argument `reduce_op`.
+        gather: Return the objects that all processes pass to it, by rank.
+        module: The user's module, whose metrics are identified by their names.
+        device: Device of the reduced values.
+    """
+
+    reduce: Callable[..., Any]
+    gather: Callable[[Any], list[Any]]
+    module: nn.Module
+    device: torch.device
+
+    def reduce_epoch_values(self, collection: Collection, dataloader_idx: int | None) -> None:
+        """Compute the epoch's values of all that any process has logged.
+
+        Args:
+            collection: What this process has logged. Entries of other processes are added.
+            dataloader_idx: The loader whose values are reduced; None if there is one loader.
+
+        Raises:
+            MisconfigurationException: If a logged metric is no attribute of the module.
+        """
+        # 1. Report the entries of this process to all, and receive theirs.
+        reports = self._reports_of(collection, dataloader_idx)
+        reports_by_key: dict[Any, list[_Report]] = {}
+        for reports_of_process in self.gather(reports):
+            for report in reports_of_process:
+                reports_by_key.setdefault(report.key, []).append(report)
+        # 2. Compute each value. The order is the same in all processes, which metrics need.
+        modules = dict(self.module.named_modules())
+        for key, reports in reports_by_key.items():
+            entry = collection.entries.get(key)
+            if entry is None:
+                entry = _entry_from(reports[0], modules)
+                collection.add(entry)
+            entry.set_epoch_value(self._epoch_value(entry, reports))
+
+    def sync_step_values(self, collection: Collection) -> None:
+        """Reduce the values of a step that were logged with `sync_dist=True`, over the processes that logged them.
+
+        Args:
+            collection: What this process has logged.
+        """
+        # 1. Exchange the values of this step.
+        entries = {key: entry for key, entry in collection.entries.items() if entry.syncs_steps and entry.live}
+        values_here = {}
+        for key, entry in entries.items():
+            if entry.step is not None:
+                values_here[key] = entry.step.detach().cpu()
+        values_of_processes = self.gather(values_here)
+        # 2. Combine those of each entry.
+        for key, entry in entries.items():
+            values = [values[key].to(self.device) for values in values_of_processes if key in values]
+            if values:
+                entry.set_step_value(_combine(torch.stack(values), entry.options.reduce_fx))
+
+    def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[_Report]:
+        names = {id(part): name for name, part in self.module.named_modules() if isinstance(part, Metric)}
+        reports = []
+        for entry in collection.entries.values():
+            if entry.live and entry.options.on_epoch and entry.dataloader_idx == dataloader_idx:
+                reports.append(_report_of(entry, names))
+        return reports
+
+    def _epoch_value(self, entry: Entry, reports: list[_Report]) -> Any:
+        """Return the value over all processes; None if it is that of this process alone."""
         if entry.metric is not None:
             with warnings.catch_warnings():
+                # A process without a batch has updated no metric.
                 warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
-                entry.computed = entry.metric.compute()
-        elif not entry.options.rank_zero_only:
-            entry.computed = _merged(entry, told, device)
+                return entry.metric.compute()
+        if entry.options.rank_zero_only:
+            return None
+        return self._merge(entry, reports)
+
+    def _merge(self, entry: Entry, reports: list[_Report]) -> Tensor | None:
+        totals = [report.total.to(self.device) for report in reports if report.total is not None]
+        if not totals:
+            return None
+        dtype = totals[0].dtype
+        stacked = torch.stack([total.to(dtype) for total in totals])
+        if not entry.is_mean:
+            return _combine(stacked, entry.options.reduce_fx)
+        number_of_samples = sum(report.weight for report in reports)
+        mean: Tensor = stacked.sum(0) / number_of_samples
+        return mean
 
 
-def sync_step_values(collection: Collection, gather: Callable[[Any], list[Any]], device: torch.device) -> None:
-    """Reduces the values of a step that were logged with `sync_dist=True`, over the processes that logged them.
+def _report_of(entry: Entry, names: dict[int, str]) -> _Report:
+    """Describe an entry to other processes.
 
     Args:
-        collection: What this one has logged.
-        gather: Returns what all processes pass to it.
-        device: Where values are wanted.
+        entry: The entry.
+        names: Names of the module's metrics, by identity.
     """
-    syncs = {key: entry for key, entry in collection.entries.items() if entry.syncs and entry.live}
-    told = gather({key: entry.step.detach().cpu() for key, entry in syncs.items() if entry.step is not None})
-    for key, entry in syncs.items():
-        if values := [each[key].to(device) for each in told if key in each]:
-            entry.step = _combined(torch.stack(values), entry.options.reduce_fx)
+    metric = None
+    if entry.metric is not None:
+        metric = names.get(id(entry.metric))
+        if metric is None:
+            raise MisconfigurationException(
+                f"The metric logged as {entry.name!r} is no attribute of the module, so other processes cannot know it."
+                " Make it one."
+            )
+    total = entry.total
+    if total is not None:
+        total = total.detach().cpu()
+    return _Report(
+        key=entry.key,
+        options=tuple(entry.options),
+        dataloader_idx=entry.dataloader_idx,
+        metric=metric,
+        total=total,
+        weight=entry.weight,
+    )
 
 
-def _described(entry: Entry, names: dict[int, str]) -> dict[str, Any]:
-    if entry.metric is not None and id(entry.metric) not in names:
-        raise MisconfigurationException(
-            f"The metric logged as {entry.name!r} is no attribute of the module, so other processes cannot know it."
-            " Make it one."
-        )
-    return {
-        "key": entry.key,
-        "options": tuple(entry.options),
-        "dataloader_idx": entry.dataloader_idx,
-        "metric": None if entry.metric is None else names[id(entry.metric)],
-        "total": None if entry.total is None else entry.total.detach().cpu(),
-        "weight": entry.weight,
-    }
+def _entry_from(report: _Report, modules: dict[str, nn.Module]) -> Entry:
+    """Return a new entry for a name that only other processes have logged."""
+    hook, name, _ = report.key
+    metric: Any = None
+    if report.metric is not None:
+        metric = modules[report.metric]
+    options = LogOptions(*report.options)
+    return Entry(hook, name, options, report.dataloader_idx, metric, arguments=tuple(options))
 
 
-def _made(told: dict[str, Any], modules: dict[str, nn.Module]) -> Entry:
-    """An entry for what others have logged."""
-    hook, name, _ = told["key"]
-    metric: Any = None if told["metric"] is None else modules[told["metric"]]
-    entry = Entry(hook, name, LogOptions(*told["options"]), told["dataloader_idx"], metric)
-    entry.given = tuple(entry.options)
-    return entry
-
-
-def _merged(entry: Entry, told: list[dict[str, Any]], device: torch.device) -> Tensor | None:
-    totals = [each["total"].to(device) for each in told if each["total"] is not None]
-    if not totals:
-        return None
-    stacked = torch.stack([total.to(totals[0].dtype) for total in totals])
-    if entry.weighs:
-        mean: Tensor = stacked.sum(0) / sum(each["weight"] for each in told)
-        return mean
-    return _combined(stacked, entry.options.reduce_fx)
-
-
-def _combined(values: Tensor, reduction: str) -> Tensor:
+def _combine(values: Tensor, reduction: str) -> Tensor:
+    """Reduce the values of processes, of shape (processes,)."""
     if reduction == "mean":
         return values.mean(0)
-    return values.sum(0) if reduction == "sum" else values.amin(0) if reduction == "min" else values.amax(0)
+    if reduction == "sum":
+        return values.sum(0)
+    if reduction == "min":
+        return values.amin(0)
+    return values.amax(0)

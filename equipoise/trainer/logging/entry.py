@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import LogOptions
 
-__all__ = ["Collection", "Entry", "default_dtype", "on_cpu", "reduction_name"]
+__all__ = ["Entry", "default_dtype", "on_cpu", "reduction_name"]
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 _START = {"min": float("inf"), "max": float("-inf")}
@@ -26,44 +26,64 @@ _REDUCTIONS: dict[Any, str] = {
 
 
 class Entry:
-    """One name logged in one hook, and what has been logged under it since the epoch began.
+    """Values logged under one name in one hook since the epoch began.
 
     Args:
         hook: The hook that logs.
         name: The name.
         options: The arguments of `self.log`, with the defaults of the hook.
-        dataloader_idx: The loader's index, where there are several.
+        dataloader_idx: The loader's index, if there are several loaders.
         metric: The metric, if a metric is logged.
+        arguments: The values of `LogOptions` as the user passed them.
 
     Attributes:
-        key: Under which a collection keeps it.
-        given: The arguments as they were given.
+        key: Key of this entry in a collection.
+        name, step_name, epoch_name: Names of its value, of a step's and of an epoch's.
         step: The latest value.
-        total, weight: What the epoch's value is made of.
-        live: Whether anything was logged since the last reset.
-        weighs: Whether the epoch's value is a mean, weighted by the sizes of batches.
+        total, weight: Sum (or minimum, maximum) of the epoch so far, and the number of samples in it.
+        computed: The epoch's value once it is computed.
+        live: True if anything was logged since the last reset.
+        is_mean: True if the epoch's value is a mean, weighted by the sizes of batches.
+        syncs_steps: True if values of a step are reduced over all processes.
     """
 
     def __init__(
-        self, hook: str, name: str, options: LogOptions, dataloader_idx: int | None = None, metric: Metric | None = None
+        self,
+        hook: str,
+        name: str,
+        options: LogOptions,
+        dataloader_idx: int | None = None,
+        metric: Metric | None = None,
+        arguments: tuple[Any, ...] = (),
     ) -> None:
-        self.key = (hook, name, dataloader_idx if options.add_dataloader_idx else None)
-        self.given: tuple[Any, ...] = ()
-        self.options, self.dataloader_idx, self.metric = options, dataloader_idx, metric
-        suffix = (
-            f"/dataloader_idx_{dataloader_idx}" if options.add_dataloader_idx and dataloader_idx is not None else ""
-        )
-        forked = bool(options.on_step and options.on_epoch)
+        self.options = options
+        self.arguments = arguments
+        self.dataloader_idx = dataloader_idx
+        self.metric = metric
+        # 1. Names. Values of steps and of epochs have different ones if both are logged.
+        index = None
+        suffix = ""
+        if options.add_dataloader_idx and dataloader_idx is not None:
+            index = dataloader_idx
+            suffix = f"/dataloader_idx_{dataloader_idx}"
+        self.key = (hook, name, index)
         self.name = name + suffix
-        self.step_name, self.epoch_name = f"{name}{'_step' * forked}{suffix}", f"{name}{'_epoch' * forked}{suffix}"
-        self.dtype = default_dtype()  # of the hook that logs first, where a precision may set another
-        self.accumulates = bool(options.on_epoch) and metric is None
-        self.weighs = self.accumulates and options.reduce_fx == "mean"
-        self.syncs = bool(options.sync_dist and options.on_step) and metric is None and not options.rank_zero_only
+        self.step_name = self.name
+        self.epoch_name = self.name
+        if options.on_step and options.on_epoch:
+            self.step_name = f"{name}_step{suffix}"
+            self.epoch_name = f"{name}_epoch{suffix}"
+        # 2. Reduction. The dtype is that of the hook that logs first; the precision may set another one for a hook.
+        self.dtype = default_dtype()
+        is_tensor = metric is None
+        self.accumulates = is_tensor and bool(options.on_epoch)
+        self.is_mean = self.accumulates and options.reduce_fx == "mean"
+        self.syncs_steps = is_tensor and bool(options.sync_dist and options.on_step) and not options.rank_zero_only
+        # 3. Values.
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what was logged."""
+        """Forget all values."""
         self.step: Any = None
         self.total: Tensor | None = None
         self.weight = 0
@@ -71,52 +91,89 @@ class Entry:
         self.live = False
 
     def add(self, value: Any, size: int) -> None:
-        """Takes a logged value: a 0-dim tensor, or what a metric gave for its last batch."""
-        self.live, self.computed, self.step = True, None, value
+        """Add a value of a step: a 0-dim tensor, or the value of a metric for its last batch.
+
+        Args:
+            value: The value.
+            size: Its weight in a mean, in samples.
+        """
+        self.live = True
+        self.computed = None
+        self.step = value
         if not self.accumulates:
             return
+        # 1. Begin with the neutral element of the reduction, on the device of the value.
         total = self.total
         if total is None:
             start = _START.get(self.options.reduce_fx, 0.0)
             total = self.total = torch.full((), start, dtype=self.dtype, device=value.device)
         elif total.device != value.device:
             total = self.total = total.to(value.device)
-        if not self.weighs:
+        # 2. Sums, minima and maxima have no weights.
+        if not self.is_mean:
             self.total = _COMBINE[self.options.reduce_fx](total, value)
             return
+        # 3. A product with a power of two is exact, so one operation gives the same bits as two.
         self.weight += size
-        if size & (size - 1) == 0 and total.dtype is value.dtype:
-            total.add_(value, alpha=size)  # the product with a power of two is exact: the same bits in one operation
+        is_power_of_two = size & (size - 1) == 0
+        if is_power_of_two and total.dtype is value.dtype:
+            total.add_(value, alpha=size)
         else:
             self.total = total + value * size
 
+    def set_step_value(self, value: Any) -> None:
+        """Replace the value of the step, for one of all processes; None if this process has none."""
+        self.step = value
+
+    def set_epoch_value(self, value: Any) -> None:
+        """Set the epoch's value, which was computed over all processes.
+
+        This process may have logged nothing; the entry is live nevertheless.
+        """
+        self.computed = value
+        self.live = True
+
     def epoch(self, reduce: Callable[..., Any] | None) -> Any:
-        """The value of the epoch, over all processes if `reduce` is given."""
+        """Return the value of the epoch.
+
+        Args:
+            reduce: Reduction of a tensor over all processes. None: values of this process alone.
+        """
         if self.computed is None:
-            self.computed = self.metric.compute() if self.metric is not None else self._reduced(reduce)
+            if self.metric is not None:
+                self.computed = self.metric.compute()
+            else:
+                self.computed = self._reduced(reduce)
         return self.computed
 
     def _reduced(self, reduce: Callable[..., Tensor] | None) -> Tensor | None:
         total = self.total
         if total is None:
             return None
-        alone = reduce is None or self.options.rank_zero_only
-        if not self.weighs:
-            return total.clone() if alone or reduce is None else reduce(total.clone(), reduce_op=self.options.reduce_fx)
-        if alone or reduce is None:
-            return total / self.weight
+        # 1. Values of this process alone.
+        if reduce is None or self.options.rank_zero_only:
+            if self.is_mean:
+                return total / self.weight
+            return total.clone()
+        # 2. Values of all processes. The reduction may write into its argument.
+        if not self.is_mean:
+            return reduce(total.clone(), reduce_op=self.options.reduce_fx)
         weight = torch.tensor(self.weight, dtype=total.dtype, device=total.device)
-        summed: Tensor = reduce(total.clone(), reduce_op="sum") / reduce(weight, reduce_op="sum")
-        return summed
+        sum_of_values = reduce(total.clone(), reduce_op="sum")
+        sum_of_weights = reduce(weight, reduce_op="sum")
+        mean: Tensor = sum_of_values / sum_of_weights
+        return mean
 
     def state_dict(self, names: dict[int, str]) -> dict[str, Any]:
-        """Everything, in plain containers.
+        """Return all values, in plain containers.
 
         Args:
             names: The names of the module's metrics, by identity.
         """
         values = on_cpu({"total": self.total, "step": self.step})
-        metric = names.get(id(self.metric)) if self.metric is not None else None
+        metric = None
+        if self.metric is not None:
+            metric = names.get(id(self.metric))
         return {
             **values,
             "key": list(self.key),
@@ -129,51 +186,40 @@ class Entry:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], metrics: dict[str, Any]) -> "Entry":
-        """An entry that goes on where another was.
+        """Return an entry that continues a saved one.
 
         Args:
-            state: What `state_dict` returned.
+            state: The result of `state_dict`.
             metrics: The module's metrics, by name.
         """
-        (hook, name, _), metric = state["key"], metrics.get(state["metric"])
-        entry = cls(hook, name, LogOptions(*state["options"]), state["dataloader_idx"], metric)
-        entry.total, entry.step, entry.weight, entry.dtype = (
-            state["total"],
-            state["step"],
-            state["weight"],
-            state["dtype"],
-        )
-        entry.live = True
+        hook, name, _ = state["key"]
+        metric = metrics.get(state["metric"])
+        options = LogOptions(*state["options"])
+        entry = cls(hook, name, options, state["dataloader_idx"], metric)
+        entry._load_values(state)
         return entry
 
-
-class Collection:
-    """What one loop logged.
-
-    Args:
-        training: Whether step values reach callbacks too.
-
-    Attributes:
-        any_on_step: Whether anything has values of steps.
-    """
-
-    def __init__(self, *, training: bool) -> None:
-        self.training = training
-        self.any_on_step = False
-        self.entries: dict[tuple[str, str, int | None], Entry] = {}
-
-    def reset(self) -> None:
-        """Forgets all values, and resets the metrics among them."""
-        for entry in self.entries.values():
-            entry.forget()
-            if entry.metric is not None:
-                entry.metric.reset()
+    def _load_values(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+        self.step = state["step"]
+        self.weight = state["weight"]
+        self.dtype = state["dtype"]
+        self.live = True
 
 
 def reduction_name(reduce_fx: Any) -> str:
-    """The name of a reduction given as a name or a function."""
+    """Return the name of a reduction: mean, sum, min or max.
+
+    Args:
+        reduce_fx: A name, or a function of torch or Python.
+
+    Raises:
+        MisconfigurationException: For any other reduction.
+    """
     if isinstance(reduce_fx, str):
-        name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
+        name = reduce_fx.lower()
+        if name == "avg":
+            name = "mean"
     else:
         name = _REDUCTIONS.get(reduce_fx, "")
     if name not in ("mean", "sum", "min", "max"):
@@ -185,11 +231,18 @@ def reduction_name(reduce_fx: Any) -> str:
 
 
 def on_cpu(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values, tensors among them copied to the CPU."""
-    return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+    """Return the same values, with copies on the CPU in place of tensors."""
+    copies = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+        copies[name] = value
+    return copies
 
 
 def default_dtype() -> torch.dtype:
-    """The default dtype, but never less than float32."""
+    """Return the default dtype if it is float64, else float32."""
     dtype = torch.get_default_dtype()
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    return torch.float32

@@ -1,19 +1,20 @@
 """`self.log`: collect values, reduce them, pass them on.
 
-A logged value goes three ways: to loggers, to the progress bar, and to callbacks. It is kept as it was given,
-detached and on its device; nothing is read, and nothing is computed for the three, before somebody asks.
+A logged value goes three ways: to loggers, to the progress bar, and to callbacks. It stays detached on its device.
+Nothing is read, and nothing is computed for the three, before one of them asks for it.
 
-    log                 one entry more in `pending`: a failed attempt is forgotten by clearing a list
-    commit              at the batch's end: the latest value is kept, epoch sums grow
-    read                whoever asks gets a dictionary brought up to date; without asking none is made
+    add                 append to `pending`: values of a failed attempt are dropped by clearing a list
+    commit              at the batch's end: keep the latest value, add it to the epoch's sum
+    refresh             when a dictionary of metrics is read: bring it up to date
 
 Values of a step and values of an epoch never mix: between the first batch of a loop and its end, the dictionaries
-show step values.
+show values of steps.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -21,92 +22,142 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
-from equipoise.interop.lightning.self_log import LogOptions, logging_levels
+from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.interop.metrics import last_batch_value
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.trainer.data.dataloader_iter import check_batch_size
-from equipoise.trainer.logging.entry import Collection, Entry, default_dtype, on_cpu, reduction_name
+from equipoise.trainer.logging.arguments import check_value, complete_options, without_dimensions
+from equipoise.trainer.logging.collection import Captures, Collection, Logged
+from equipoise.trainer.logging.cross_process import LogReduction
+from equipoise.trainer.logging.entry import Entry, default_dtype, on_cpu
+from equipoise.trainer.logging.shown_metrics import DICTIONARIES, ShownMetrics
 
-__all__ = ["Logged", "Logs"]
+__all__ = ["Logs"]
 
-_DICTIONARIES = ("callback", "logged", "progress_bar")
-_ALL, _NONE = frozenset(_DICTIONARIES), frozenset[str]()
+_NONE = frozenset[str]()
+
+# Hook, name, and index of the loader, which together identify an entry.
+_Key = tuple[str | None, str, int | None]
 
 
-class Logged(NamedTuple):
-    """One call of `self.log` in a part of a batch; see `Logs.add`."""
+@dataclass(frozen=True)
+class _SuspendedLoop:
+    """State of a loop within which another one runs, such as training during a validation."""
 
-    hook: str | None
-    name: str
-    value: Any
-    given: tuple[Any, ...]
-    batch_size: int | None
+    collection: Collection | None
+    entries: dict[_Key, Entry]
+    dataloader_idx: int | None
+    in_batches: bool
+    batch: Any
+    size: int | None
 
 
 class Logs:
     """Everything logged in a run.
 
-    Args:
-        reduce: The strategy's reduction over processes; None where there is one.
-
     Attributes:
-        agree: Computes the epoch's values over all processes; None where there is one.
-        agree_on_steps: The same for values of a step that are to be synchronised, when they go to the loggers.
-        size_of: Finds the number of samples of a batch, which is the weight of its values; None where nobody can tell.
+        collection: Values of the present loop; None if the loop cannot log.
+        dataloader_idx: Index of the present loader, if there are several loaders.
+        in_batches: True from a loop's first batch to its end.
+        pending: Entry, value and batch size of each call of `self.log` in the present batch.
+        captures: Values of shares of the batch, which are logged after all shares were computed.
     """
 
-    def __init__(self, reduce: Callable[..., Any] | None = None) -> None:
-        self.reduce = reduce
-        self.size_of: Callable[[Any], int | None] = infer_batch_size
-        self.agree: Callable[[Collection, int | None], None] | None = None
-        self.agree_on_steps: Callable[[Collection], None] | None = None
+    def __init__(self) -> None:
+        # 1. Parts of the run; see `connect_run`.
+        self._size_of: Callable[[Any], int | None] = infer_batch_size
+        self._reduction: LogReduction | None = None
+        # 2. The present loop.
         self.collection: Collection | None = None
-        self._entries: dict[tuple[str | None, str, int | None], Entry] = {}  # of the collection, by loader
         self.dataloader_idx: int | None = None
-        self.in_batches = False  # from a loop's first batch to its end
-        self.pending: list[tuple[Entry, Any, int | None]] = []
+        self.in_batches = False
+        # Entries of the collection that the present loop has used.
+        self._entries: dict[_Key, Entry] = {}
+        # 3. The present batch, and its number of samples once it is computed.
         self._batch: Any = None
         self._size: int | None = None
-        self._stale: frozenset[str] = _NONE  # the dictionaries that lack something
-        self._shown: dict[str, dict[str, Any]] = {name: {} for name in _DICTIONARIES}
-        self._parts: dict[int, list[Logged]] = {}  # by thread, while it computes a part of a batch
+        self.pending: list[tuple[Entry, Any, int | None]] = []
+        self.captures = Captures()
+        self._captured = self.captures.by_thread
+        # 4. The dictionaries of metrics, and the names of those that are not up to date.
+        self._shown = ShownMetrics()
+        self._stale: frozenset[str] = _NONE
 
-    # Collect.
+    # The run.
 
-    def add(self, hook: str | None, name: str, value: Any, given: tuple[Any, ...], batch_size: int | None) -> None:
-        """Takes one value; see `LightningModule.log`.
+    def connect_run(self, size_of: Callable[[Any], int | None], reduction: LogReduction | None = None) -> None:
+        """Begin a run.
+
+        Args:
+            size_of: Return the number of samples of a batch, which is the weight of its values; None if unknown.
+            reduction: Reduction over the processes of the run. Default: None, a single process.
+        """
+        self._size_of = size_of
+        self._reduction = reduction
+
+    def close(self, *, failed: bool) -> None:
+        """End a run: move the metrics to the CPU, and release the parts of the run.
+
+        Args:
+            failed: True if an error ended it. Values of an unfinished batch or epoch are then left out.
+        """
+        if failed:
+            self.pending.clear()
+        if not failed or self.in_batches:
+            self.refresh()
+        self._size_of = infer_batch_size
+        self._reduction = None
+        # After an error these would keep the batch that failed.
+        self.collection = None
+        self._batch = None
+        self._shown.move_to_cpu()
+
+    # Values.
+
+    def add(self, hook: str | None, name: str, value: Any, arguments: tuple[Any, ...], batch_size: int | None) -> None:
+        """Add one value; see `LightningModule.log`.
 
         Args:
             hook: The hook that logs.
             name: The name.
             value: A number, a tensor of one element, or a metric.
-            given: The values of `LogOptions` as they were given.
-            batch_size: The weight in a mean; None: the size of the batch.
+            arguments: The values of `LogOptions` as the user passed them.
+            batch_size: The weight in a mean, in samples. None: the size of the batch.
         """
-        if self._parts and (part := self._parts.get(get_ident())) is not None:
-            kept = value.detach().clone() if isinstance(value, Tensor) else value
-            part.append(Logged(hook, name, kept, given, batch_size))
-            return
+        # 1. Values of a share of the batch wait until all shares are computed.
+        if self._captured:
+            captured = self._captured.get(get_ident())
+            if captured is not None:
+                if isinstance(value, Tensor):
+                    value = value.detach().clone()
+                captured.append(Logged(hook, name, value, arguments, batch_size))
+                return
+        # 2. Find the entry. Arguments are checked when they are new.
         entry = self._entries.get((hook, name, self.dataloader_idx))
-        if entry is None or entry.given != given:
-            entry = self._register(hook, name, value, LogOptions(*given), batch_size)
-        self._stale = _ALL
+        if entry is None or entry.arguments != arguments:
+            entry = self._register(hook, name, value, LogOptions(*arguments), batch_size)
+        self._stale = DICTIONARIES
+        # 3. Copy the value, as the caller may change it in place.
         if isinstance(value, Tensor):
             if value.ndim:
-                value = _single(name, value)
-            value = value.detach().clone()  # the caller may yet change it in place
+                value = without_dimensions(name, value)
+            value = value.detach().clone()
         elif isinstance(value, Metric):
-            entry.metric, value = value, last_batch_value(value)
+            entry.metric = value
+            value = last_batch_value(value)
         else:
             value = torch.tensor(value, dtype=default_dtype())
         self.pending.append((entry, value, batch_size))
         if not self.in_batches:
             self.commit()
 
-    def _register(self, hook: str | None, name: str, value: Any, given: LogOptions, batch_size: int | None) -> Entry:
-        """Checks the arguments, once for each name and hook."""
-        if (collection := self.collection) is None:
+    def _register(
+        self, hook: str | None, name: str, value: Any, arguments: LogOptions, batch_size: int | None
+    ) -> Entry:
+        """Check new arguments, and return the entry of the value."""
+        collection = self.collection
+        if collection is None:
             raise MisconfigurationException(
                 "`self.log` works inside a loop of fit, validate or test; a predict hook, for one, cannot log."
             )
@@ -114,210 +165,144 @@ class Logs:
             raise MisconfigurationException(
                 "`self.log` was called outside of the hooks and steps that the Trainer runs."
             )
-        metric = value if isinstance(value, Metric) else None
-        if metric is None and not isinstance(value, Tensor | int | float):
-            raise ValueError(
-                f"`self.log({name!r}, ...)` takes a number, a tensor of one element or a torchmetrics Metric, not"
-                f" {type(value).__name__}."
-            )
-        if given.add_dataloader_idx and "/dataloader_idx_" in name:
-            raise MisconfigurationException(
-                f"The name {name!r} holds a loader's index. It is appended by itself; say add_dataloader_idx=False to"
-                " do so by hand."
-            )
-        options = self._options(hook, name, given)
-        index = self.dataloader_idx
-        key = (hook, name, index if given.add_dataloader_idx else None)
-        entry = collection.entries.get(key)
-        if entry is None:
-            entry = collection.entries[key] = Entry(hook, name, options, index, metric)
-        elif entry.options != options or entry.dataloader_idx != index:
-            raise MisconfigurationException(
-                f"`self.log({name!r}, ...)` was called twice in `{hook}` with different arguments: {entry.options},"
-                f" then {options}."
-            )
-        if entry.weighs and batch_size is None:
+        check_value(name, value)
+        options = complete_options(hook, name, arguments)
+        metric = None
+        if isinstance(value, Metric):
+            metric = value
+        new_entry = Entry(hook, name, options, self.dataloader_idx, metric, arguments=tuple(arguments))
+        entry = collection.register(new_entry)
+        if entry.is_mean and batch_size is None:
             check_batch_size(self._batch)
-        entry.given = tuple(given)
-        self._entries[hook, name, index] = entry
-        collection.any_on_step = collection.any_on_step or bool(options.on_step)
+        self._entries[hook, name, self.dataloader_idx] = entry
         return entry
 
-    @staticmethod
-    def _options(hook: str, name: str, given: LogOptions) -> LogOptions:
-        """The arguments with the defaults of the hook."""
-        on_step, on_epoch = logging_levels(hook, given.on_step, given.on_epoch)
-        if not on_step and not on_epoch:
-            raise MisconfigurationException(
-                f"`self.log({name!r}, on_step=False, on_epoch=False)` in `{hook}` logs nothing."
-            )
-        return given._replace(
-            on_step=on_step,
-            on_epoch=on_epoch,
-            logger=given.logger is not False,
-            reduce_fx=reduction_name(given.reduce_fx),
-        )
-
     def commit(self) -> None:
-        """Takes what is pending into steps and epochs."""
+        """Add the pending values to those of the step and the epoch."""
         for entry, value, size in self.pending:
             if entry.metric is None and value.dtype is not torch.float32 and value.dtype is not torch.float64:
-                if not entry.live and not value.is_floating_point():
-                    rank_zero_warn(
-                        f"The value logged as {entry.name!r} is of {value.dtype}; it is made floating to be reduced."
-                    )
-                value = value.to(entry.dtype)
+                value = _convert_to_float(entry, value)
             if size is None:
-                size = (self._size or self._find_size()) if entry.weighs else 1
+                if entry.is_mean:
+                    size = self._size or self._compute_size()
+                else:
+                    size = 1
             entry.add(value, size)
         self.pending.clear()
 
-    def _find_size(self) -> int:
-        """The size of the batch, which is the weight of its values; found once per batch."""
+    def _compute_size(self) -> int:
+        """Return the number of samples of the batch; computed once per batch."""
         if self._batch is None:
             return 1
-        self._size = self.size_of(self._batch) or extract_batch_size(self._batch)
+        self._size = self._size_of(self._batch) or extract_batch_size(self._batch)
         return self._size
 
-    def begin_part(self) -> list[Logged] | None:
-        """What this thread logs from now on belongs to one part of a batch; returns what `end_part` is to be given."""
-        thread = get_ident()
-        outer, self._parts[thread] = self._parts.get(thread), []
-        return outer
+    # Loops and batches.
 
-    def end_part(self, outer: list[Logged] | None) -> list[Logged]:
-        """The part is done; returns what it logged.
+    def enter(self, collection: Collection | None) -> _SuspendedLoop:
+        """Begin a loop.
 
         Args:
-            outer: The part of which this was a part; None if there is none.
+            collection: Its values; None if it cannot log.
+
+        Returns:
+            The argument of `leave`.
         """
-        thread = get_ident()
-        logged = self._parts.pop(thread)
-        if outer is not None:
-            self._parts[thread] = outer
-        return logged
-
-    # What the loops say.
-
-    def enter(self, collection: Collection | None) -> tuple[Any, ...]:
-        """Makes a loop's collection the present one and returns what `leave` needs to go back."""
         self.refresh()
-        outer = (self.collection, self._entries, self.dataloader_idx, self.in_batches, self._batch, self._size)
-        self.collection, self._entries, self.dataloader_idx = collection, {}, None
-        self.in_batches, self._batch, self._size = False, None, None
+        outer = _SuspendedLoop(
+            collection=self.collection,
+            entries=self._entries,
+            dataloader_idx=self.dataloader_idx,
+            in_batches=self.in_batches,
+            batch=self._batch,
+            size=self._size,
+        )
+        self.collection = collection
+        self.dataloader_idx = None
+        self.in_batches = False
+        self._entries = {}
+        self._batch = None
+        self._size = None
         return outer
 
-    def leave(self, outer: tuple[Any, ...]) -> None:
-        """Goes back to the collection that was present before `enter`."""
+    def leave(self, outer: _SuspendedLoop) -> None:
+        """End a loop, and continue the one around it, which is the result of `enter`."""
         self.refresh()
-        self.collection, self._entries, self.dataloader_idx, self.in_batches, self._batch, self._size = outer
+        self.collection = outer.collection
+        self.dataloader_idx = outer.dataloader_idx
+        self.in_batches = outer.in_batches
+        self._entries = outer.entries
+        self._batch = outer.batch
+        self._size = outer.size
 
     def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        """A batch begins; values logged from now on belong to it."""
-        self.in_batches, self._batch, self._size, self.dataloader_idx = True, batch, None, dataloader_idx
+        """Begin a batch, to which values belong from now on."""
+        self.in_batches = True
+        self._batch = batch
+        self._size = None
+        self.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
-        """The batch is done with all its hooks."""
+        """End a batch, all of whose hooks were called."""
         if self.pending:
             self.commit()
         self._batch = None
 
     def forget_steps(self) -> None:
-        """This process had no batch in this step, so no values of its own."""
-        for entry in self.collection.entries.values() if self.collection is not None else ():
-            if entry.syncs:
-                entry.step = None
+        """Forget the synchronised values of a step in which this process has no batch."""
+        if self.collection is not None:
+            self.collection.forget_synchronized_steps()
 
     def end_batches(self, *, show: bool = True) -> None:
-        """The loop, or one of its loaders, came to its end: what is read from now on are values of the epoch.
+        """End the batches of a loop, or of one of its loaders. From now on, values of the epoch are read.
 
         Args:
-            show: Whether they come into the dictionaries at once.
+            show: True to bring the dictionaries of metrics up to date at once.
         """
         self.refresh()
-        self.in_batches, self._batch, self._size = False, None, None
-        self._stale = _ALL
-        if self.agree is not None and self.collection is not None:
-            self.agree(self.collection, self.dataloader_idx)
+        self.in_batches = False
+        self._batch = None
+        self._size = None
+        self._stale = DICTIONARIES
+        if self._reduction is not None and self.collection is not None:
+            self._reduction.reduce_epoch_values(self.collection, self.dataloader_idx)
         if show:
             self.refresh()
 
+    def leave_loaders(self) -> None:
+        """End the last loader: from now on, values belong to all loaders."""
+        self.dataloader_idx = None
+
     def reset(self) -> None:
-        """Forgets the values of the present loop; the dictionaries keep what they show."""
+        """Forget the values of the present loop. The dictionaries of metrics stay."""
         self.refresh()
         if self.collection is not None:
             self.collection.reset()
-        self.in_batches, self._stale = False, _NONE
+        self.in_batches = False
+        self._stale = _NONE
 
-    def reset_metrics(self) -> None:
-        """Empties the dictionaries."""
-        self._shown = {name: {} for name in _DICTIONARIES}
+    # Dictionaries of metrics.
 
-    # State.
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """Metrics for callbacks."""
+        self.refresh("callback")
+        return self._shown.callback
 
-    def state_dict(self, collection: Collection, names: dict[int, str]) -> dict[str, Any]:
-        """What the epoch has logged so far, for a run that is resumed in its midst.
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """Metrics for loggers."""
+        self.refresh("logged")
+        return self._shown.logged
 
-        Args:
-            collection: What the training loop logged.
-            names: The names of the module's metrics, by identity.
-        """
-        self.refresh()
-        entries = [entry.state_dict(names) for entry in collection.entries.values() if entry.live]
-        return {"callback_metrics": on_cpu(self._shown["callback"]), "entries": entries}
-
-    def load_state_dict(self, state: dict[str, Any], collection: Collection, metrics: dict[str, Any]) -> None:
-        """Takes it back.
-
-        Args:
-            state: What `state_dict` returned.
-            collection: What the training loop logged.
-            metrics: The module's metrics, by name.
-        """
-        self._shown["callback"].update(state["callback_metrics"])
-        for saved in state["entries"]:
-            entry = Entry.from_state_dict(saved, metrics)
-            collection.entries[entry.key] = entry
-            collection.any_on_step = collection.any_on_step or bool(entry.options.on_step)
-        self._stale = _ALL
-
-    def close(self, *, failed: bool) -> None:
-        """Ends a run: what the dictionaries hold is moved to the CPU.
-
-        Args:
-            failed: Whether an error ended it; then values of an unfinished batch or epoch are left out.
-        """
-        if failed:
-            self.pending.clear()
-        if not failed or self.in_batches:
-            self.refresh()
-        self.size_of, self.reduce = infer_batch_size, None  # not the run's any more
-        self.agree = self.agree_on_steps = None
-        self.collection = self._batch = None  # after an error the batch that failed would be kept
-        for values in self._shown.values():
-            values.update(on_cpu(values))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is shown; everything else belongs to one run."""
-        return {"_shown": self._shown}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """An object as new, which shows the same."""
-        self.__init__()  # type: ignore[misc]
-        self.show(state["_shown"])
-
-    def shown(self) -> dict[str, dict[str, Any]]:
-        """What the dictionaries hold, on the CPU."""
-        return {name: on_cpu(values) for name, values in self._shown.items()}
-
-    def show(self, values: dict[str, dict[str, Any]]) -> None:
-        """Lets the dictionaries hold other values."""
-        self._shown = {name: dict(each) for name, each in values.items()}
-
-    # Read.
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """Metrics for the progress bar, as tensors on their devices."""
+        self.refresh("progress_bar")
+        return self._shown.progress_bar
 
     def metrics(self) -> dict[str, Any]:
-        """What goes to the loggers now: the values of the step, or those of the epoch."""
+        """Return the present values for the loggers: those of the step, or those of the epoch."""
         if self.pending:
             self.commit()
         if self.collection is None:
@@ -325,72 +310,88 @@ class Logs:
         return {name: value for name, value, entry in self._current(self.collection) if entry.options.logger}
 
     def step_metrics(self) -> dict[str, Any]:
-        """What goes to the loggers after a step; asked for in all processes at once."""
-        if self.agree_on_steps is not None and self.collection is not None:
-            self.agree_on_steps(self.collection)
-            self._stale = _ALL
+        """Return the values of a step for the loggers. All processes must call this together."""
+        if self._reduction is not None and self.collection is not None:
+            self._reduction.sync_step_values(self.collection)
+            self._stale = DICTIONARIES
         return self.metrics()
 
-    @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """What callbacks see."""
-        return self.refresh("callback")
-
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        """What loggers were given, or will be."""
-        return self.refresh("logged")
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        """What the progress bar shows, as tensors on their devices."""
-        return self.refresh("progress_bar")
-
-    def refresh(self, *names: str) -> dict[str, Any]:
-        """Brings dictionaries up to date and returns the last of them.
+    def refresh(self, *names: str) -> None:
+        """Bring dictionaries of metrics up to date.
 
         Args:
-            names: Which; all by default.
+            names: Some of "callback", "logged" and "progress_bar". Default: all.
         """
         if self.pending:
             self.commit()
-        names = names or _DICTIONARIES
-        stale = self._stale.intersection(names)
-        if stale and self.collection is not None:
-            self._stale = self._stale - stale
-            for name, value, entry in self._current(self.collection):
-                if "logged" in stale and entry.options.logger:
-                    self._shown["logged"][name] = value
-                if "progress_bar" in stale and entry.options.prog_bar:
-                    self._shown["progress_bar"][name] = value
-                if "callback" in stale and (self.collection.training or not self.in_batches):
-                    self._shown["callback"][entry.name] = self._shown["callback"][name] = value
-        return self._shown[names[-1]]
+        stale = self._stale.intersection(names or DICTIONARIES)
+        if not stale or self.collection is None:
+            return
+        self._stale = self._stale - stale
+        # Callbacks see values of an evaluation after its last batch.
+        if self.in_batches and not self.collection.training:
+            stale = stale - {"callback"}
+        self._shown.update(stale, self._current(self.collection))
 
     def _current(self, collection: Collection) -> Iterator[tuple[str, Tensor, Entry]]:
-        """Name, value and entry of everything that has a value now."""
-        for entry in collection.entries.values():
-            if not entry.live or entry.dataloader_idx != self.dataloader_idx:
-                continue
-            if self.in_batches:
-                name, value = entry.step_name, entry.step if entry.options.on_step else None
-            else:
-                name, value = entry.epoch_name, entry.epoch(self.reduce) if entry.options.on_epoch else None
-            if value is None:
-                continue
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"The metric logged as {entry.name!r} computes {value!r}, but a logged metric must compute a"
-                    " tensor."
-                )
-            yield name, value.detach() if value.requires_grad else value, entry
+        """Return name, value and entry of everything that has a value now."""
+        if self.in_batches:
+            return collection.values_of_step(self.dataloader_idx)
+        reduce = None
+        if self._reduction is not None:
+            reduce = self._reduction.reduce
+        return collection.values_of_epoch(self.dataloader_idx, reduce)
+
+    def reset_metrics(self) -> None:
+        """Empty the dictionaries of metrics."""
+        self._shown = ShownMetrics()
+
+    # State.
+
+    def state_dict(self, collection: Collection, names: dict[int, str]) -> dict[str, Any]:
+        """Return what the epoch has logged so far, for a run that resumes within it.
+
+        Args:
+            collection: The values of the training loop.
+            names: The names of the module's metrics, by identity.
+        """
+        self.refresh()
+        entries = [entry.state_dict(names) for entry in collection.entries.values() if entry.live]
+        return {"callback_metrics": on_cpu(self._shown.callback), "entries": entries}
+
+    def load_state_dict(self, state: dict[str, Any], collection: Collection, metrics: dict[str, Any]) -> None:
+        """Load what the epoch of an earlier run has logged.
+
+        Args:
+            state: The result of `state_dict`.
+            collection: The values of the training loop.
+            metrics: The module's metrics, by name.
+        """
+        self._shown.callback.update(state["callback_metrics"])
+        for saved in state["entries"]:
+            collection.add(Entry.from_state_dict(saved, metrics))
+        self._stale = DICTIONARIES
+
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """Return the contents of the dictionaries of metrics, on the CPU."""
+        return self._shown.state_dict()
+
+    def show(self, values: dict[str, dict[str, Any]]) -> None:
+        """Replace the contents of the dictionaries of metrics by the result of `shown` in another process."""
+        self._shown.load_state_dict(values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the dictionaries of metrics; everything else belongs to one run."""
+        return {"_shown": self._shown}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a new object that shows the same metrics."""
+        self.__init__()  # type: ignore[misc]
+        self._shown = state["_shown"]
 
 
-def _single(name: str, value: Tensor) -> Tensor:
-    """A tensor of one element without dimensions."""
-    if value.numel() != 1:
-        raise ValueError(
-            f"`self.log({name!r}, ...)` was called with a tensor of shape {tuple(value.shape)}, but it must have a"
-            " single element. Try `.mean()`."
-        )
-    return value.squeeze()
+def _convert_to_float(entry: Entry, value: Tensor) -> Tensor:
+    """Return a value in the dtype of its entry; the first value of an integer dtype warns."""
+    if not entry.live and not value.is_floating_point():
+        rank_zero_warn(f"The value logged as {entry.name!r} is of {value.dtype}; it is made floating to be reduced.")
+    return value.to(entry.dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders
-from equipoise.trainer.logging.entry import Collection
+from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.logging.results_table import print_results
 from equipoise.trainer.loops.evaluation_step import (
     EvaluationStep,
@@ -197,7 +197,7 @@ class EvaluationLoop:
     def _finish(self, context: "RunContext", outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Fires the closing hooks, hands the values on, and returns them for each loader."""
         hooks, logs, trainer = context.hooks, context.logs, self.trainer
-        logs.dataloader_idx = None
+        logs.leave_loaders()
         hooks.call(f"on_{self.word}_epoch_end")
         at_end = {} if trainer.sanity_checking else logs.metrics()
         together = {**ChainMap(*outputs), **at_end}

@@ -14,7 +14,7 @@ from equipoise.trainer.data.batch_stream import BatchStream, length_of
 from equipoise.trainer.data.loader_state import has_state, random_state_of
 from equipoise.trainer.data.loaders import Loaders
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
-from equipoise.trainer.logging.entry import Collection
+from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.iterator_epoch import run_epoch
 from equipoise.trainer.loops.resumption import Resumption, before_validation, flat_loaders, leave_epoch

@@ -19,8 +19,9 @@ from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.parallel.step_protocols import Around, StepResult
 from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
+from equipoise.trainer.logging.collection import Logged
 from equipoise.trainer.logging.entry import default_dtype, reduction_name
-from equipoise.trainer.logging.logs import Logged, Logs
+from equipoise.trainer.logging.logs import Logs
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -117,11 +118,11 @@ class ModuleStep:
 
     def capture_logs(self, function: Callable[[], T]) -> tuple[T, Sequence[Logged]]:
         """Runs a function; returns its answer, and what it logged."""
-        outer = self._logs.begin_part()
+        outer = self._logs.captures.begin()
         try:
             answer = function()
         finally:
-            logged = self._logs.end_part(outer)
+            logged = self._logs.captures.end(outer)
         return answer, logged
 
     def log_together(
@@ -183,12 +184,12 @@ def log_together(
     for (hook, name, _), values in together.items():
         first = values[0][0]
         if isinstance(first.value, Metric):
-            logs.add(hook, name, original(first.value), first.given, first.batch_size)
+            logs.add(hook, name, original(first.value), first.arguments, first.batch_size)
         elif isinstance(first.value, (Tensor, int, float)):
             sizes = [value.batch_size for value, _ in values if value.batch_size is not None]
-            logs.add(hook, name, _reduced(values, device), first.given, sum(sizes) if sizes else None)
+            logs.add(hook, name, _reduced(values, device), first.arguments, sum(sizes) if sizes else None)
         else:
-            logs.add(hook, name, first.value, first.given, first.batch_size)  # which says what is wrong with it
+            logs.add(hook, name, first.value, first.arguments, first.batch_size)  # which says what is wrong with it
 
 
 def _reduced(values: list[tuple[Logged, Weight]], device: torch.device) -> Tensor:
@@ -199,7 +200,7 @@ def _reduced(values: list[tuple[Logged, Weight]], device: torch.device) -> Tenso
         )
         for value, _ in values
     ]
-    reduction = reduction_name(LogOptions(*values[0][0].given).reduce_fx)
+    reduction = reduction_name(LogOptions(*values[0][0].arguments).reduce_fx)
     if reduction == "mean":
         weights = [weight if value.batch_size is None else value.batch_size for value, weight in values]
         mean, _ = weighted_mean(tensors, weights, device)

@@ -1,0 +1,159 @@
+"""Containers of logged values: those of a loop, and those of a share of a batch."""
+
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import Any, NamedTuple
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from equipoise.trainer.logging.entry import Entry
+
+__all__ = ["Captures", "Collection", "Logged"]
+
+
+class Collection:
+    """Everything that one loop logged.
+
+    Args:
+        training: True if callbacks can read values of steps, too.
+
+    Attributes:
+        any_on_step: True if an entry has values of steps.
+        entries: The entries by their keys.
+    """
+
+    def __init__(self, *, training: bool) -> None:
+        self.training = training
+        self.any_on_step = False
+        self.entries: dict[tuple[str, str, int | None], Entry] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry, or replace that of the same key."""
+        self.entries[entry.key] = entry
+        if entry.options.on_step:
+            self.any_on_step = True
+
+    def register(self, entry: Entry) -> Entry:
+        """Add an entry, unless there is one of its key.
+
+        Args:
+            entry: A new entry.
+
+        Returns:
+            The entry of the key, which has the arguments of the new one.
+
+        Raises:
+            MisconfigurationException: If the present entry has other options.
+        """
+        present = self.entries.get(entry.key)
+        if present is None:
+            self.add(entry)
+            return entry
+        if present.options != entry.options or present.dataloader_idx != entry.dataloader_idx:
+            hook, name, _ = entry.key
+            raise MisconfigurationException(
+                f"`self.log({name!r}, ...)` was called twice in `{hook}` with different arguments: {present.options},"
+                f" then {entry.options}."
+            )
+        present.arguments = entry.arguments
+        return present
+
+    def reset(self) -> None:
+        """Forget all values, and reset the metrics among them."""
+        for entry in self.entries.values():
+            entry.forget()
+            if entry.metric is not None:
+                entry.metric.reset()
+
+    def forget_synchronized_steps(self) -> None:
+        """Forget the values of a step that are synchronised over processes."""
+        for entry in self.entries.values():
+            if entry.syncs_steps:
+                entry.set_step_value(None)
+
+    def values_of_step(self, dataloader_idx: int | None) -> Iterator[tuple[str, Tensor, Entry]]:
+        """Yield name, value and entry of everything that has a value of the present step.
+
+        Args:
+            dataloader_idx: The present loader; None if there is one loader.
+        """
+        for entry in self._live_entries(dataloader_idx):
+            if entry.options.on_step and entry.step is not None:
+                yield entry.step_name, _checked(entry, entry.step), entry
+
+    def values_of_epoch(
+        self, dataloader_idx: int | None, reduce: Callable[..., Any] | None
+    ) -> Iterator[tuple[str, Tensor, Entry]]:
+        """Yield name, value and entry of everything that has a value of the epoch.
+
+        Args:
+            dataloader_idx: The present loader; None if there is one loader.
+            reduce: Reduction of a tensor over all processes. None: values of this process alone.
+        """
+        for entry in self._live_entries(dataloader_idx):
+            if not entry.options.on_epoch:
+                continue
+            value = entry.epoch(reduce)
+            if value is not None:
+                yield entry.epoch_name, _checked(entry, value), entry
+
+    def _live_entries(self, dataloader_idx: int | None) -> Iterator[Entry]:
+        for entry in self.entries.values():
+            if entry.live and entry.dataloader_idx == dataloader_idx:
+                yield entry
+
+
+def _checked(entry: Entry, value: Any) -> Tensor:
+    """Return a value without its graph. A metric can compute anything; only tensors can be logged."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"The metric logged as {entry.name!r} computes {value!r}, but a logged metric must compute a tensor."
+        )
+    if value.requires_grad:
+        return value.detach()
+    return value
+
+
+class Logged(NamedTuple):
+    """One call of `self.log` in a share of a batch; see `Logs.add`."""
+
+    hook: str | None
+    name: str
+    value: Any
+    arguments: tuple[Any, ...]
+    batch_size: int | None
+
+
+class Captures:
+    """Values that threads log while each computes a share of a batch. They are logged once, for the whole batch, later.
+
+    Attributes:
+        by_thread: The values of the share that a thread computes, by the thread's number.
+    """
+
+    def __init__(self) -> None:
+        self.by_thread: dict[int, list[Logged]] = {}
+
+    def begin(self) -> list[Logged] | None:
+        """Capture what this thread logs from now on.
+
+        Returns:
+            The argument of `end`.
+        """
+        thread = get_ident()
+        outer = self.by_thread.get(thread)
+        self.by_thread[thread] = []
+        return outer
+
+    def end(self, outer: list[Logged] | None) -> list[Logged]:
+        """End a capture, and return what this thread has logged in it.
+
+        Args:
+            outer: The result of `begin`.
+        """
+        thread = get_ident()
+        logged = self.by_thread.pop(thread)
+        if outer is not None:
+            self.by_thread[thread] = outer
+        return logged
