@@ -1,0 +1,152 @@
+"""Drawing: the lines of a run's present stages, on a display."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from equipoise.callbacks.progress.display import Layout, plain_line
+from equipoise.callbacks.progress.latest_values import LatestValues
+from equipoise.callbacks.progress.live_display import Display
+from equipoise.callbacks.progress.track import Track
+
+__all__ = ["Drawing"]
+
+# Changes that are drawn at once in one refresh interval; further changes wait for the next redraw.
+_CHANGES_AT_ONCE = 4
+
+
+class Drawing:
+    """Lines of the present stages. They exist while there is something to draw.
+
+    All times are seconds of one clock.
+
+    Args:
+        trainer: The trainer, for `get_metrics`.
+        module: The user's module, likewise.
+        display: Display that shows the lines.
+
+    Attributes:
+        values: Reads the metrics.
+        fitting: True once training has started.
+        awaits_first_batch: True until the first batch of the fit is done. Its index shows where a resumed epoch begins.
+        epoch: Track of the epoch; None outside of one.
+        evaluation: Track of a validation inside the epoch, or of a stage by itself; None outside of one.
+    """
+
+    def __init__(self, trainer: Any, module: Any, display: Display) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.display = display
+        self.values = LatestValues()
+        self.fitting = False
+        self.awaits_first_batch = True
+        self.epoch: Track | None = None
+        self.evaluation: Track | None = None
+        self._layout = Layout(ascii_only=display.ascii_only)
+        # Description of the evaluation, and number of batches of each of its loaders.
+        self._description = ""
+        self._totals: list[float] = []
+        # Times of the last changes that were drawn at once.
+        self._changes: deque[float] = deque(maxlen=_CHANGES_AT_ONCE)
+
+    # Tracks
+
+    def start_fit(self) -> None:
+        """Note that training has started."""
+        self.fitting = True
+
+    def begin_epoch(self, epoch: Track) -> None:
+        """Set the track of a new epoch."""
+        self.epoch = epoch
+
+    def note_first_batch(self) -> None:
+        """Note that the first batch of the fit is done."""
+        self.awaits_first_batch = False
+
+    def resume_epoch(self, epoch: Track, done: int, now: float) -> None:
+        """Set the track of a resumed epoch, of which batches were done before this fit."""
+        epoch.skip(done, now)
+        self.epoch = epoch
+
+    def begin_evaluation(self, description: str, totals: Sequence[float], now: float) -> None:
+        """Set the track of an evaluation, and stop the clock of the epoch.
+
+        Args:
+            description: Name of the evaluation.
+            totals: Number of batches of each loader.
+            now: The present time.
+        """
+        if self.epoch is not None:
+            self.epoch.pause(now)
+        self._description = description
+        self._totals = list(totals)
+        self._begin_loader(0, now)
+
+    def change_loader(self, loader: int, done: int, now: float) -> None:
+        """Set the track of another loader, of which batches are done already."""
+        evaluation = self._begin_loader(loader, now)
+        evaluation.skip(done, now)
+
+    def _begin_loader(self, loader: int, now: float) -> Track:
+        label = self._description
+        if len(self._totals) > 1:
+            label = f"{label} {loader + 1}/{len(self._totals)}"
+        # The columns of a validation stand below those of its epoch.
+        if self.epoch is not None:
+            label = label.ljust(len(self.epoch.label))
+        self.evaluation = Track(label, self._totals[loader], now)
+        return self.evaluation
+
+    def end_evaluation(self, now: float) -> None:
+        """Remove the track of an evaluation, and start the clock of the epoch again."""
+        self.evaluation = None
+        if self.epoch is not None:
+            self.epoch.go_on(now)
+
+    def update(self, train_batches: int, evaluation_batches: int, now: float) -> None:
+        """Set the numbers of batches done in the epoch and in the evaluation."""
+        if self.epoch is not None:
+            self.epoch.update(train_batches, now)
+        if self.evaluation is not None:
+            self.evaluation.update(evaluation_batches, now)
+
+    # Lines
+
+    def show(self, metrics: Mapping[str, Any], now: float) -> None:
+        """Draw the tracks, outermost first; without an animated display write the innermost as one line."""
+        tracks = [track for track in (self.epoch, self.evaluation) if track is not None]
+        if self.display.animated:
+            width = self.display.console.width
+            self.display.show(self._layout.compose(tracks, metrics, width=width, now=now))
+        else:
+            self._write_line(tracks[-1], metrics, now)
+
+    def keep_epoch(self, epoch: Track, metrics: Mapping[str, Any], now: float) -> None:
+        """Write the line of an epoch that has ended, so that it stays, and remove the tracks."""
+        if self.display.animated:
+            width = self.display.console.width
+            self.display.keep(self._layout.compose([epoch], metrics, width=width, now=now))
+        else:
+            self._write_line(epoch, metrics, now)
+        self.epoch = None
+        self.evaluation = None
+
+    def _write_line(self, track: Track, metrics: Mapping[str, Any], now: float) -> None:
+        line = plain_line(track, metrics, now=now)
+        self.display.write(f"{line}\n")
+
+    def draws_change(self, now: float, interval: float, *, at_once: bool) -> bool:
+        """Return True if the start or end of a stage is drawn without waiting for the next redraw.
+
+        The next batch may take long. Where epochs are short, most changes wait.
+
+        Args:
+            now: The present time.
+            interval: Seconds between two redraws.
+            at_once: Draw it even if there were many changes within the interval.
+        """
+        few = len(self._changes) < _CHANGES_AT_ONCE or now - self._changes[0] >= interval
+        draws = self.display.animated and (few or at_once)
+        if draws:
+            self._changes.append(now)
+        return draws
