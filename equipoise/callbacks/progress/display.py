@@ -6,7 +6,7 @@ plain_line   the same for a file
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import starmap
+from dataclasses import dataclass
 from typing import Any
 
 from rich.text import Text
@@ -14,11 +14,16 @@ from rich.text import Text
 from equipoise.callbacks.progress.formatting import format_rate, format_time, format_value, printable
 from equipoise.callbacks.progress.track import Track
 
-__all__ = ["Layout", "plain_line"]
+__all__ = ["Layout", "Metrics", "plain_line"]
+
+# Numbers and texts by name.
+Metrics = Mapping[str, Any]
 
 # Widths of the bar, in cells.
 _WIDE_BARS = (30, 20, 10)
 _NARROW_BAR = 6
+# Space between columns.
+_SPACE = Text("  ")
 
 
 class Layout:
@@ -37,7 +42,7 @@ class Layout:
         # For each track, the index of its layout among the possible ones.
         self._choices: dict[int, int] = {}
 
-    def compose(self, tracks: Sequence[Track], metrics: Mapping[str, Any], *, width: int, now: float) -> Text:
+    def compose(self, tracks: Sequence[Track], metrics: Metrics, *, width: int, now: float) -> Text:
         """Format the tracks, one below the other, with the metrics at the first.
 
         Args:
@@ -51,31 +56,33 @@ class Layout:
             self._choices = {}
         lines: list[Text] = []
         for index, track in enumerate(tracks):
-            track_metrics = metrics if index == 0 else {}
-            lines += self._lines(index, track, track_metrics, now)
+            lines += self._lines(index, track, metrics, now)
+            # Tracks below the first one have no metrics.
+            metrics = {}
         return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
 
-    def _lines(self, index: int, track: Track, metrics: Mapping[str, Any], now: float) -> list[Text]:
+    def _lines(self, index: int, track: Track, metrics: Metrics, now: float) -> list[Text]:
         """Format a track as the first of its layouts that fits."""
         label = Text(printable(track.label), "bold")
-        values = Text("  ").join(starmap(_metric, metrics.items()))
+        values = _metrics(metrics)
         layouts = _layouts(track, values, now)
-        # 1. Find the layout, from the last choice on.
+        # 1. Find the layout, from the last choice on. The last layout is taken even if it does not fit.
         choice = self._choices.get(index, 0)
-        while choice < len(layouts) - 1:
-            bar, columns = layouts[choice]
-            if _width(label, bar, columns) <= self._width:
-                break
+        last = len(layouts) - 1
+        while choice < last and layouts[choice].width(label) > self._width:
             choice += 1
         self._choices[index] = choice
+        layout = layouts[choice]
         # 2. Draw it.
-        bar, columns = layouts[choice]
-        parts = [label, self._bar(track, bar), *columns]
-        line = Text("  ").join(part for part in parts if part)
+        bar = self._bar(track, layout.bar)
+        parts = [label, bar, *layout.columns]
+        visible = filter(None, parts)
+        line = _SPACE.join(visible)
         lines = [self._shorten(line)]
         # 3. Put metrics that are not on the line below it.
-        if values and columns[-1] is not values:
-            lines.append(self._shorten(Text("  ").append(values)))
+        if values and layout.columns[-1] is not values:
+            indented = _SPACE + values
+            lines.append(self._shorten(indented))
         return lines
 
     def _bar(self, track: Track, width: int) -> Text:
@@ -83,7 +90,8 @@ class Layout:
         fraction = 0.0
         if track.total:
             fraction = min(1.0, track.done / track.total)
-        full, half = divmod(int(fraction * width * 2), 2)
+        half_cells = int(fraction * width * 2)
+        full, half = divmod(half_cells, 2)
         if self.ascii_only:
             done = "#" * full
             rest = "-" * (width - full)
@@ -97,25 +105,42 @@ class Layout:
         """Shorten a line that is too long, and mark its end by dots."""
         if line.cell_len > self._width:
             dots = "..." if self.ascii_only else "…"
-            line.truncate(max(0, self._width - len(dots)), overflow="crop")
+            width = max(0, self._width - len(dots))
+            line.truncate(width, overflow="crop")
             line.append(dots[: self._width], "dim")
         return line
 
 
-def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, list[Text]]]:
-    """Return the possible layouts of a line, the widest first: the width of the bar, and the columns behind it."""
+@dataclass(frozen=True)
+class _LineLayout:
+    """One way to write a line.
+
+    Attributes:
+        bar: Width of the bar in cells; 0 for no bar.
+        columns: Texts behind the bar. Empty ones are left out.
+    """
+
+    bar: int
+    columns: tuple[Text, ...]
+
+    def width(self, label: Text) -> int:
+        """Return the width of the line in cells."""
+        widths = [label.cell_len, self.bar]
+        for column in self.columns:
+            widths.append(column.cell_len)
+        # Empty parts are left out.
+        visible = [width for width in widths if width]
+        spaces = len(visible) - 1
+        return sum(visible) + spaces * _SPACE.cell_len
+
+
+def _layouts(track: Track, values: Text, now: float) -> list[_LineLayout]:
+    """Return the possible layouts of a line, the widest first."""
     # 1. Format the columns.
-    elapsed = format_time(track.elapsed(now))
-    remaining = track.remaining
-    clock = Text(elapsed, "dim")
-    short_clock = Text(elapsed, "dim")
-    if remaining is not None:
-        clock = Text(f"{elapsed}<{format_time(remaining)}", "dim")
-        short_clock = Text(f"{format_time(remaining)} left", "dim")
-    rate = Text("", "dim")
-    if track.rate is not None:
-        rate = Text(format_rate(track.rate), "dim")
     count = Text(_count(track))
+    rate = _rate(track)
+    clock = _clock(track, now)
+    short_clock = _short_clock(track, now)
     # 2. Choose the widths of the bar. Without a total there is none.
     wide_bars: tuple[int, ...] = (0,)
     narrow_bar = 0
@@ -123,16 +148,46 @@ def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, list[Tex
         wide_bars = _WIDE_BARS
         narrow_bar = _NARROW_BAR
     # 3. List the layouts. The metrics are in the first ones only.
-    layouts = [(bar, [count, rate, clock, values]) for bar in wide_bars]
-    layouts += [(bar, [count, rate, clock]) for bar in wide_bars]
-    layouts.append((wide_bars[-1], [count, short_clock]))
-    layouts.append((narrow_bar, [count, short_clock]))
-    layouts.append((narrow_bar, [count]))
-    layouts.append((0, [count]))
+    layouts = []
+    for bar in wide_bars:
+        layouts.append(_LineLayout(bar, (count, rate, clock, values)))
+    for bar in wide_bars:
+        layouts.append(_LineLayout(bar, (count, rate, clock)))
+    layouts.append(_LineLayout(wide_bars[-1], (count, short_clock)))
+    layouts.append(_LineLayout(narrow_bar, (count, short_clock)))
+    layouts.append(_LineLayout(narrow_bar, (count,)))
+    layouts.append(_LineLayout(0, (count,)))
     return layouts
 
 
-def plain_line(track: Track, metrics: Mapping[str, Any], *, now: float) -> str:
+def _rate(track: Track) -> Text:
+    """Format the rate; empty if it is unknown."""
+    text = ""
+    if track.rate is not None:
+        text = format_rate(track.rate)
+    return Text(text, "dim")
+
+
+def _clock(track: Track, now: float) -> Text:
+    """Format the elapsed time, and the remaining time if it is known."""
+    text = format_time(track.elapsed(now))
+    remaining = track.remaining
+    if remaining is not None:
+        text += f"<{format_time(remaining)}"
+    return Text(text, "dim")
+
+
+def _short_clock(track: Track, now: float) -> Text:
+    """Format the remaining time if it is known, else the elapsed time."""
+    remaining = track.remaining
+    if remaining is None:
+        text = format_time(track.elapsed(now))
+    else:
+        text = f"{format_time(remaining)} left"
+    return Text(text, "dim")
+
+
+def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
     """Format a track and metrics as one line for a file, without a bar and control characters.
 
     Example:
@@ -155,22 +210,22 @@ def plain_line(track: Track, metrics: Mapping[str, Any], *, now: float) -> str:
 
 
 def _count(track: Track) -> str:
-    total = "?" if track.total is None else str(track.total)
+    total = "?"
+    if track.total is not None:
+        total = str(track.total)
     # The count keeps its width while it grows.
     digits = len(total)
     return f"{track.done:>{digits}}/{total}"
 
 
-def _metric(name: str, value: Any) -> Text:
-    style = ""
-    if isinstance(value, float) and not math.isfinite(value):
-        style = "bold red"
-    return Text.assemble((f"{printable(name)} ", "dim"), (format_value(value), style))
-
-
-def _width(label: Text, bar: int, parts: list[Text]) -> int:
-    """Return the width of a line in cells: its columns, and two cells between each two of them."""
-    widths = [label.cell_len, bar]
-    widths += [part.cell_len for part in parts]
-    columns = [width for width in widths if width]
-    return sum(columns) + 2 * (len(columns) - 1)
+def _metrics(metrics: Metrics) -> Text:
+    """Format metrics as one text; values that are not finite stand out."""
+    texts = []
+    for name, value in metrics.items():
+        style = ""
+        if isinstance(value, float) and not math.isfinite(value):
+            style = "bold red"
+        label = f"{printable(name)} "
+        text = Text.assemble((label, "dim"), (format_value(value), style))
+        texts.append(text)
+    return _SPACE.join(texts)

@@ -1,10 +1,12 @@
 """Drawing: the lines of a run's present stages, on a display."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from equipoise.callbacks.progress.display import Layout, plain_line
+from rich.text import Text
+
+from equipoise.callbacks.progress.display import Layout, Metrics, plain_line
 from equipoise.callbacks.progress.latest_values import LatestValues
 from equipoise.callbacks.progress.live_display import Display
 from equipoise.callbacks.progress.track import Track
@@ -89,12 +91,15 @@ class Drawing:
 
     def _begin_loader(self, loader: int, now: float) -> Track:
         label = self._description
-        if len(self._totals) > 1:
-            label = f"{label} {loader + 1}/{len(self._totals)}"
+        loaders = len(self._totals)
+        if loaders > 1:
+            label += f" {loader + 1}/{loaders}"
         # The columns of a validation stand below those of its epoch.
         if self.epoch is not None:
-            label = label.ljust(len(self.epoch.label))
-        self.evaluation = Track(label, self._totals[loader], now)
+            width = len(self.epoch.label)
+            label = label.ljust(width)
+        total = self._totals[loader]
+        self.evaluation = Track(label, total, now)
         return self.evaluation
 
     def end_evaluation(self, now: float) -> None:
@@ -112,26 +117,35 @@ class Drawing:
 
     # Lines
 
-    def show(self, metrics: Mapping[str, Any], now: float) -> None:
+    def show(self, metrics: Metrics, now: float) -> None:
         """Draw the tracks, outermost first; without an animated display write the innermost as one line."""
-        tracks = [track for track in (self.epoch, self.evaluation) if track is not None]
+        tracks = []
+        if self.epoch is not None:
+            tracks.append(self.epoch)
+        if self.evaluation is not None:
+            tracks.append(self.evaluation)
         if self.display.animated:
-            width = self.display.console.width
-            self.display.show(self._layout.compose(tracks, metrics, width=width, now=now))
+            lines = self._compose(tracks, metrics, now)
+            self.display.show(lines)
         else:
-            self._write_line(tracks[-1], metrics, now)
+            innermost = tracks[-1]
+            self._write_line(innermost, metrics, now)
 
-    def keep_epoch(self, epoch: Track, metrics: Mapping[str, Any], now: float) -> None:
+    def keep_epoch(self, epoch: Track, metrics: Metrics, now: float) -> None:
         """Write the line of an epoch that has ended, so that it stays, and remove the tracks."""
         if self.display.animated:
-            width = self.display.console.width
-            self.display.keep(self._layout.compose([epoch], metrics, width=width, now=now))
+            lines = self._compose([epoch], metrics, now)
+            self.display.keep(lines)
         else:
             self._write_line(epoch, metrics, now)
         self.epoch = None
         self.evaluation = None
 
-    def _write_line(self, track: Track, metrics: Mapping[str, Any], now: float) -> None:
+    def _compose(self, tracks: Sequence[Track], metrics: Metrics, now: float) -> Text:
+        width = self.display.console.width
+        return self._layout.compose(tracks, metrics, width=width, now=now)
+
+    def _write_line(self, track: Track, metrics: Metrics, now: float) -> None:
         line = plain_line(track, metrics, now=now)
         self.display.write(f"{line}\n")
 
@@ -145,8 +159,12 @@ class Drawing:
             interval: Seconds between two redraws.
             at_once: Draw it even if there were many changes within the interval.
         """
-        few = len(self._changes) < _CHANGES_AT_ONCE or now - self._changes[0] >= interval
-        draws = self.display.animated and (few or at_once)
-        if draws:
-            self._changes.append(now)
-        return draws
+        if not self.display.animated:
+            return False
+        changes = self._changes
+        if len(changes) == _CHANGES_AT_ONCE and not at_once:
+            since_oldest = now - changes[0]
+            if since_oldest < interval:
+                return False
+        changes.append(now)
+        return True

@@ -1,7 +1,7 @@
 """LatestValues: metrics as plain numbers, read without waiting for a device."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ class _Event(Protocol):
 def _record_event(device: torch.device) -> _Event:
     event: _Event = torch.cuda.current_stream(device).record_event()
     return event
+
+
+class _PendingCopies(NamedTuple):
+    """Names of values that are being copied, and the event after their copies."""
+
+    event: _Event
+    names: list[str]
 
 
 class LatestValues:
@@ -44,7 +51,7 @@ class LatestValues:
         self._pin_memory = pin_memory
         self._copies: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
-        self._pending: dict[torch.device, tuple[_Event, list[str]]] = {}
+        self._pending: dict[torch.device, _PendingCopies] = {}
 
     def read(self, values: Mapping[str, Any], *, wait: bool = False) -> dict[str, Any]:
         """Return the latest numbers that are available.
@@ -58,50 +65,70 @@ class LatestValues:
         """
         # 1. Read finished copies, and start new ones.
         self._finish_copies(wait=wait)
-        remote = {}
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.is_cuda:
-                remote[name] = value
+        remote = _values_on_cuda(values)
         self._start_copies(remote)
         if wait:
             self._finish_copies(wait=True)
         # 2. Collect the numbers.
         latest: dict[str, Any] = {}
         for name, value in values.items():
-            if name in remote:
-                if name in self._latest:
-                    latest[name] = self._latest[name]
-            elif isinstance(value, Tensor):
-                latest[name] = float(value)
-            else:
-                latest[name] = value
+            if name not in remote:
+                latest[name] = _number(value)
+            # The first copy of a new value may not be done.
+            elif name in self._latest:
+                latest[name] = self._latest[name]
         return latest
 
     def _finish_copies(self, *, wait: bool) -> None:
         """Read the copies that are done."""
-        for device, (event, names) in list(self._pending.items()):
+        for device, pending in list(self._pending.items()):
             if wait:
-                event.synchronize()
-            elif not event.query():
+                pending.event.synchronize()
+            elif not pending.event.query():
                 continue
             del self._pending[device]
-            for name in names:
-                self._latest[name] = float(self._copies[name])
+            for name in pending.names:
+                copy = self._copies[name]
+                self._latest[name] = float(copy)
 
     def _start_copies(self, values: Mapping[str, Tensor]) -> None:
         """Start copies from every device without pending copies."""
-        for device in dict.fromkeys(value.device for value in values.values()):
+        for device, names in _names_by_device(values).items():
             # More copies would only fill the queue of a slow device.
             if device in self._pending:
                 continue
-            names = [name for name, value in values.items() if value.device == device]
             for name in names:
-                self._copy(name, values[name].detach())
-            self._pending[device] = (self._record_event(device), names)
+                value = values[name]
+                self._copy(name, value.detach())
+            event = self._record_event(device)
+            self._pending[device] = _PendingCopies(event, names)
 
     def _copy(self, name: str, value: Tensor) -> None:
+        # Memory of an earlier copy is used again.
         copy = self._copies.get(name)
         if copy is None or copy.dtype != value.dtype:
             copy = torch.empty((), dtype=value.dtype, pin_memory=self._pin_memory)
             self._copies[name] = copy
         copy.copy_(value.reshape(()), non_blocking=True)
+
+
+def _values_on_cuda(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    remote = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.is_cuda:
+            remote[name] = value
+    return remote
+
+
+def _names_by_device(values: Mapping[str, Tensor]) -> dict[torch.device, list[str]]:
+    names: dict[torch.device, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value.device, []).append(name)
+    return names
+
+
+def _number(value: Any) -> Any:
+    """Return a tensor's number; any other value as it is."""
+    if isinstance(value, Tensor):
+        return float(value)
+    return value

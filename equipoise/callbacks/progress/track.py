@@ -2,11 +2,19 @@
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 __all__ = ["Track"]
 
 # Seconds over which the rate is measured, so that a slow first batch does not count for long.
 _WINDOW = 10.0
+
+
+class _Sample(NamedTuple):
+    """Number of batches done at a time."""
+
+    time: float
+    done: int
 
 
 class Track:
@@ -33,24 +41,29 @@ class Track:
         self.finished = False
         self.begun = now
         self._paused: float | None = None
-        # Times, and the numbers of batches done by then, within the window of the rate.
-        self._first = (now, 0)
-        self._samples: deque[tuple[float, int]] = deque([self._first])
+        self._begin_samples(0, now)
 
     def skip(self, done: int, now: float) -> None:
         """Count batches that have no part in the rate, such as those before a resumed run."""
         self.done = done
-        self._first = (now, done)
-        self._samples = deque([self._first])
+        self._begin_samples(done, now)
+
+    def _begin_samples(self, done: int, now: float) -> None:
+        first = _Sample(now, done)
+        self._first = first
+        # Samples within the window of the rate, and the last one before it.
+        self._samples = deque([first])
 
     def update(self, done: int, now: float) -> None:
         """Set the number of batches done, unless the clock is stopped."""
         if self._paused is not None:
             return
         self.done = done
-        self._samples.append((now, done))
-        while len(self._samples) > 2 and self._samples[0][0] < now - _WINDOW:
-            self._samples.popleft()
+        samples = self._samples
+        samples.append(_Sample(now, done))
+        window_start = now - _WINDOW
+        while len(samples) > 2 and samples[0].time < window_start:
+            samples.popleft()
 
     def pause(self, now: float) -> None:
         """Stop the clock until `go_on`."""
@@ -64,9 +77,8 @@ class Track:
         self._paused = None
         # All earlier times move by the duration of the pause.
         self.begun += gap
-        first_time, first_done = self._first
-        self._first = (first_time + gap, first_done)
-        self._samples = deque((time + gap, done) for time, done in self._samples)
+        self._first = _later(self._first, gap)
+        self._samples = deque(_later(sample, gap) for sample in self._samples)
 
     def finish(self, now: float) -> None:
         """Stop the clock at the end of the stage."""
@@ -83,13 +95,15 @@ class Track:
     @property
     def rate(self) -> float | None:
         """Batches per second of the last 10 seconds, or of a finished stage; None if unknown."""
-        start, first = self._samples[0]
+        first = self._samples[0]
         if self.finished:
-            start, first = self._first
-        end, last = self._samples[-1]
-        if end <= start or last <= first:
+            first = self._first
+        last = self._samples[-1]
+        seconds = last.time - first.time
+        batches = last.done - first.done
+        if seconds <= 0 or batches <= 0:
             return None
-        return (last - first) / (end - start)
+        return batches / seconds
 
     @property
     def remaining(self) -> float | None:
@@ -99,3 +113,7 @@ class Track:
             return None
         batches = max(0, self.total - self.done)
         return batches / rate
+
+
+def _later(sample: _Sample, seconds: float) -> _Sample:
+    return sample._replace(time=sample.time + seconds)
