@@ -35,8 +35,6 @@ VAGUE = {
 
 # Folders whose lines are still squeezed.
 SQUEEZED = {
-    "callbacks",
-    "callbacks/progress",
     "interop",
     "interop/lightning",
     "interop/torch",

@@ -1,4 +1,4 @@
-"""Callbacks: ordinary ones that use only public names; whoever reads one can write one."""
+"""Callbacks. They use only public names of the trainer, as a callback of your own would."""
 
 from typing import TYPE_CHECKING
 

@@ -11,14 +11,14 @@ comes last. The loop that fires them:
         on_train_epoch_start
         for each batch:
             on_before_batch_to_device          ours: the batch was read
-            on_train_batch_start               it lies on its devices
+            on_train_batch_start               the batch is on its devices
                 training_step
                 on_before_zero_grad            first batch of an accumulation window
                 on_before_backward
                 on_after_backward
-                on_before_optimizer_step       last batch of a window; gradients are summed, weighed and unscaled
+                on_before_optimizer_step       last batch of a window; gradients are final and unscaled
             on_train_batch_end                 gradients are still there
-            where validation is due:
+            if validation is due:
                 on_validation_start
                 on_validation_epoch_start
                 for each batch: on_validation_batch_start, validation_step, on_validation_batch_end
@@ -39,6 +39,7 @@ from lightning.pytorch import LightningModule
 
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
 
+# At run time the class is Lightning's. Type checkers see declarations that accept either trainer.
 if TYPE_CHECKING:
     from equipoise.callbacks.declared_hooks import DeclaredHooks as _LightningCallback
     from equipoise.trainer.trainer import Trainer
@@ -49,17 +50,17 @@ __all__ = ["Callback"]
 
 
 class Callback(_LightningCallback):
-    """Base class of callbacks: override the hooks you need, leave the others alone. An unused hook costs nothing.
+    """Base class of callbacks: override the hooks you need. An unused hook costs nothing.
 
-    Every hook receives the trainer and the module first. A callback written for Lightning works here and the other
-    way round.
+    Every hook receives the trainer and the module first. A callback written for Lightning works here, and one written
+    for Equipoise in Lightning's Trainer, which does not call the hooks that are marked as ours.
 
     Attributes:
-        fires_without_batch: Whether `on_train_batch_end` is called also in a process that has no batch in a step while
-            others have, with `{}` for outputs and None for the batch. For callbacks that talk to the other processes in
-            it, which would wait for this one. Default: False.
-        uses_outputs: Whether `on_train_batch_end` looks at `outputs`. Where nobody does they are not made, and `{}` is
-            handed over. Default: True.
+        fires_without_batch: Call `on_train_batch_end` also in a process that has no batch in a step while other
+            processes have one, with `{}` for outputs and None for the batch. Needed by callbacks that exchange values
+            between processes there. Default: False.
+        uses_outputs: False if `on_train_batch_end` does not read `outputs`. If no callback reads them, they are not
+            built, and the hook receives `{}`. Default: True.
 
     Example:
         >>> from equipoise import Callback
@@ -73,30 +74,31 @@ class Callback(_LightningCallback):
     uses_outputs: bool = True
 
     def on_before_batch_to_device(self, trainer: "Trainer", pl_module: LightningModule, batch_idx: int) -> None:
-        """A training batch was read and is about to be copied to its devices; Lightning's Trainer does not tell.
+        """Run after a training batch was read, before it is copied to its devices. Not called by Lightning's Trainer.
 
         Args:
             trainer: The trainer.
             pl_module: The user's module.
-            batch_idx: The number of the batch.
+            batch_idx: Index of the batch.
         """
 
     def on_out_of_memory(
         self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent
     ) -> int | Split | None:
-        """A batch ran out of memory; called in the process where it did, before anything is done about it.
+        """Decide what happens with a batch that ran out of memory. Not called by Lightning's Trainer.
 
-        A trainer of which any callback overrides this notes in each step how everything was before it, to be able to do
-        the step again.
+        The hook runs in the process of the error, before anything is done about it. While a callback overrides it, the
+        trainer saves the state before each step, so that the step can be done again.
 
         Args:
             trainer: The trainer.
             pl_module: The user's module.
-            event: What happened.
+            event: The error: device, phase, batch, sizes.
 
         Returns:
-            In how many parts the batch is to be computed, a number or a `Split`; 0 to leave it out; None to raise the
-            error. The first callback that does not return None decides. Where the optimiser's step ran out, any number
-            but 0 means once more. Where `event.can_repeat` is False the error is raised whatever is returned.
+            The number of micro-batches in which the batch is computed, as a number or a `Split`; 0 to leave it out;
+            None to raise the error. The first callback that does not return None decides. After an error in the
+            optimiser's step, any number but 0 repeats that step. If `event.can_repeat` is False, the error is always
+            raised.
         """
         return None

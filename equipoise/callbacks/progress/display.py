@@ -153,8 +153,9 @@ def _layouts(track: Track, values: Text, now: float) -> list[_LineLayout]:
         layouts.append(_LineLayout(bar, (count, rate, clock, values)))
     for bar in wide_bars:
         layouts.append(_LineLayout(bar, (count, rate, clock)))
-    layouts.append(_LineLayout(wide_bars[-1], (count, short_clock)))
-    layouts.append(_LineLayout(narrow_bar, (count, short_clock)))
+    # Then the last of the wide bars, and the narrow one.
+    for bar in (wide_bars[-1], narrow_bar):
+        layouts.append(_LineLayout(bar, (count, short_clock)))
     layouts.append(_LineLayout(narrow_bar, (count,)))
     layouts.append(_LineLayout(0, (count,)))
     return layouts
@@ -204,9 +205,10 @@ def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
     if remaining is not None:
         parts.append(f"{format_time(remaining)} left")
     for name, value in metrics.items():
-        parts.append(f"{printable(name)} {format_value(value)}")
-    text = ", ".join(parts)
-    return f"{printable(track.label)}: {text}"
+        text = format_value(value)
+        parts.append(f"{printable(name)} {text}")
+    line = ", ".join(parts)
+    return f"{printable(track.label)}: {line}"
 
 
 def _count(track: Track) -> str:
@@ -226,6 +228,7 @@ def _metrics(metrics: Metrics) -> Text:
         if isinstance(value, float) and not math.isfinite(value):
             style = "bold red"
         label = f"{printable(name)} "
-        text = Text.assemble((label, "dim"), (format_value(value), style))
+        number = format_value(value)
+        text = Text.assemble((label, "dim"), (number, style))
         texts.append(text)
     return _SPACE.join(texts)

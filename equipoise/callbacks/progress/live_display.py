@@ -11,6 +11,8 @@ from rich.text import Text
 
 __all__ = ["Display"]
 
+_StreamHandler = logging.StreamHandler[Any]
+
 
 class Display:
     """Draw lines in place on a terminal or in a notebook's widget, and write them line by line elsewhere.
@@ -33,7 +35,7 @@ class Display:
         self.ascii_only = console.options.ascii_only or console.legacy_windows
         self._live: Live | None = None
         # Handlers of logs whose stream is replaced, and their former streams.
-        self._diverted: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._diverted: list[tuple[_StreamHandler, Any]] = []
 
     def show(self, lines: Text) -> None:
         """Draw lines in place of the former ones."""
@@ -112,7 +114,7 @@ def _has_widgets() -> bool:
     return all(importlib.util.find_spec(package) is not None for package in ("IPython", "ipywidgets"))
 
 
-def _log_handlers() -> list[logging.StreamHandler[Any]]:
+def _log_handlers() -> list[_StreamHandler]:
     """Return handlers that may hold a stream from before the display, and would write into its lines."""
     stream_handlers = []
     for name in ("", "lightning", "lightning.pytorch", "lightning.fabric", "equipoise"):
