@@ -84,7 +84,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
     trainer.state.fn, trainer.state.status = request.fn, TrainerStatus.RUNNING
     trainer.state.stage = _STAGE[request.fn]
     trainer.should_stop = False
-    slurm.count_fit(trainer)
+    slurm.count_fit(trainer.run_state)
     strategy = trainer.connected_strategy
     known = shared_objects(trainer, request) if strategy.processes.spawns else []
     try:
@@ -128,7 +128,7 @@ _STAGE = {
 
 def _run(trainer: "Trainer", request: Request) -> Any:
     context = _prepare(trainer, request)
-    path = slurm.interrupted_checkpoint(trainer) or select_checkpoint(
+    path = slurm.interrupted_checkpoint(trainer.run_state) or select_checkpoint(
         trainer, request.ckpt_path, module_given=request.module_given
     )
     trainer.loaded_ckpt_path = path
@@ -163,9 +163,9 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         )
     checkpoint = None  # its memory is not needed during the run
     context.strategy.processes.barrier("resume_end")
-    with signals_noted(trainer):
+    with signals_noted(context):
         results = _run_stage(context)
-    slurm.forget_checkpoint(trainer)
+    slurm.forget_checkpoint(trainer.run_state, is_main=trainer.is_global_zero)
     _tear_down(context)
     return results
 
@@ -207,7 +207,20 @@ def make_context(trainer: "Trainer", request: Request) -> RunContext:
     sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in ("train", "val", "test", "predict")}
     hooks = Hooks(trainer=trainer, module=module, datamodule=datamodule, profiler=trainer.profiler)
     strategy, precision = trainer.connected_strategy, trainer.precision_in_use
-    return RunContext(trainer, module, datamodule, strategy, precision, hooks, trainer.logs, sources)
+    return RunContext(
+        trainer=trainer,
+        state=trainer.run_state,
+        module=module,
+        datamodule=datamodule,
+        strategy=strategy,
+        precision=precision,
+        hooks=hooks,
+        logs=trainer.logs,
+        logger_output=trainer.logger_output,
+        lightning_optimizers=trainer.wrapped_optimizers.current,
+        save_checkpoint=trainer.save_checkpoint,
+        sources=sources,
+    )
 
 
 def _ask_callbacks(module: LightningModule) -> list[Callback]:

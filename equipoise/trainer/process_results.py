@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessResults", "apply_results", "collect", "shared_objects", "this_process"]
 
-# Of the trainer and its loops: what a user, a callback or a second run reads.
-_TRAINER = (
-    "state",
+# Of the trainer's state and its loops: what a user, a callback or a second run reads.
+_STATE = (
+    "status",
     "should_stop",
     "received_sigterm",
+    "progress",
     "loaded_ckpt_path",
     "managed_ckpt_path",
     "optimizers",
@@ -86,8 +87,8 @@ def this_process() -> tuple[str, int]:
 
 def shared_objects(trainer: "Trainer", request: "Request") -> list[Any]:
     """Everything of the user's that a run may change, in an order that is the same in all processes."""
-    owners = [trainer, *_loops(trainer), request.module, *request.module.modules(), request.datamodule]
-    owners += [*trainer.callbacks, *trainer.loggers]
+    owners = [trainer, trainer.run_state, *_loops(trainer), request.module, *request.module.modules()]
+    owners += [request.datamodule, *trainer.callbacks, *trainer.loggers]
     others = [trainer.connected_strategy, trainer.precision_in_use, trainer.profiler, *_tensors(request.module)]
     seen: dict[int, Any] = {id(each): each for each in (*owners, *others) if each is not None}
     return list(seen.values())
@@ -114,7 +115,9 @@ def collect(trainer: "Trainer", known: list[Any], result: Any) -> ProcessResults
             continue
         state = vars(each) if hasattr(each, "__dict__") else {}
         if each is trainer:
-            state = {name: state[name] for name in _TRAINER}
+            state = {}
+        elif each is trainer.run_state:
+            state = {name: state[name] for name in _STATE}
         elif id(each) in loops:
             state = {name: state[name] for name in _LOOP if name in state}
         elif any(each is other for other in (trainer.connected_strategy, trainer.precision_in_use, trainer.profiler)):

@@ -177,12 +177,12 @@ class Trainer(PublicState):
         self.enable_autolog_hparams = enable_autolog_hparams
         self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
 
-        self.limit_training(max_epochs, min_epochs, max_steps, min_steps)
-        self.limit_batches(
+        self.run_state.limit_training(max_epochs, min_epochs, max_steps, min_steps)
+        self.run_state.limit_batches(
             limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches
         )
-        self.limit_validation(val_check_interval, check_val_every_n_epoch, given["num_sanity_val_steps"])
-        self.limit_for_development(given["fast_dev_run"])
+        self.run_state.limit_validation(val_check_interval, check_val_every_n_epoch, given["num_sanity_val_steps"])
+        self.run_state.limit_for_development(given["fast_dev_run"])
         self.reload_dataloaders_every_n_epochs = check.check_count(
             "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, least=0
         )

@@ -1,16 +1,12 @@
 """Pass logged values to loggers, and to callbacks that draw them."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.logging.results_table import to_scalars
+from equipoise.trainer.state.run_state import RunState
 
-if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
-
-__all__ = ["LoggerOutput", "MetricListener"]
-
-MetricListener = Callable[[Any, dict[str, Any], int], None]
+__all__ = ["LoggerOutput"]
 
 
 class LoggerOutput:
@@ -20,13 +16,16 @@ class LoggerOutput:
     one. Values are read from their devices once for loggers and listeners together. As the values of a step may be
     synchronised between processes, all processes must have listeners, or none.
 
-    Attributes:
-        metric_listeners: What is called with the values that go to loggers, also if there is no logger.
+    Args:
+        state: Holds the loggers and the listeners.
+        logs: The logged values.
+        trainer: The first argument of listeners.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric_listeners: list[MetricListener] = []
+    def __init__(self, state: RunState, logs: Logs, trainer: object) -> None:
+        self._state = state
+        self._logs = logs
+        self._trainer = trainer
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Hands values to the loggers.
@@ -36,22 +35,22 @@ class LoggerOutput:
             step: Where they stand on the x-axis. None: the value named "step" if there is one, else the number of
                 steps. With a step of their own, values are not for listeners: it may count something else.
         """
-        trainer: Trainer = self  # type: ignore[assignment]
-        listeners = self.metric_listeners if step is None else ()
-        if not metrics or not (trainer.loggers or listeners):
+        state = self._state
+        listeners = state.metric_listeners if step is None else ()
+        if not metrics or not (state.loggers or listeners):
             return
         scalars = to_scalars(metrics)
         for listen in listeners:
-            listen(trainer, scalars, trainer.progress.batches_that_stepped)
-        if not trainer.loggers:
+            listen(self._trainer, scalars, state.progress.batches_that_stepped)
+        if not state.loggers:
             return
-        trainer.logs.logged_metrics.update(metrics)
+        self._logs.logged_metrics.update(metrics)
         if step is None:
             step = scalars.pop("step", None)
             if step is None:
-                scalars.setdefault("epoch", trainer.current_epoch)
-                step = trainer.progress.batches_that_stepped
-        for logger in trainer.loggers:
+                scalars.setdefault("epoch", state.current_epoch)
+                step = state.progress.batches_that_stepped
+        for logger in state.loggers:
             logger.log_metrics(metrics=scalars, step=int(step))
             logger.save()
 
@@ -60,12 +59,12 @@ class LoggerOutput:
 
         The values may wait for their device, and need the other processes where they are synchronised.
         """
-        trainer: Trainer = self  # type: ignore[assignment]
-        if not self.metric_listeners or not trainer.training:
+        state = self._state
+        if not state.metric_listeners or not state.training:
             return
-        step = trainer.progress.batches_that_stepped
-        if not trainer.logs.pending:  # the step that failed has logged nothing
+        step = state.progress.batches_that_stepped
+        if not self._logs.pending:  # the step that failed has logged nothing
             step = max(0, step - 1)
-        scalars = to_scalars(trainer.logs.metrics())
-        for listen in self.metric_listeners:
-            listen(trainer, scalars, step)
+        scalars = to_scalars(self._logs.metrics())
+        for listen in state.metric_listeners:
+            listen(self._trainer, scalars, step)

@@ -63,7 +63,7 @@ class AfterBatch:
                 logger.save()
             done = done or self.may_stop()
         if trainer.received_sigterm and not done:
-            leave_training(trainer)
+            leave_training(self.loop.context)
         return done
 
     def validation_due(self, index: int) -> bool:

@@ -186,7 +186,7 @@ class EvaluationLoop:
             if not sanity:
                 self._after_batch(context, dataloader_idx)
             if trainer.received_sigterm and not progress.is_last_batch:
-                leave_evaluation(trainer)
+                leave_evaluation(context)
 
     def _after_batch(self, context: "RunContext", dataloader_idx: int) -> None:
         self.has_run = True

@@ -24,7 +24,6 @@ from equipoise.trainer.optimization.optimizers import Schedulers
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.signals import leave_training
-from equipoise.trainer.state.progress import FitProgress
 
 if TYPE_CHECKING:
     from equipoise.trainer.loops.evaluation_loop import EvaluationLoop
@@ -61,7 +60,8 @@ class FitLoop:
 
     def __init__(self, trainer: "Trainer", val_loop: "EvaluationLoop") -> None:
         self.trainer, self.val_loop = trainer, val_loop
-        self.progress = FitProgress(val_batch=val_loop.progress)
+        self.progress = trainer.progress
+        self.progress.val_batch = val_loop.progress
         self.collection = Collection(training=True)
         self.loaders: Loaders | None = None
         self.max_batches: float = math.inf
@@ -194,7 +194,7 @@ class FitLoop:
         self.max_batches = self.loaders.length()
         self.last_validation = time.monotonic()
         has_length = all(length_of(loader) is not None for loader in self.loaders.flat)
-        self.val_check_batch = trainer.batches_between_validations(self.max_batches, has_length=has_length)
+        self.val_check_batch = trainer.run_state.batches_between_validations(self.max_batches, has_length=has_length)
         if again:
             self.loaders.draw_seeds()  # Lightning makes an iterator here, too: shuffles would differ without its draw
         if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
@@ -355,12 +355,12 @@ class FitLoop:
         if fire := hooks.bind_module("on_train_epoch_end"):
             fire()
         if progress.epoch.current.processed == 1:
-            check_monitors(trainer)
+            check_monitors(self.context, has_validated=self.val_loop.has_run)
         hooks.call_callbacks("on_train_epoch_end", monitoring=True)
         self.hand_on_epoch()
         progress.epoch.current.completed = progress.epoch.current.processed
         if trainer.received_sigterm:
-            leave_training(trainer)
+            leave_training(self.context)
 
     def hand_on_epoch(self) -> None:
         """Lets schedulers and loggers see the epoch's values, and forgets them."""

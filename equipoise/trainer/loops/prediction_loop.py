@@ -168,7 +168,7 @@ class PredictionLoop:
                 self._predictions[dataloader_idx].append(move_data_to_device(output, cpu))
             del output, batch, parts
             if self.trainer.received_sigterm and not self.progress.is_last_batch:
-                leave_evaluation(self.trainer)
+                leave_evaluation(context)
 
 
 class _RecordedPass:

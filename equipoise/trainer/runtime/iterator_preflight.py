@@ -20,7 +20,7 @@ def check_iterator_step(context: "RunContext") -> None:
     Raises:
         ConfigurationError: Naming what is in the way, and the way out.
     """
-    trainer = context.trainer
+    state = context.state
     strategy = context.strategy
     step = f"`{type(context.module).__name__}.training_step(dataloader_iter)`"
     if not takes_iterator(context.module, "training_step", alone=True):
@@ -39,8 +39,8 @@ def check_iterator_step(context: "RunContext") -> None:
             " OOMRecovery and other callbacks with `on_out_of_memory` out, or take `training_step(self, batch,"
             " batch_idx)`."
         )
-    schedules = any(is_a(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
-    if trainer.accumulate_grad_batches != 1 or schedules:
+    schedules = any(is_a(callback, GradientAccumulationScheduler) for callback in state.callbacks)
+    if state.accumulate_grad_batches != 1 or schedules:
         raise accumulation_refused(step)
 
 

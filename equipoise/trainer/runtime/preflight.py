@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
 from torch.utils.data import Dataset, IterableDataset
@@ -26,7 +26,6 @@ from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
-    from equipoise.trainer.trainer import Trainer
 
 __all__ = ["as_module", "check_monitors", "check_run", "data_of", "placing", "warn_of_eval_mode"]
 
@@ -70,7 +69,7 @@ def check_run(context: "RunContext") -> None:
     Raises:
         ConfigurationError: Naming the method that is missing or in the way, and what to do.
     """
-    module, fn = context.module, context.trainer.state.fn
+    module, fn = context.module, context.state.status.fn
     name = type(module).__name__
     for old, new in _REMOVED.items():
         if callable(getattr(module, old, None)):
@@ -82,7 +81,7 @@ def check_run(context: "RunContext") -> None:
                 " `training_step` may pull its batches from an iterator."
             )
     warn_of_mistyped_hooks(context)
-    check_hook_signatures([module, *context.trainer.callbacks], fn)
+    check_hook_signatures([module, *context.state.callbacks], fn)
     context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
     if fn == TrainerFn.FITTING:
         _check_fit(context)
@@ -120,7 +119,7 @@ def _stages(fn: TrainerFn | None) -> list[str]:
 
 
 def _check_fit(context: "RunContext") -> None:
-    module, trainer, name = context.module, context.trainer, type(context.module).__name__
+    module, state, name = context.module, context.state, type(context.module).__name__
     for method in ("training_step", "configure_optimizers"):
         if not is_overridden(method, module):
             raise ConfigurationError(
@@ -130,8 +129,9 @@ def _check_fit(context: "RunContext") -> None:
     _check_arguments(f"{name}.training_step", module.training_step)
     if takes_iterator(module, "training_step"):
         check_iterator_step(context)
-    for callback in trainer.checkpoint_callbacks:
-        _check_checkpoint_name(callback)
+    for callback in state.callbacks:
+        if is_a(callback, Checkpoint):
+            _check_checkpoint_name(callback)
     val, has_step = context.sources["val"], is_overridden("validation_step", module)
     if val.loaders is not None and not has_step:
         raise ConfigurationError(
@@ -140,8 +140,8 @@ def _check_fit(context: "RunContext") -> None:
     if module.automatic_optimization:
         return
     for option, value, off in (
-        ("gradient_clip_val", trainer.gradient_clip_val, None),
-        ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
+        ("gradient_clip_val", state.gradient_clip_val, None),
+        ("accumulate_grad_batches", state.accumulate_grad_batches, 1),
     ):
         if value and value != off:
             instead = (
@@ -222,22 +222,29 @@ def placing(module: LightningModule) -> Iterator[None]:
         raise
 
 
-def check_monitors(trainer: "Trainer") -> None:
+def check_monitors(context: "RunContext", *, has_validated: bool) -> None:
     """Check that what early stopping monitors has been logged; called when the first values of an epoch are there.
 
     A class derived from Lightning's may look later than that, and one that looks after validations does not look in a
     run without any.
 
+    Args:
+        context: The run.
+        has_validated: Whether a validation of this fit has begun, after the sanity check.
+
     Raises:
         ConfigurationError: Naming what was logged; also a RuntimeError, as in Lightning.
     """
-    if trainer.enable_validation and not trainer.fit_loop_state.val_loop.has_run:
+    validates = context.enable_validation
+    if validates and not has_validated:
         return
-    for callback in trainer.early_stopping_callbacks:
-        looks = trainer.enable_validation or looks_after_training_epochs(callback)
+    for callback in context.state.callbacks:
+        if not is_a(callback, EarlyStopping):
+            continue
+        looks = validates or looks_after_training_epochs(callback)
         if type(callback) is not base_of(callback, EarlyStopping) or not looks:
             continue
-        known = sorted(map(str, trainer.callback_metrics))
+        known = sorted(map(str, context.logs.callback_metrics))
         if callback.strict and callback.monitor not in known:
             near = get_close_matches(str(callback.monitor), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known) or 'none'}."
@@ -251,7 +258,7 @@ def _warn_of_lost_validation(context: "RunContext") -> None:
     has_loader, has_step = context.sources["val"].is_defined(), is_overridden("validation_step", module)
     if has_loader and not has_step:
         rank_zero_warn(f"There is a validation loader, but {name} has no `validation_step`: it will not be validated.")
-    elif has_step and not has_loader and context.trainer.limit_val_batches > 0:
+    elif has_step and not has_loader and context.state.limit_val_batches > 0:
         rank_zero_warn(f"{name} has a `validation_step`, but there is no validation loader: it will not be validated.")
 
 

@@ -1,5 +1,6 @@
 """RunContext: the objects that the parts of one run share."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -8,14 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
+from equipoise.interop.lightning.classes import is_overridden
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy, Transfer
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
 from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
+from equipoise.trainer.state.run_state import RunState
 
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
@@ -28,25 +33,45 @@ class RunContext:
     """The parts of one run.
 
     Attributes:
-        trainer: The trainer, for its options and its state.
+        trainer: The trainer; parts that were not yet changed to `state` read it.
+        state: Settings, stage, counters and objects of the trainer.
         module: The user's module.
         datamodule: The user's data module, if there is one.
         strategy, precision: How the run computes.
         hooks: Who overrides what.
         logs: What was logged.
+        logger_output: Hands logged values to the loggers.
+        lightning_optimizers: Returns the optimisers as `self.optimizers()` gives them.
+        save_checkpoint: The trainer's method, called with a path.
         sources: Where the loaders of each stage come from.
         fitting: What was learned of the sizes that fit into memory, in training and in evaluations.
     """
 
     trainer: "Trainer"
+    state: RunState
     module: LightningModule
     datamodule: LightningDataModule | None
     strategy: Strategy
     precision: Precision
     hooks: Hooks
     logs: Logs
+    logger_output: LoggerOutput
+    lightning_optimizers: Callable[[], list[LightningOptimizer]]
+    save_checkpoint: Callable[[str | os.PathLike[str]], None]
     sources: dict[str, Source] = field(default_factory=dict)
     fitting: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimiser steps done, over all optimisers; it is not reset."""
+        return self.state.progress.steps(automatic=self.module.automatic_optimization).completed
+
+    @property
+    def enable_validation(self) -> bool:
+        """True if a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
+        if not self.sources["val"].is_defined():
+            return False
+        return is_overridden("validation_step", self.module) and self.state.limit_val_batches > 0
 
     def request_loaders(self, stage: str, limit: float, *, overfit: bool = False) -> Loaders:
         """Asks the source of a stage for its loaders and makes them ready.
@@ -60,7 +85,7 @@ class RunContext:
         call = hooks.call_module if source.owner is self.module else hooks.call_datamodule
         given = source.request(call)
         self.strategy.processes.barrier(f"{stage}_dataloader()")
-        share = self.trainer.use_distributed_sampler
+        share = self.state.use_distributed_sampler
         return Loaders(source, given, limit=limit, overfit=overfit, strategy=self.strategy, share=share)
 
     def make_transfer(self, dataloader_idx: int = 0) -> Transfer:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -19,29 +18,30 @@ from equipoise.parallel.communication.rank import slurm_job
 from equipoise.trainer.runtime import slurm
 
 if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
+    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["leave_evaluation", "leave_training", "signals_noted", "uninterrupted"]
 
 
 @contextmanager
-def signals_noted(trainer: "Trainer") -> Iterator[None]:
+def signals_noted(context: "RunContext") -> Iterator[None]:
     """Notes SIGTERM, and SIGUSR1 in a job of Slurm, upon which the loops end after the batch.
 
     A handler of SIGTERM that was there is called as well. One of SIGUSR1 is the program's own, and stays.
     """
-    trainer.received_sigterm = False
-    trainer.requeues = False
+    state = context.state
+    state.received_sigterm = False
+    state.requeues = False
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def note(number: int) -> None:
-        trainer.requeues = trainer.requeues or number != signal.SIGTERM
-        trainer.received_sigterm = True
+        state.requeues = state.requeues or number != signal.SIGTERM
+        state.received_sigterm = True
 
     # SIGUSR1 shows what a process of ours hangs in, so the program that has started it hands on another signal.
-    requeue = signal.SIGUSR2 if trainer.connected_strategy.processes.spawns else signal.SIGUSR1
+    requeue = signal.SIGUSR2 if context.strategy.processes.spawns else signal.SIGUSR1
     with ExitStack() as handlers:
         handlers.enter_context(_noted(signal.SIGTERM, note))
         if slurm_job() is not None and not callable(signal.getsignal(requeue)):
@@ -82,37 +82,41 @@ def uninterrupted() -> Iterator[None]:
 # How a run ends.
 
 
-def leave_training(trainer: "Trainer") -> None:
-    """Ends the run after a training batch, as soon as all processes end after the same one.
+def leave_training(context: "RunContext") -> None:
+    """End the run after a training batch, as soon as all processes end after the same one.
 
     Raises:
         SIGTERMException: If the run ends here.
     """
-    batches = trainer.progress.batch.total.ready
-    if trainer.connected_strategy.processes.ends_after(batches, trainer.accumulate_grad_batches):
-        _leave(trainer)
+    state = context.state
+    batches = state.progress.batch.total.ready
+    if context.strategy.processes.ends_after(batches, state.accumulate_grad_batches):
+        _leave(context)
 
 
-def leave_evaluation(trainer: "Trainer") -> None:
-    """Ends the run after a batch of an evaluation; within a fit of several processes the next training batch does.
+def leave_evaluation(context: "RunContext") -> None:
+    """End the run after a batch of an evaluation; within a fit of several processes the next training batch does.
 
     Raises:
         SIGTERMException: If the run ends here.
     """
-    if trainer.state.fn != TrainerFn.FITTING or trainer.world_size == 1:
-        _leave(trainer)
+    if not context.state.fitting or context.strategy.processes.world_size == 1:
+        _leave(context)
 
 
-def _leave(trainer: "Trainer") -> None:
-    if slurm_job() is None or trainer.state.fn != TrainerFn.FITTING:
+def _leave(context: "RunContext") -> None:
+    state = context.state
+    if slurm_job() is None or not state.fitting:
         raise SIGTERMException
-    if not trainer.sanity_checking:  # before it nothing was learned
-        path = slurm.checkpoint_path(trainer)
-        trainer.save_checkpoint(path)
+    # Before the sanity check has ended, there is nothing to save.
+    if not state.sanity_checking:
+        path = slurm.checkpoint_path(state)
+        context.save_checkpoint(path)
         rank_zero_info(f"Slurm asked this job to end: its state is saved in {path}.")
-    if not trainer.requeues:
+    if not state.requeues:
         raise SIGTERMException
-    if trainer.is_global_zero:
+    if context.strategy.processes.is_main:
         slurm.requeue()
-    trainer.connected_strategy.processes.barrier("requeue")  # the end of one task may end the others
+    # The end of one task may end the others.
+    context.strategy.processes.barrier("requeue")
     raise SIGTERMException(os.EX_TEMPFAIL)

@@ -8,50 +8,46 @@ import os
 import subprocess
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel.communication.rank import slurm_job
-
-if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
 
 _fits: Counter[Path] = Counter()  # how many this program has begun, by their folder
 
 
-def count_fit(trainer: "Trainer") -> None:
+def count_fit(state: RunState) -> None:
     """Note that a run begins, before it goes to other processes."""
-    if slurm_job() is not None and trainer.state.fn == TrainerFn.FITTING:
-        folder = Path(trainer.default_root_dir).absolute()
+    if slurm_job() is not None and state.fitting:
+        folder = Path(state.default_root_dir).absolute()
         _fits[folder] += 1
-        trainer.number_of_fit = _fits[folder]
+        state.number_of_fit = _fits[folder]
 
 
-def checkpoint_path(trainer: "Trainer") -> Path:
+def checkpoint_path(state: RunState) -> Path:
     """Return where the state of an interrupted fit is saved: in `default_root_dir`, named after the job.
 
     The names of the second fit and later ones in a folder hold their numbers.
     """
-    number = trainer.number_of_fit
-    return Path(trainer.default_root_dir, f"slurm-{slurm_job()}{f'-fit-{number}' if number > 1 else ''}.ckpt")
+    number = state.number_of_fit
+    return Path(state.default_root_dir, f"slurm-{slurm_job()}{f'-fit-{number}' if number > 1 else ''}.ckpt")
 
 
-def interrupted_checkpoint(trainer: "Trainer") -> Path | None:
+def interrupted_checkpoint(state: RunState) -> Path | None:
     """Return the checkpoint from which a job goes on that Slurm has started once more; None if there is none."""
-    fits = trainer.state.fn == TrainerFn.FITTING
+    fits = state.fitting
     if not fits or slurm_job() is None or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return None
-    path = checkpoint_path(trainer)
+    path = checkpoint_path(state)
     if not path.is_file():
         patterns = (f"slurm-{slurm_job()}.ckpt", f"slurm-{slurm_job()}-fit-*.ckpt")
         others = [other for pattern in patterns for other in path.parent.glob(pattern)]
         if others:
             rank_zero_info(
-                f"Slurm has started this job again. Fit {trainer.number_of_fit} of this program in {path.parent} begins"
+                f"Slurm has started this job again. Fit {state.number_of_fit} of this program in {path.parent} begins"
                 f" as it did at first, since the interrupted one was another: {others[0].name}."
             )
         return None
@@ -59,10 +55,10 @@ def interrupted_checkpoint(trainer: "Trainer") -> Path | None:
     return path
 
 
-def forget_checkpoint(trainer: "Trainer") -> None:
+def forget_checkpoint(state: RunState, *, is_main: bool) -> None:
     """Removes the checkpoint of an earlier interruption after a fit that came to its end."""
-    if slurm_job() is not None and trainer.state.fn == TrainerFn.FITTING and trainer.is_global_zero:
-        checkpoint_path(trainer).unlink(missing_ok=True)
+    if slurm_job() is not None and state.fitting and is_main:
+        checkpoint_path(state).unlink(missing_ok=True)
 
 
 def requeue() -> None:

@@ -1,6 +1,7 @@
 """Limits of a run: epochs, steps, time, and batches of each loader."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from equipoise.errors import ConfigurationError
@@ -10,27 +11,29 @@ from equipoise.trainer.settings.arguments import Duration
 __all__ = ["Limits"]
 
 
+@dataclass
 class Limits:
     """The limits of a trainer's runs, checked, under the names of its arguments.
 
     Attributes:
         val_check_seconds: Seconds between validations, where `val_check_interval` is a duration.
+        num_sanity_val_steps: Number of batches of each loader; infinite for all.
     """
 
-    max_epochs: int | None
-    min_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    limit_train_batches: int | float
-    limit_val_batches: int | float
-    limit_test_batches: int | float
-    limit_predict_batches: int | float
-    overfit_batches: int | float
-    val_check_interval: int | float
-    val_check_seconds: float | None
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int | float
-    fast_dev_run: int | bool
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    limit_train_batches: int | float = 1.0
+    limit_val_batches: int | float = 1.0
+    limit_test_batches: int | float = 1.0
+    limit_predict_batches: int | float = 1.0
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float = 1.0
+    val_check_seconds: float | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | float = 2
+    fast_dev_run: int | bool = False
 
     def limit_training(
         self, max_epochs: int | None, min_epochs: int | None, max_steps: int, min_steps: int | None

@@ -1,23 +1,31 @@
 """The run stage of a trainer: training, validating, sanity checking, testing, predicting."""
 
-from lightning.pytorch.trainer.states import RunningStage, TrainerState, TrainerStatus
+from dataclasses import dataclass, field
+
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 __all__ = ["Stages"]
 
 
+@dataclass
 class Stages:
-    """The stage of a trainer.
+    """The entry point that runs, its stage, and how it ended.
 
     Attributes:
-        state: Which of `fit`, `validate`, `test`, `predict` runs, in which stage, and how it ended.
+        status: Lightning's object for these three; users and callbacks read and write it as `trainer.state`.
     """
 
-    state: TrainerState
+    status: TrainerState = field(default_factory=TrainerState)
+
+    @property
+    def fitting(self) -> bool:
+        """True while `fit` runs, and after it; also during its sanity check and its validations."""
+        return self.status.fn == TrainerFn.FITTING
 
     @property
     def training(self) -> bool:
         """True while training runs."""
-        return self.state.stage == RunningStage.TRAINING
+        return self.status.stage == RunningStage.TRAINING
 
     @training.setter
     def training(self, value: bool) -> None:
@@ -26,7 +34,7 @@ class Stages:
     @property
     def validating(self) -> bool:
         """True while validation runs, inside a fit or by itself."""
-        return self.state.stage == RunningStage.VALIDATING
+        return self.status.stage == RunningStage.VALIDATING
 
     @validating.setter
     def validating(self, value: bool) -> None:
@@ -35,7 +43,7 @@ class Stages:
     @property
     def testing(self) -> bool:
         """True while a test runs."""
-        return self.state.stage == RunningStage.TESTING
+        return self.status.stage == RunningStage.TESTING
 
     @testing.setter
     def testing(self, value: bool) -> None:
@@ -44,7 +52,7 @@ class Stages:
     @property
     def predicting(self) -> bool:
         """True while prediction runs."""
-        return self.state.stage == RunningStage.PREDICTING
+        return self.status.stage == RunningStage.PREDICTING
 
     @predicting.setter
     def predicting(self, value: bool) -> None:
@@ -53,7 +61,7 @@ class Stages:
     @property
     def sanity_checking(self) -> bool:
         """True while the few validation batches before training run."""
-        return self.state.stage == RunningStage.SANITY_CHECKING
+        return self.status.stage == RunningStage.SANITY_CHECKING
 
     @sanity_checking.setter
     def sanity_checking(self, value: bool) -> None:
@@ -61,16 +69,16 @@ class Stages:
 
     def _set_stage(self, stage: RunningStage, value: bool) -> None:
         if value:
-            self.state.stage = stage
-        elif self.state.stage == stage:
-            self.state.stage = None
+            self.status.stage = stage
+        elif self.status.stage == stage:
+            self.status.stage = None
 
     @property
     def evaluating(self) -> bool:
         """True while validation or a test runs."""
-        return self.state.stage is not None and self.state.stage.evaluating
+        return self.status.stage is not None and self.status.stage.evaluating
 
     @property
     def interrupted(self) -> bool:
         """True if the last run failed or was interrupted."""
-        return self.state.status == TrainerStatus.INTERRUPTED
+        return self.status.status == TrainerStatus.INTERRUPTED

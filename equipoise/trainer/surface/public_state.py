@@ -1,24 +1,21 @@
 """Public attributes of the Trainer, under Lightning's names."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerState
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
-from equipoise.interop.lightning.classes import is_a, is_overridden
-from equipoise.interop.lightning.optimizers import wrap_optimizer
+from equipoise.interop.lightning.classes import is_a
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.logging.logger_output import LoggerOutput
@@ -29,11 +26,11 @@ from equipoise.trainer.loops.fit_loop import FitLoop
 from equipoise.trainer.loops.prediction_loop import PredictionLoop
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.settings.devices import accelerator_of
-from equipoise.trainer.settings.limits import Limits
-from equipoise.trainer.state.progress import FitProgress
-from equipoise.trainer.state.stages import Stages
+from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.lightning_view import LightningNames, precision_plugin
+from equipoise.trainer.surface.state_fields import StateFields
 from equipoise.trainer.surface.strategy_view import StrategyView
+from equipoise.trainer.surface.wrapped_optimizers import WrappedOptimizers
 
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
@@ -41,47 +38,29 @@ if TYPE_CHECKING:
 __all__ = ["PublicState"]
 
 
-class PublicState(Stages, Limits, LoggerOutput, LightningNames):
-    """The state of a trainer.
+class PublicState(StateFields, LightningNames):
+    """The public attributes of a trainer.
 
     Attributes:
-        state: Which of `fit`, `validate`, `test`, `predict` runs, and in which stage.
-        should_stop: Set it, and training ends after the batch, as soon as `min_epochs` and `min_steps` are met.
+        run_state: The state that the parts of a run share.
         datamodule: The user's data module, if there is one.
-        callbacks, loggers: In the order in which they are called.
-        optimizers, lr_scheduler_configs: What `configure_optimizers` returned.
-        received_sigterm: Whether a SIGTERM came, or a SIGUSR1 in a job of Slurm.
-        requeues: Whether this job of Slurm goes back into the queue when it ends, since SIGUSR1 came.
-        number_of_fit: The number of this fit, from 1, among those in its folder; counted in a job of Slurm.
     """
-
-    callbacks: list[Callback]
-    loggers: list[Logger]
-    log_every_n_steps: int
 
     def __init__(self, strategy: Strategy, precision: Precision, root_dir: str) -> None:
         super().__init__()
         trainer: Trainer = self  # type: ignore[assignment]
-        self.connected_strategy, self.precision_in_use = strategy, precision
-        self.state = TrainerState()
-        self.should_stop = False
-        self.received_sigterm = False
-        self.requeues = False
-        self.number_of_fit = 1
+        self.run_state = RunState(root_dir=root_dir)
+        self.connected_strategy = strategy
+        self.precision_in_use = precision
         self.datamodule: LightningDataModule | None = None
-        self.optimizers: list[Optimizer] = []
-        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.logs = Logs()
+        self.logger_output = LoggerOutput(self.run_state, self.logs, self)
         self.fit_loop_state = FitLoop(trainer, EvaluationLoop(trainer, "val", fitting=True))
         self.evaluations = {"validate": EvaluationLoop(trainer, "val"), "test": EvaluationLoop(trainer, "test")}
         self.predict_loop = PredictionLoop(trainer)
-        self.loaded_ckpt_path: Any = None
-        self.managed_ckpt_path: Any = None
-        self.objects_were_reported = False  # those in its checkpoints
         self._context: RunContext | None = None
-        self._root_dir = root_dir
         self._view = StrategyView(strategy, trainer)
-        self._wrapped: list[LightningOptimizer] = []
+        self.wrapped_optimizers = WrappedOptimizers(self.run_state, self._view)
         device = strategy.root_device.type
         self.precision_plugin: LightningPrecision = precision_plugin(
             precision.name, device, precision.scaler, self._clip
@@ -91,15 +70,8 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
     # Runs.
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the present run; on its way to another process."""
-        of_this_process: dict[str, Any] = {
-            "_context": None,
-            "_wrapped": [],
-            "optimizers": [],
-            "lr_scheduler_configs": [],
-            "metric_listeners": [],
-        }
-        return {**vars(self), **of_this_process}
+        """Return everything but the present run, on its way to another process."""
+        return {**vars(self), "_context": None}
 
     def begin_run(self, context: RunContext) -> None:
         """Takes the parts of a new run; loaders of earlier ones are forgotten."""
@@ -180,20 +152,11 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
     # Counters.
 
     @property
-    def progress(self) -> FitProgress:
-        """All counters of training."""
-        return self.fit_loop_state.progress
-
-    @property
-    def current_epoch(self) -> int:
-        """The number of epochs done."""
-        return self.progress.epoch.current.completed
-
-    @property
     def global_step(self) -> int:
         """The number of optimiser steps done, over all optimisers; it is not reset."""
-        module = self.lightning_module
-        return self.progress.steps(automatic=module is None or module.automatic_optimization).completed
+        if self._context is None:
+            return self.progress.optimizer_step.completed
+        return self._context.global_step
 
     @property
     def is_last_batch(self) -> bool:
@@ -236,13 +199,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
     @property
     def enable_validation(self) -> bool:
         """True if a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
-        context = self._context
-        return (
-            context is not None
-            and context.sources["val"].is_defined()
-            and is_overridden("validation_step", context.module)
-            and self.limit_val_batches > 0
-        )
+        return self._context is not None and self._context.enable_validation
 
     @property
     def train_dataloader(self) -> Any:
@@ -301,6 +258,14 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
         """The same, not read from the devices: for a progress bar that never waits for one."""
         return self.logs.progress_bar_metrics
 
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Hand values to the loggers; see `LoggerOutput.log_metrics`."""
+        self.logger_output.log_metrics(metrics, step)
+
+    def hand_over_last_step(self) -> None:
+        """Hand the values of the last training step to listeners; see `LoggerOutput.hand_over_last_step`."""
+        self.logger_output.hand_over_last_step()
+
     # Files.
 
     @property
@@ -311,11 +276,6 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
     @logger.setter
     def logger(self, logger: Logger | None) -> None:
         self.loggers = [logger] if logger else []
-
-    @property
-    def default_root_dir(self) -> str:
-        """Folder of files for which the user names no folder."""
-        return self._root_dir if "://" in self._root_dir else os.path.normpath(os.path.expanduser(self._root_dir))
 
     @property
     def log_dir(self) -> str | None:
@@ -368,9 +328,7 @@ class PublicState(Stages, Limits, LoggerOutput, LightningNames):
     @property
     def lightning_optimizers(self) -> list[LightningOptimizer]:
         """The optimisers as `self.optimizers()` gives them, made anew when the optimisers change."""
-        if [wrapped.optimizer for wrapped in self._wrapped] != self.optimizers:
-            self._wrapped = [wrap_optimizer(optimizer, self._view) for optimizer in self.optimizers]
-        return self._wrapped
+        return self.wrapped_optimizers.current()
 
     def _clip(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """`LightningModule.clip_gradients` comes here."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import Trainer
+from equipoise.trainer.surface.state_fields import StateField
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
 
@@ -32,7 +33,7 @@ LIGHTNINGS_ALONE = {
 
 def names(cls: Any) -> set[str]:
     """The public attributes of a trainer, and its properties."""
-    properties = {name for name, value in inspect.getmembers(cls) if isinstance(value, property)}
+    properties = {name for name, value in inspect.getmembers(cls) if isinstance(value, property | StateField)}
     return {name for name in properties | set(vars(trainer(cls))) if not name.startswith("_")}
 
 

@@ -1,0 +1,117 @@
+"""RunState: settings, stage, counters and objects of a trainer's runs, in plain data.
+
+The trainer owns one and offers its fields under Lightning's names. Loops and all other parts of a run read and write
+this object, and never the trainer.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+
+from equipoise.trainer.settings.limits import Limits
+from equipoise.trainer.state.progress import FitProgress
+from equipoise.trainer.state.stages import Stages
+
+__all__ = ["MetricListener", "RunState"]
+
+# Called with the trainer, the values by name, and the number of optimiser steps done before the present one.
+MetricListener = Callable[[Any, dict[str, Any], int], None]
+
+# Marks a field that another process of the run gets empty, since it belongs to this process alone.
+_LOCAL = {"local": True}
+
+
+@dataclass(eq=False)
+class RunState(Stages, Limits):
+    """The state of a trainer, from its constructor on; a second run goes on with it.
+
+    Limits, and settings without a text here, are the checked arguments of the Trainer of the same names.
+
+    Attributes:
+        root_dir: The folder of files for which the user names no folder, as it was passed.
+        checkpoint_io: The user's CheckpointIO; None: files are written and read by ourselves.
+        should_stop: Set it, and training ends after the batch, as soon as `min_epochs` and `min_steps` are met.
+        received_sigterm: True if a SIGTERM came, or a SIGUSR1 in a job of Slurm.
+        requeues: True if this job of Slurm goes back into the queue when it ends, since SIGUSR1 came.
+        number_of_fit: The number of this fit, from 1, among those in its folder; counted in a job of Slurm.
+        progress: All counters of training.
+        loaded_ckpt_path: The checkpoint that the last run has loaded.
+        managed_ckpt_path: The checkpoint that the user has set for the runs that follow.
+        objects_were_reported: True if a warning named the objects in the checkpoints, which are not read again.
+        callbacks: The callbacks, in the order in which they are called.
+        loggers: The loggers, in the order in which they are called.
+        metric_listeners: Functions that receive the values that go to loggers, also if there is no logger.
+        optimizers: The optimisers that `configure_optimizers` returned.
+        lr_scheduler_configs: The learning-rate schedulers that `configure_optimizers` returned.
+    """
+
+    # Settings of the optimisation.
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: int | float | None = None
+    gradient_clip_algorithm: str | None = None
+    activation_checkpointing: list[str] | None = None
+    sync_batchnorm: bool = False
+
+    # Settings of data and evaluation.
+    use_distributed_sampler: bool = True
+    reload_dataloaders_every_n_epochs: int = 0
+    inference_mode: bool = True
+
+    # Settings of logging, diagnostics and files.
+    log_every_n_steps: int = 50
+    enable_autolog_hparams: bool = True
+    detect_anomaly: bool = False
+    detect_nonfinite: bool | None = None
+    barebones: bool = False
+    root_dir: str = field(default_factory=os.getcwd)
+    profiler: Profiler = field(default_factory=PassThroughProfiler)
+    checkpoint_io: CheckpointIO | None = None
+
+    # Requests to end.
+    should_stop: bool = False
+    received_sigterm: bool = False
+    requeues: bool = False
+
+    # Counters and checkpoints.
+    number_of_fit: int = 1
+    progress: FitProgress = field(default_factory=FitProgress)
+    loaded_ckpt_path: Any = None
+    managed_ckpt_path: Any = None
+    objects_were_reported: bool = False
+
+    # Objects that a run calls.
+    callbacks: list[Callback] = field(default_factory=list)
+    loggers: list[Logger] = field(default_factory=list)
+    metric_listeners: list[MetricListener] = field(default_factory=list, metadata=_LOCAL)
+    optimizers: list[Optimizer] = field(default_factory=list, metadata=_LOCAL)
+    lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=_LOCAL)
+
+    @property
+    def current_epoch(self) -> int:
+        """Number of epochs done."""
+        return self.progress.epoch.current.completed
+
+    @property
+    def default_root_dir(self) -> str:
+        """Folder of files for which the user names no folder."""
+        # An address such as "s3://bucket" is no path of this machine.
+        if "://" in self.root_dir:
+            return self.root_dir
+        return os.path.normpath(os.path.expanduser(self.root_dir))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields for another process, without the objects that belong to this one."""
+        state = {}
+        for declared in fields(self):
+            state[declared.name] = getattr(self, declared.name)
+            if declared.metadata.get("local"):
+                state[declared.name] = []
+        return state

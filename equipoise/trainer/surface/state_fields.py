@@ -1,0 +1,134 @@
+"""Public names of the Trainer that stand for fields of its RunState."""
+
+from typing import Any, Generic, Protocol, Self, TypeVar, overload
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.states import TrainerState
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+
+from equipoise.trainer.state.progress import FitProgress
+from equipoise.trainer.state.run_state import MetricListener, RunState
+
+__all__ = ["StateField", "StateFields"]
+
+T = TypeVar("T")
+
+
+class _HasRunState(Protocol):
+    """An object with a RunState: the Trainer."""
+
+    run_state: RunState
+
+
+class StateField(Generic[T]):
+    """Reads and writes a field or a property of the RunState.
+
+    Args:
+        name: The name in the RunState. Default: the name of the attribute.
+
+    Example:
+        >>> class Owner:
+        ...     should_stop = StateField[bool]()
+        ...     def __init__(self):
+        ...         self.run_state = RunState()
+        >>> owner = Owner()
+        >>> owner.should_stop = True
+        >>> owner.run_state.should_stop
+        True
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = self.name or name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: _HasRunState, owner: type) -> T: ...
+    def __get__(self, instance: _HasRunState | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        return getattr(instance.run_state, self.name)
+
+    def __set__(self, instance: _HasRunState, value: T) -> None:
+        setattr(instance.run_state, self.name, value)
+
+
+class StateFields:
+    """The names of fields and properties of a RunState under which users and callbacks read and write them.
+
+    Attributes:
+        run_state: The state.
+    """
+
+    run_state: RunState
+
+    # Limits.
+    max_epochs = StateField[int | None]()
+    min_epochs = StateField[int | None]()
+    max_steps = StateField[int]()
+    min_steps = StateField[int | None]()
+    limit_train_batches = StateField[int | float]()
+    limit_val_batches = StateField[int | float]()
+    limit_test_batches = StateField[int | float]()
+    limit_predict_batches = StateField[int | float]()
+    overfit_batches = StateField[int | float]()
+    val_check_interval = StateField[int | float]()
+    val_check_seconds = StateField[float | None]()
+    check_val_every_n_epoch = StateField[int | None]()
+    num_sanity_val_steps = StateField[int | float]()
+    fast_dev_run = StateField[int | bool]()
+
+    # Other settings.
+    accumulate_grad_batches = StateField[int]()
+    gradient_clip_val = StateField[int | float | None]()
+    gradient_clip_algorithm = StateField[str | None]()
+    activation_checkpointing = StateField[list[str] | None]()
+    sync_batchnorm = StateField[bool]()
+    use_distributed_sampler = StateField[bool]()
+    reload_dataloaders_every_n_epochs = StateField[int]()
+    inference_mode = StateField[bool]()
+    log_every_n_steps = StateField[int]()
+    enable_autolog_hparams = StateField[bool]()
+    detect_anomaly = StateField[bool]()
+    detect_nonfinite = StateField[bool | None]()
+    barebones = StateField[bool]()
+    profiler = StateField[Profiler]()
+    checkpoint_io = StateField[CheckpointIO | None]()
+    default_root_dir = StateField[str]()
+
+    # Stages.
+    state = StateField[TrainerState]("status")
+    training = StateField[bool]()
+    validating = StateField[bool]()
+    testing = StateField[bool]()
+    predicting = StateField[bool]()
+    sanity_checking = StateField[bool]()
+    evaluating = StateField[bool]()
+    interrupted = StateField[bool]()
+
+    # Requests to end.
+    should_stop = StateField[bool]()
+    received_sigterm = StateField[bool]()
+    requeues = StateField[bool]()
+
+    # Counters and checkpoints.
+    progress = StateField[FitProgress]()
+    current_epoch = StateField[int]()
+    number_of_fit = StateField[int]()
+    loaded_ckpt_path = StateField[Any]()
+    managed_ckpt_path = StateField[Any]()
+    objects_were_reported = StateField[bool]()
+
+    # Objects that a run calls.
+    callbacks = StateField[list[Callback]]()
+    loggers = StateField[list[Logger]]()
+    metric_listeners = StateField[list[MetricListener]]()
+    optimizers = StateField[list[Optimizer]]()
+    lr_scheduler_configs = StateField[list[LRSchedulerConfig]]()

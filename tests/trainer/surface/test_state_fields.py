@@ -1,0 +1,63 @@
+"""StateField: the Trainer's names stand for fields of its RunState, in both directions."""
+
+from dataclasses import fields
+
+import pytest
+
+from equipoise import Trainer
+from equipoise.trainer.state.run_state import RunState
+from equipoise.trainer.surface.state_fields import StateField
+from tests.support.trainer_runs import trainer
+
+# Under another name, or read as `default_root_dir`.
+RENAMED = {"status": "state", "root_dir": "default_root_dir"}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(RunState)])
+def test_every_field_of_the_state_can_be_read_from_the_trainer(name: str) -> None:
+    run = trainer(Trainer)
+    value = getattr(run, RENAMED.get(name, name))
+    if name != "root_dir":
+        assert value is getattr(run.run_state, name)
+
+
+def test_what_is_written_to_the_trainer_is_read_by_the_run() -> None:
+    run = trainer(Trainer)
+    run.should_stop = True
+    run.accumulate_grad_batches = 3
+    run.limit_val_batches = 0
+    run.callbacks = []
+    run.validating = True
+    state = run.run_state
+    assert state.should_stop
+    assert state.accumulate_grad_batches == 3
+    assert state.limit_val_batches == 0
+    assert state.callbacks is run.callbacks
+    assert state.validating
+    assert "should_stop" not in vars(run)
+
+
+def test_computed_values_cannot_be_written() -> None:
+    run = trainer(Trainer)
+    with pytest.raises(AttributeError):
+        run.default_root_dir = "elsewhere"
+    with pytest.raises(AttributeError):
+        run.current_epoch = 3
+
+
+def test_a_subclass_may_write_and_override() -> None:
+    class Mine(Trainer):
+        max_steps = 3
+
+        def __init__(self) -> None:
+            super().__init__(accelerator="cpu", logger=False)
+            self.limit_train_batches = 2
+
+    run = Mine()
+    assert run.max_steps == 3
+    assert run.run_state.limit_train_batches == 2
+
+
+def test_the_class_shows_the_field_itself() -> None:
+    assert isinstance(Trainer.should_stop, StateField)
+    assert Trainer.state.name == "status"
