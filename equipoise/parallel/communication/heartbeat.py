@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-__all__ = ["Progress", "heard", "sending"]
+__all__ = ["Progress", "await_end", "heard", "sending"]
 
 # Number of beats within a timeout.
 _BEATS = 8
@@ -131,6 +131,24 @@ def heard(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
     thread.start()
     yield
     thread.join()
+
+
+def await_end(group: dist.ProcessGroup, seconds: float) -> None:
+    """Wait until the main process has ended, which closes its connections; called after the last beat.
+
+    Args:
+        group: Process group that only the heartbeat uses.
+        seconds: Longest time to wait: the main process may handle its error and continue.
+    """
+
+    def run() -> None:
+        # Nothing more is sent, so only the end of the main process ends this.
+        with contextlib.suppress(RuntimeError):
+            dist.recv(torch.ones(1, dtype=torch.int64), 0, group=group)
+
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _abort(timeout: float) -> None:

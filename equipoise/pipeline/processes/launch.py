@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.errors import StepError
-from equipoise.parallel.communication.heartbeat import heard, sending
+from equipoise.parallel.communication.heartbeat import await_end, heard, sending
 from equipoise.parallel.communication.membership import check_alone, check_count, in_group, place_of_worker
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import StoreServer, another_group, follows_from_another
@@ -29,6 +29,8 @@ __all__ = ["StageLaunch"]
 
 T = TypeVar("T")
 preload("equipoise.strategies.pipeline")
+# Seconds that the failed main process has to end before the other processes do.
+_FAREWELL = 10.0
 _WRITTEN = "more than one element of the written-to tensor"  # how torch refuses to write to `nothing_like`
 
 
@@ -123,6 +125,9 @@ class StageLaunch(SingleProcess):
                         messenger, rank - 1, self.count, self.device, torch.device(devices[rank - 1])
                     ).serve()
                 if content is None:
+                    if port is None:
+                        # Launchers such as torchrun report the process that ends first: the one that names the cause.
+                        await_end(beats, _FAREWELL)
                     raise FirstProcessFailed("connection closed by peer: the first process has failed.")
                 return loads(content, known or ()) if known is not None else None  # type: ignore[return-value]
             self.processes = StageClient(messenger, [torch.device(name) for name in (*devices[1:], devices[0])])

@@ -6,13 +6,22 @@ Each loop ends as soon as what it waits for is so, and never where that is wrong
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from equipoise.parallel.communication import heartbeat
-from equipoise.parallel.communication.heartbeat import Progress
+from equipoise.parallel.communication.heartbeat import Progress, await_end
+from equipoise.parallel.communication.process_group import StoreServer, another_group, joined
+from equipoise.parallel.communication.rank import Rank
+from equipoise.parallel.workers.preloading import preloading
+
+PATIENCE = timedelta(seconds=120)
 
 
 @contextmanager
@@ -81,3 +90,48 @@ def test_beats_come_as_long_as_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) 
             pass
     assert [beat for rank, beat in beats if rank == 1][-1] == 0
     assert [beat for rank, beat in beats if rank == 2][-1] == 0
+
+
+# The end of the main process
+
+
+def end_when_asked(place: Rank, port: int, pipe: Connection) -> None:
+    """Be the main process: end, connections and all, once the test says so."""
+    with joined(place, torch.device("cpu"), timeout=PATIENCE, port=port), another_group(PATIENCE, local=True):
+        assert pipe.recv() == "end"
+        raise SystemExit
+
+
+def wait_for_the_end(place: Rank, port: int, pipe: Connection) -> None:
+    """Be another process: report before and after the wait."""
+    with joined(place, torch.device("cpu"), timeout=PATIENCE, port=port), another_group(PATIENCE, local=True) as group:
+        pipe.send("waits")
+        await_end(group, PATIENCE.total_seconds())
+        pipe.send("continues")
+        dist.destroy_process_group()
+        raise SystemExit
+
+
+def test_a_process_can_wait_until_the_main_process_has_ended() -> None:
+    context = get_context("forkserver")
+    pipes = []
+    processes = []
+    with StoreServer() as store, preloading():
+        for rank, role in enumerate((end_when_asked, wait_for_the_end)):
+            here, there = context.Pipe()
+            process = context.Process(target=role, args=(Rank(rank, rank, 0, 2, 2), store.port, there))
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        main, other = pipes
+        assert other.recv() == "waits"
+        assert not other.poll(0.5)
+        main.send("end")
+        assert other.recv() == "continues"
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+            process.close()
+        for pipe in pipes:
+            pipe.close()
