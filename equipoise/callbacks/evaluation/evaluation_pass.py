@@ -17,7 +17,7 @@ from equipoise.errors import StepError
 from equipoise.interleave import interleave
 from equipoise.interop.metrics import join_metrics, states_to_send
 from equipoise.memory.devices import PeakMeter
-from equipoise.parallel.batches.splitting import entries_of
+from equipoise.tree import entries_of
 
 __all__ = ["EvaluationPass", "EvaluationResult", "without_graph"]
 

@@ -4,12 +4,14 @@ Dispatch modes live in `torch.utils._python_dispatch`; torch documents them nowh
 backward allocates. `tests/memory/profile/test_ledger.py` notices when they change.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from equipoise import tree
 
 __all__ = ["OperationWatch", "tensors_in"]
 
@@ -75,26 +77,25 @@ class OperationWatch:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for item in value:
-            yield from tensors_in(item)
+    """Yield the tensors in mappings and sequences of any kind."""
+    return tree.tensors_in(value, _items_of)
+
+
+def _items_of(value: Any) -> Iterable[Any] | None:
+    """Return the items of a mapping or sequence; None for any other value."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return value
+    return None
 
 
 def _on(device: torch.device, value: Any) -> Any:
     """Return the arguments of an operation with tensors of other devices copied to a device."""
-    if isinstance(value, Tensor):
-        if value.device == device:
-            return value
-        return value.to(device)
-    if isinstance(value, list | tuple):
-        items = [_on(device, item) for item in value]
-        return type(value)(items)
-    if isinstance(value, dict):
-        return {key: _on(device, item) for key, item in value.items()}
-    return value
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device == device:
+            return leaf
+        return leaf.to(device)
+
+    return tree.map_leaves(copied, value)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import StepError
-from equipoise.parallel.batches.splitting import entries_of, rebuild
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.to_device import to_device
+from equipoise.tree import entries_of, rebuild
 
 __all__ = ["PartialOutputs", "gather"]
 

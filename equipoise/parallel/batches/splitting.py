@@ -7,10 +7,8 @@ not show the size safely, the module defines it by a method `batch_size(batch)`,
 `split_batch(batch, sizes)`.
 """
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,24 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import StepError
+from equipoise.tree import entries_of, items_of, rebuild
 
-__all__ = ["Splitter", "entries_of", "holds_samples", "infer_batch_size", "rebuild", "size_to_cut", "split", "why_not"]
-
-
-def entries_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nested batch in order, with its path, such as `[0]['mask']`."""
-    if isinstance(batch, Tensor):
-        yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from entries_of(value, f"{path}[{key!r}]")
-    elif isinstance(batch, (tuple, list)):
-        for index, value in enumerate(batch):
-            yield from entries_of(value, f"{path}[{index}]")
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            value = getattr(batch, field.name)
-            yield from entries_of(value, f"{path}.{field.name}")
+__all__ = ["Splitter", "holds_samples", "infer_batch_size", "size_to_cut", "split", "why_not"]
 
 
 def infer_batch_size(batch: Any, dim: int = 0) -> int | None:
@@ -55,38 +38,33 @@ def infer_batch_size(batch: Any, dim: int = 0) -> int | None:
             if second.size(0) != size:
                 return None
             return size
-    lengths = _lengths_of(batch, dim)
-    sizes = set(lengths)
+    sizes: set[int | None] = set()
+    _add_sizes(batch, dim, sizes)
     if len(sizes) != 1:
         return None
     return sizes.pop()
 
 
-def _lengths_of(batch: Any, dim: int) -> Iterator[int | None]:
-    """Yield the length of every tensor of a batch along a dimension, None where it has no such dimension."""
+def _add_sizes(batch: Any, dim: int, sizes: set[int | None]) -> None:
+    """Add the size of every tensor of a batch along a dimension, None for a tensor without such a dimension."""
     if isinstance(batch, Tensor):
-        if not batch.ndim:
-            return
         if batch.ndim > dim:
             # Not shape[dim], which a tensor of nested layout does not have.
-            yield batch.size(dim)
-        else:
-            yield None
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _lengths_of(value, dim)
-    elif isinstance(batch, PackedSequence):
+            size = batch.size(dim)
+            sizes.add(size)
+        elif batch.ndim:
+            sizes.add(None)
+        return
+    if isinstance(batch, PackedSequence):
         # Its data are as long as all samples together. The batch sizes lie on the CPU: reading them does not
         # synchronise a device.
-        size = batch.batch_sizes[0]
-        yield int(size)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from _lengths_of(value, dim)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            value = getattr(batch, field.name)
-            yield from _lengths_of(value, dim)
+        size = int(batch.batch_sizes[0])
+        sizes.add(size)
+        return
+    items = items_of(batch)
+    if items is not None:
+        for item in items:
+            _add_sizes(item, dim, sizes)
 
 
 def size_to_cut(batch: Any, dim: int = 0, *, cut_before: bool = False) -> int | None:
@@ -154,21 +132,12 @@ def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
         views = torch.split(batch, list(sizes), dim)
         return list(views)
 
-    # 1. The items of a container.
-    if isinstance(batch, Mapping):
-        items = list(batch.values())
-    elif isinstance(batch, (tuple, list)):
-        items = list(batch)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        items = []
-        for field in fields(batch):
-            item = getattr(batch, field.name)
-            items.append(item)
-    else:
+    items = items_of(batch)
+    if items is None:
         # No container: the value belongs to every part.
         return [batch] * len(sizes)
 
-    # 2. Each item in parts, and a container like the batch for each part.
+    # Each item in parts, and a container like the batch for each part.
     items_in_parts = [split(item, sizes, dim) for item in items]
     parts = []
     for index in range(len(sizes)):
@@ -176,42 +145,6 @@ def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
         part = rebuild(batch, part_items)
         parts.append(part)
     return parts
-
-
-def rebuild(like: Any, values: Sequence[Any]) -> Any:
-    """Return a container like another, with other values.
-
-    Args:
-        like: A mapping, tuple, named tuple, list or dataclass.
-        values: The new values, in the order of its items.
-    """
-    if isinstance(like, Mapping):
-        return _rebuild_mapping(like, values)
-    if isinstance(like, (tuple, list)):
-        kind = type(like)
-        # A named tuple takes its fields as arguments.
-        if hasattr(like, "_fields"):
-            return kind(*values)
-        return kind(values)
-    result = copy.copy(like)
-    pairs = zip(fields(like), values, strict=True)
-    for field, value in pairs:
-        # The dataclass may be frozen.
-        object.__setattr__(result, field.name, value)
-    return result
-
-
-def _rebuild_mapping(like: Mapping[Any, Any], values: Sequence[Any]) -> Any:
-    items = dict(zip(like, values, strict=True))
-    try:
-        result: Any = copy.copy(like)
-        # Not `update`, which outputs of transformers' models refuse.
-        for key, value in items.items():
-            result[key] = value
-    except (AttributeError, TypeError):
-        # The mapping is read-only.
-        return items
-    return result
 
 
 _WAY_OUT = (

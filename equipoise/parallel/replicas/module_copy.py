@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from equipoise.interop.metrics import take_metric_state
 from equipoise.interop.torch.modules import buffers_of, children_of, parameters_of, shell_of
-from equipoise.parallel.batches.splitting import rebuild
+from equipoise.tree import rebuild
 
 __all__ = ["ModuleCopy"]
 

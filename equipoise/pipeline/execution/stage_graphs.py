@@ -12,10 +12,10 @@ from torch import Tensor
 
 from equipoise.pipeline.execution.suspended_step import inside_stage
 from equipoise.pipeline.graph.split_backward import SplitBackward
-from equipoise.pipeline.graph.stages import StageProgram, check_exchanged, map_tensors, map_values
+from equipoise.pipeline.graph.stages import StageProgram, check_exchanged, map_tensors, map_values, tensors_of
 from equipoise.to_device import to_device
 
-__all__ = ["StageGraphs", "brought", "go_back", "tensors_in"]
+__all__ = ["StageGraphs", "brought", "go_back"]
 
 
 class _Held(NamedTuple):
@@ -69,8 +69,8 @@ class StageGraphs:
             return made
         cut = _Cut() if last and differentiable and self._split else None
         handed = made if cut is None else map_tensors(cut, made)
-        ends = tensors_in(made) if not last or cut is not None else []
-        self._held[index] = _Held(tensors_in(taken), ends, [] if cut is None else [cut.leaf(end) for end in ends])
+        ends = tensors_of(made) if not last or cut is not None else []
+        self._held[index] = _Held(tensors_of(taken), ends, [] if cut is None else [cut.leaf(end) for end in ends])
         return handed
 
     def backward(self, index: int, gradients: Sequence[Tensor | None] | Callable[[], None]) -> list[Tensor | None]:
@@ -156,13 +156,6 @@ def go_back(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
     ]
     if pairs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in tuples, lists and dictionaries, in order."""
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found
 
 
 def brought(values: Any, before: torch.device, device: torch.device, take: Callable[..., Tensor] = to_device) -> Any:

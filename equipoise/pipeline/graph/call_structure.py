@@ -1,8 +1,7 @@
 """The arguments of a network's call, split into tensors and the structure around them."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.batches.splitting import rebuild
+from equipoise.tree import extract_tensors, insert_tensors, items_of, leaves_of
 
 __all__ = ["CallStructure"]
 
@@ -32,41 +31,11 @@ class CallStructure:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.tensors: list[Tensor] = []
         arguments = (tuple(args), kwargs)
-        self._tree = self._replace_tensors(arguments)
+        for leaf in leaves_of(arguments, _items_of):
+            _check_leaf(leaf)
+        self._tree, self.tensors = extract_tensors(arguments, _items_of)
         self.key = repr(self._tree)
-
-    def _replace_tensors(self, value: Any) -> Any:
-        """Return a nested value with slots in place of its tensors, and note the tensors."""
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-            return _Slot(len(self.tensors) - 1)
-        if isinstance(value, torch.Size):
-            # A tuple that cannot be rebuilt from other items than numbers.
-            return value
-        if isinstance(value, PackedSequence):
-            raise ConfigurationError(
-                "The network is called with a PackedSequence, which a pipeline cannot pass between its stages. Pass the"
-                " padded tensor and the lengths, and pack within a submodule, which stays whole; or choose another"
-                " strategy."
-            )
-        if isinstance(value, tuple | list):
-            items = [self._replace_tensors(item) for item in value]
-            return rebuild(value, items)
-        if isinstance(value, Mapping):
-            items = [self._replace_tensors(item) for item in value.values()]
-            return rebuild(value, items)
-        if is_dataclass(value) and not isinstance(value, type):
-            items = [self._replace_tensors(getattr(value, field.name)) for field in fields(value)]
-            return rebuild(value, items)
-        attributes = getattr(value, "__dict__", {})
-        if any(isinstance(attribute, Tensor) for attribute in attributes.values()):
-            raise ConfigurationError(
-                f"The network is called with a {type(value).__name__}, whose tensors a pipeline cannot see. Pass"
-                " tensors, or tuples, lists, dictionaries or dataclasses of them."
-            )
-        return value
 
     def without_tensors(self) -> "CallStructure":
         """Return the structure alone, which keeps no tensor of the call alive."""
@@ -80,38 +49,31 @@ class CallStructure:
         Args:
             tensors: As many tensors as the call has; also values that stand for them in a trace.
         """
-        args, kwargs = _filled(self._tree, tensors)
+        args, kwargs = insert_tensors(self._tree, tensors, _items_of)
         return args, kwargs
 
 
-class _Slot:
-    """Place of a tensor in the arguments.
-
-    Args:
-        index: Index of the tensor.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    # The key of a structure contains this text.
-    def __repr__(self) -> str:
-        return f"<{self.index}>"
+def _items_of(value: Any) -> Iterable[Any] | None:
+    """Return the items of a container among the arguments; None: the value is passed on as one."""
+    # A Size cannot be rebuilt from other items than numbers.
+    if isinstance(value, torch.Size | PackedSequence):
+        return None
+    return items_of(value)
 
 
-def _filled(tree: Any, tensors: Any) -> Any:
-    """Return a nested value with tensors in place of its slots."""
-    if isinstance(tree, _Slot):
-        return tensors[tree.index]
-    if isinstance(tree, torch.Size):
-        return tree
-    if isinstance(tree, tuple | list):
-        items = [_filled(item, tensors) for item in tree]
-        return rebuild(tree, items)
-    if isinstance(tree, Mapping):
-        items = [_filled(item, tensors) for item in tree.values()]
-        return rebuild(tree, items)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        items = [_filled(getattr(tree, field.name), tensors) for field in fields(tree)]
-        return rebuild(tree, items)
-    return tree
+def _check_leaf(value: Any) -> None:
+    """Check that a value which is no container has no tensors that a pipeline cannot see."""
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, PackedSequence):
+        raise ConfigurationError(
+            "The network is called with a PackedSequence, which a pipeline cannot pass between its stages. Pass the"
+            " padded tensor and the lengths, and pack within a submodule, which stays whole; or choose another"
+            " strategy."
+        )
+    attributes = getattr(value, "__dict__", {})
+    if any(isinstance(attribute, Tensor) for attribute in attributes.values()):
+        raise ConfigurationError(
+            f"The network is called with a {type(value).__name__}, whose tensors a pipeline cannot see. Pass"
+            " tensors, or tuples, lists, dictionaries or dataclasses of them."
+        )

@@ -7,7 +7,7 @@ connections and tuples therefore pass through the stages between.
 import enum
 import numbers
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.errors import StepError
-from equipoise.parallel.batches.splitting import rebuild
 from equipoise.pipeline.graph.call_names import owners
 from equipoise.pipeline.graph.tracing import Traced, writes_in_place
+from equipoise.tree import map_leaves, tensors_in
 
 __all__ = [
     "StageProgram",
@@ -29,7 +29,9 @@ __all__ = [
     "map_values",
     "may_cut",
     "plain",
+    "plain_items",
     "taking_inputs",
+    "tensors_of",
 ]
 
 # Functions and methods whose result may be a view of their first argument.
@@ -297,6 +299,25 @@ def homes_of(traced: Traced, stage_of: Callable[[str], int | None], stages: int)
 # Values that pass between stages.
 
 
+def plain_items(value: Any) -> Iterable[Any] | None:
+    """Return the items of a tuple, named tuple, list or dictionary, but not of their other subclasses.
+
+    The rule for values between stages, see `equipoise.tree`.
+    """
+    if type(value) in (tuple, list):
+        return value  # type: ignore[no-any-return]
+    if type(value) in (dict, OrderedDict):
+        return value.values()  # type: ignore[no-any-return]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return value
+    return None
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists and dictionaries, in order."""
+    return list(tensors_in(value, plain_items))
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply a function to the tensors in tuples, lists and dictionaries."""
     return map_values(lambda item: function(item) if isinstance(item, Tensor) else item, value)
@@ -304,11 +325,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def map_values(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to everything in tuples, lists and dictionaries that is not one of these itself."""
-    is_container = type(value) in _PLAIN_CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields"))
-    if not is_container:
-        return function(value)
-    items = value.values() if isinstance(value, dict) else value
-    return rebuild(value, [map_values(function, item) for item in items])
+    return map_leaves(function, value, plain_items)
 
 
 def plain(value: Any) -> Any:
@@ -324,7 +341,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-_PLAIN_CONTAINERS = (tuple, list, dict, OrderedDict)
 _PLAIN = (Tensor, numbers.Number, str, slice, range, type(None), type(Ellipsis), enum.Enum)
 _OF_TORCH = (torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format)
 

@@ -18,7 +18,7 @@ from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
 from equipoise.pipeline.graph.call_names import names_of
 from equipoise.pipeline.graph.forward_effects import ForwardEffects
 from equipoise.pipeline.graph.split_backward import SplitBackward
-from equipoise.pipeline.graph.stages import crossing, map_tensors, may_cut
+from equipoise.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
 from equipoise.pipeline.graph.tracing import Traced, writes_in_place
 from equipoise.pipeline.planning.activation_memory import SavedTensors, peak_bytes
 from equipoise.pipeline.planning.stage_costs import Block
@@ -30,7 +30,6 @@ from equipoise.pipeline.planning.traced_calls import (
     placed,
     placeholder_of,
     run_call,
-    tensors_of,
 )
 
 __all__ = ["profile_calls"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.pipeline.execution.placement import move
-from equipoise.pipeline.graph.stages import crossing, map_tensors, plain
+from equipoise.pipeline.graph.stages import crossing, plain
 from equipoise.pipeline.graph.tracing import Traced
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "placed",
     "placeholder_of",
     "run_call",
-    "tensors_of",
     "used_tensors",
 ]
 
@@ -154,13 +153,6 @@ def attribute_of(node: fx.Node, root: nn.Module) -> Any:
     owner_name, _, name = target.rpartition(".")
     owner = root.get_submodule(owner_name)
     return getattr(owner, name)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and dictionaries."""
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, value)
-    return tensors
 
 
 def used_tensors(traced: Traced) -> set[int]:

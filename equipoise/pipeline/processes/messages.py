@@ -25,7 +25,8 @@ from torch import Tensor
 
 from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.payload.shared_payload import dumps, loads, pickle_error
-from equipoise.pipeline.graph.stages import map_tensors
+from equipoise.pipeline.graph.stages import plain_items
+from equipoise.tree import extract_tensors, insert_tensors
 
 __all__ = ["Arrivals", "Messenger", "StageError", "as_late"]
 
@@ -83,13 +84,6 @@ def as_late(error: BaseException, command: str) -> BaseException:
     return told
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a tensor goes."""
-
-    index: int
-
-
 class Messenger:
     """Sends values to other processes of the group, and receives theirs; each pair in order, by tag.
 
@@ -118,13 +112,7 @@ class Messenger:
             tag: Which of the ways to it.
             value: Nested tuples, lists and dictionaries of tensors, and whatever else can be pickled.
         """
-        tensors: list[Tensor] = []
-
-        def take(tensor: Tensor) -> _Slot:
-            tensors.append(tensor)
-            return _Slot(len(tensors) - 1)
-
-        tree = map_tensors(take, value)
+        tree, tensors = extract_tensors(value, plain_items)
         header = dumps((tree, [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]))
         (known, along), way = self._sent.get((to, tag), (b"", 0)), (to, tag)
         parts = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
@@ -204,7 +192,7 @@ class Messenger:
                 tensors = list(_cut(body, kinds))
             else:
                 tensors = [self._tensor(dtype, shape, learns, way) for dtype, shape, learns in kinds]
-        return _filled(tree, tensors)
+        return insert_tensors(tree, tensors, plain_items)
 
     def _tensor(self, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, way: tuple[int, int]) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype)
@@ -286,15 +274,3 @@ def _cut(body: Tensor, kinds: Sequence[tuple[torch.dtype, tuple[int, ...], bool]
 def _bytes_of(tensor: Tensor) -> Tensor:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.view(-1).view(torch.uint8)
-
-
-def _filled(tree: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(tree, _Slot):
-        return tensors[tree.index]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_filled(item, tensors) for item in tree))
-    if isinstance(tree, tuple | list):
-        return type(tree)(_filled(item, tensors) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _filled(item, tensors) for key, item in tree.items()}
-    return tree

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.batches.splitting import entries_of
+from equipoise.tree import entries_of
 
 __all__ = ["ScalarOutputs"]
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from equipoise.errors import StepError
 from equipoise.memory.out_of_memory import is_out_of_memory
-from equipoise.parallel.batches.splitting import entries_of
 from equipoise.trainer.data.dataloader_iter import DataLoaderIter
 from equipoise.trainer.diagnostics.error_notes import add_notes
+from equipoise.tree import entries_of
 
 __all__ = ["EXPLAINED", "explain_device_mismatch"]
 

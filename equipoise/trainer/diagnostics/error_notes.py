@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.parallel.batches.splitting import entries_of
+from equipoise.tree import entries_of
 
 __all__ = ["add_note_on_loading", "add_notes"]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from equipoise.notices import warn
-from equipoise.parallel.batches.splitting import entries_of
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.to_device import ArrivingValue
 from equipoise.trainer.diagnostics.nonfinite_outputs import NonFiniteOutputs
+from equipoise.tree import entries_of
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from equipoise.parallel.batches.splitting import entries_of
+from equipoise.tree import entries_of
 
 __all__ = ["NonFiniteOutputs"]
 

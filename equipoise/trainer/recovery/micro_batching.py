@@ -16,11 +16,12 @@ from equipoise.memory.devices import free_memory
 from equipoise.memory.footprint import footprint_of
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Phase, Split, device_of, free_bytes, requested_bytes
 from equipoise.parallel.batches.gathering import PartialOutputs
-from equipoise.parallel.batches.splitting import Splitter, entries_of
+from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.recovery.captured_error import CapturedError
+from equipoise.tree import entries_of
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

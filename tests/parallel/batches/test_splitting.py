@@ -3,7 +3,6 @@
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from equipoise.errors import StepError
-from equipoise.parallel.batches.splitting import Splitter, entries_of, infer_batch_size, rebuild, split, why_not
+from equipoise.parallel.batches.splitting import Splitter, infer_batch_size, split, why_not
+from equipoise.tree import entries_of
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -118,13 +118,6 @@ def test_nested_tensors(layout: torch.layout) -> None:
     assert infer_batch_size(ragged) == 3
     assert infer_batch_size((ragged, torch.zeros(3))) == 3
     assert infer_batch_size({"a": ragged, "b": torch.zeros(4)}) is None
-
-
-def test_tensors_come_in_order() -> None:
-    a, b, c, d, e = (torch.zeros(1) for _ in range(5))
-    batch = [a, {"x": Pair(b, "text"), "y": UserDict(z=(c,))}, Sample(d), None, 3, e]
-    assert [id(t) for _, t in entries_of(batch)] == [id(t) for t in (a, b, c, d, e)]
-    assert [path for path, _ in entries_of(batch)] == ["[0]", "[1]['x'][0]", "[1]['y']['z'][0]", "[2].inner", "[5]"]
 
 
 # Parts
@@ -247,19 +240,6 @@ def test_gradients_reach_the_whole_batch() -> None:
     (first[0].sum() + 2 * second[0].sum()).backward()
     assert whole.grad is not None
     assert whole.grad.tolist() == [1, 1, 2, 2, 2]
-
-
-def test_a_rebuilt_container_keeps_what_it_is() -> None:
-    named = Named(a=1)
-    named.origin = "here"
-    made = rebuild(named, [2])
-    assert (made, made.origin, named) == ({"a": 2}, "here", {"a": 1})
-    assert rebuild(defaultdict(list, a=1), [2])["missing"] == []
-    sample = Sample(1)
-    assert vars(rebuild(sample, [4, "y", 6])) == {"inner": 4, "note": "y", "derived": 6}
-    assert vars(sample) == {"inner": 1, "note": "x"}
-    assert rebuild(MappingProxyType({"a": 1}), [2]) == {"a": 2}  # cannot be written to
-    assert type(rebuild(torch.zeros(2).sort(), [1, 2])) is torch.return_types.sort
 
 
 # As the module says
