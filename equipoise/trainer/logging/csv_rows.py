@@ -26,106 +26,142 @@ from equipoise.trainer.checkpointing.entry_checks import loading
 
 __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
 
+# Name of the file of a CSV logger.
 _FILE = "metrics.csv"
 
 
 def rows_written(loggers: Iterable[Any]) -> list[dict[str, Any] | None]:
-    """How far the file of each CSV logger has come, for a checkpoint; None for any other logger.
+    """Return the number of rows in the file of each CSV logger, for a checkpoint; None for any other logger.
 
     Args:
-        loggers: The loggers of the run, in order. What they hold back is written.
+        loggers: The loggers of the run, in order. Rows that they hold in memory are written.
     """
     return [_rows_of(logger) for logger in loggers]
 
 
 def _rows_of(logger: Any) -> dict[str, Any] | None:
     writer = csv_writer(logger)
-    if writer is None or "://" in str(writer.metrics_file_path):
+    if writer is None or _is_remote(writer.metrics_file_path):
         return None
     if writer.metrics:
         logger.save()
-    lines = _lines(Path(writer.metrics_file_path))
-    return {"rows": max(0, len(lines) - 1), "step": _step_of(lines, len(lines) - 1)}
+    path = Path(writer.metrics_file_path)
+    lines = _complete_lines(path)
+    # The first line is the header.
+    last_row = len(lines) - 1
+    return {"rows": max(0, last_row), "step": _step_of(lines, last_row)}
 
 
-def _lines(path: Path) -> list[bytes]:
-    """The lines of a file, without one that was cut off when a process was killed."""
+def _is_remote(path: Any) -> bool:
+    """Return True for an address such as "s3://bucket"."""
+    return "://" in str(path)
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file, without one that was cut off when a process was killed."""
     if not path.is_file():
         return []
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [line for line in lines if line.endswith(b"\n")]
 
 
 def _step_of(lines: Sequence[bytes], row: int) -> str | None:
-    """The step of a row, counted from 1; None if there is no such row."""
+    """Return the step of a row, counted from 1; None if there is no such row."""
     if not 0 < row < len(lines):
         return None
-    header, values = csv.reader([lines[0].decode(), lines[row].decode()])
-    return dict(zip(header, values, strict=False)).get("step")
+    header = lines[0].decode()
+    line = lines[row].decode()
+    names, values = csv.reader([header, line])
+    cells = dict(zip(names, values, strict=False))
+    return cells.get("step")
 
 
 def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
-    """Lets CSV loggers append to the files of the run that is resumed, where these lie in their folders.
+    """Let CSV loggers append to the files of the run that is resumed, if these lie in their folders.
 
     A file that does not belong to the checkpoint is put aside.
 
     Args:
         loggers: The loggers of this run, of which none has begun.
-        checkpoint: The checkpoint, which holds what `rows_written` returned, if it is one of ours.
+        checkpoint: The checkpoint, which contains the result of `rows_written` if it is one of ours.
 
     Raises:
-        CheckpointError: If that is damaged.
+        CheckpointError: If that entry is damaged.
     """
     with loading("equipoise"):
-        _continue_files(loggers, checkpoint.get("equipoise", {}).get("rows", []))
+        saved = checkpoint.get("equipoise", {}).get("rows", [])
+        for index, logger in enumerate(loggers):
+            rows = None
+            if index < len(saved):
+                rows = saved[index]
+            _continue_file(logger, rows)
 
 
-def _continue_files(loggers: Sequence[Any], saved: Sequence[dict[str, Any] | None]) -> None:
-    for index, logger in enumerate(loggers):
-        if not isinstance(logger, CSVLogger) or "://" in str(logger.save_dir) or csv_writer(logger) is not None:
-            continue
-        path = Path(logger.log_dir, _FILE)
-        if not path.is_file():
-            continue
-        known = saved[index] if index < len(saved) else None
-        lines = _lines(path)
-        if known is None or not lines or _step_of(lines, known["rows"]) != known["step"]:
-            put_aside(path)
-            continue
-        _replace(path, lines[: known["rows"] + 1])
-        continue_csv(logger, next(csv.reader([lines[0].decode()])))
+def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
+    """Let one logger append to its file.
+
+    Args:
+        logger: The logger.
+        saved: The number of rows and the last step that the checkpoint has for it; None if it has none.
+    """
+    # 1. Find the file that the logger would delete.
+    is_new_csv_logger = isinstance(logger, CSVLogger) and not _is_remote(logger.save_dir) and csv_writer(logger) is None
+    if not is_new_csv_logger:
+        return
+    path = Path(logger.log_dir, _FILE)
+    if not path.is_file():
+        return
+    # 2. Check that its rows are those of the checkpoint.
+    lines = _complete_lines(path)
+    is_of_checkpoint = saved is not None and lines and _step_of(lines, saved["rows"]) == saved["step"]
+    if saved is None or not is_of_checkpoint:
+        put_aside(path)
+        return
+    # 3. Drop the rows behind them, which this run will write again, and append.
+    number_of_lines = saved["rows"] + 1
+    _replace(path, lines[:number_of_lines])
+    header = lines[0].decode()
+    columns = next(csv.reader([header]))
+    continue_csv(logger, columns)
 
 
 def keep_rows(loggers: Iterable[Any]) -> None:
-    """Lets CSV loggers replace their files as a whole where a column is new.
+    """Let CSV loggers replace their files as a whole when a column is new.
 
     Args:
         loggers: The loggers of the run, which have begun.
     """
     for logger in loggers:
         writer = csv_writer(logger)
-        if writer is not None and "://" not in str(writer.metrics_file_path):
-            set_csv_rewriting(writer, partial(_rewrite, Path(writer.metrics_file_path)))
+        if writer is None or _is_remote(writer.metrics_file_path):
+            continue
+        path = Path(writer.metrics_file_path)
+        set_csv_rewriting(writer, partial(_rewrite, path))
 
 
 def _rewrite(path: Path, columns: Sequence[str]) -> None:
-    """Writes the rows of a file with more columns."""
+    """Write the rows of a file again, with more columns."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=columns)
     writer.writeheader()
     writer.writerows(rows)
-    _replace(path, [text.getvalue().encode()])
+    content = text.getvalue().encode()
+    _replace(path, [content])
 
 
 def _replace(path: Path, lines: Iterable[bytes]) -> None:
-    """Writes a file at once or not at all."""
+    """Write a file at once or not at all."""
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as part:
         try:
+            # 1. Write the lines to the disk, beside the file.
             part.writelines(lines)
             part.flush()
             os.fsync(part.fileno())
-            os.chmod(part.name, path.stat().st_mode)
+            # 2. Take the place of the file, with its permissions.
+            mode = path.stat().st_mode
+            os.chmod(part.name, mode)
             os.replace(part.name, path)
         except BaseException:
             with suppress(OSError):
@@ -134,10 +170,13 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def put_aside(path: Path) -> None:
-    """Renames a file, `metrics.csv` to `metrics_0.csv` or the next number that is free.
+    """Rename a file, `metrics.csv` to `metrics_0.csv` or the next number that is free.
 
     Args:
         path: The file.
     """
-    names = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in count())
-    path.rename(next(name for name in names if not name.exists()))
+    for number in count():
+        name = path.with_name(f"{path.stem}_{number}{path.suffix}")
+        if not name.exists():
+            path.rename(name)
+            return

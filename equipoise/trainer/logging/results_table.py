@@ -8,12 +8,17 @@ __all__ = ["print_results", "to_scalars"]
 
 
 def to_scalars(values: dict[str, Any]) -> dict[str, Any]:
-    """Reads tensors of one element from their devices.
+    """Return values with numbers in place of tensors, which are read from their devices.
 
     Raises:
         ValueError: If a tensor has several elements.
     """
-    return {name: _read(name, value) if isinstance(value, Tensor) else value for name, value in values.items()}
+    scalars = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            value = _read(name, value)
+        scalars[name] = value
+    return scalars
 
 
 def _read(name: str, value: Tensor) -> Any:
@@ -23,28 +28,43 @@ def _read(name: str, value: Tensor) -> Any:
 
 
 def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
-    """Prints a row for each metric and a column for each loader.
+    """Print a row for each metric and a column for each loader.
 
     Args:
         outputs: A dictionary of metrics for each loader.
-        stage: What to call the metrics: "validate" or "test".
+        stage: Title of the metrics: "validate" or "test".
     """
+    # Importing rich takes time, which runs without a table do not spend.
     from rich import get_console
     from rich.table import Table
 
-    columns = [
-        {name.split("/dataloader_idx_")[0]: value for name, value in to_scalars(values).items()} for values in outputs
-    ]
-    names = sorted({name for values in columns for name in values})
+    columns = [_without_loaders(values) for values in outputs]
+    names = sorted(set().union(*columns))
     if not names:
         return
-    table = Table(f"{stage} metric".capitalize(), header_style="bold")
+    title = f"{stage} metric"
+    table = Table(title.capitalize(), header_style="bold")
     for index in range(len(columns)):
-        table.add_column(f"loader {index}" if len(columns) > 1 else "value", justify="right")
+        header = "value"
+        if len(columns) > 1:
+            header = f"loader {index}"
+        table.add_column(header, justify="right")
     for name in names:
-        table.add_row(name, *(_show(values.get(name, "")) for values in columns))
+        cells = [_format(values.get(name, "")) for values in columns]
+        table.add_row(name, *cells)
     get_console().print(table)
 
 
-def _show(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _without_loaders(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of one loader, by names without the loader's index."""
+    numbers = {}
+    for name, value in to_scalars(values).items():
+        plain_name = name.split("/dataloader_idx_")[0]
+        numbers[plain_name] = value
+    return numbers
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
