@@ -50,7 +50,6 @@ SQUEEZED = {
     "strategies/ddp",
     "strategies/replicated",
     "trainer",
-    "trainer/logging",
     "trainer/loops",
     "trainer/optimization",
     "trainer/recovery",

@@ -77,7 +77,8 @@ class LogReduction:
             if entry is None:
                 entry = _entry_from(reports[0], modules)
                 collection.add(entry)
-            entry.set_epoch_value(self._epoch_value(entry, reports))
+            value = self._epoch_value(entry, reports)
+            entry.set_epoch_value(value)
 
     def sync_step_values(self, collection: Collection) -> None:
         """Reduce the values of a step that were logged with `sync_dist=True`, over the processes that logged them.
@@ -86,20 +87,32 @@ class LogReduction:
             collection: What this process has logged.
         """
         # 1. Exchange the values of this step.
-        entries = {key: entry for key, entry in collection.entries.items() if entry.syncs_steps and entry.live}
+        entries = {}
         values_here = {}
-        for key, entry in entries.items():
+        for key, entry in collection.entries.items():
+            if not entry.syncs_steps or not entry.live:
+                continue
+            entries[key] = entry
             if entry.step is not None:
                 values_here[key] = entry.step.detach().cpu()
         values_of_processes = self.gather(values_here)
-        # 2. Combine those of each entry.
+        # 2. Combine those of each entry. A process without a batch has none.
         for key, entry in entries.items():
-            values = [values[key].to(self.device) for values in values_of_processes if key in values]
+            values = []
+            for values_of_process in values_of_processes:
+                if key in values_of_process:
+                    value = values_of_process[key]
+                    values.append(value.to(self.device))
             if values:
-                entry.set_step_value(_combine(torch.stack(values), entry.options.reduce_fx))
+                stacked = torch.stack(values)
+                reduced = _combine(stacked, entry.options.reduce_fx)
+                entry.set_step_value(reduced)
 
     def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[_Report]:
-        names = {id(part): name for name, part in self.module.named_modules() if isinstance(part, Metric)}
+        names = {}
+        for name, part in self.module.named_modules():
+            if isinstance(part, Metric):
+                names[id(part)] = name
         reports = []
         for entry in collection.entries.values():
             if entry.live and entry.options.on_epoch and entry.dataloader_idx == dataloader_idx:
@@ -118,9 +131,14 @@ class LogReduction:
         return self._merge(entry, reports)
 
     def _merge(self, entry: Entry, reports: list[_Report]) -> Tensor | None:
-        totals = [report.total.to(self.device) for report in reports if report.total is not None]
+        """Return the reduced total of all processes, of which some may have none."""
+        totals = []
+        for report in reports:
+            if report.total is not None:
+                totals.append(report.total.to(self.device))
         if not totals:
             return None
+        # Precisions of processes may differ if only some of them logged in a hook of another precision.
         dtype = totals[0].dtype
         stacked = torch.stack([total.to(dtype) for total in totals])
         if not entry.is_mean:

@@ -105,8 +105,10 @@ def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
         saved: The number of rows and the last step that the checkpoint has for it; None if it has none.
     """
     # 1. Find the file that the logger would delete.
-    is_new_csv_logger = isinstance(logger, CSVLogger) and not _is_remote(logger.save_dir) and csv_writer(logger) is None
-    if not is_new_csv_logger:
+    if not isinstance(logger, CSVLogger) or _is_remote(logger.save_dir):
+        return
+    has_begun = csv_writer(logger) is not None
+    if has_begun:
         return
     path = Path(logger.log_dir, _FILE)
     if not path.is_file():
@@ -143,6 +145,7 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
     """Write the rows of a file again, with more columns."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
+    # Rows of before have empty cells in the new columns.
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=columns)
     writer.writeheader()

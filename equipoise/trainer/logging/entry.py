@@ -9,11 +9,15 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import LogOptions
+from equipoise.notices import rank_zero_warn
 
 __all__ = ["Entry", "default_dtype", "on_cpu", "reduction_name"]
 
+# Functions that add a value to those of the epoch.
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+# Neutral elements of reductions other than sums.
 _START = {"min": float("inf"), "max": float("-inf")}
+# Functions that users pass as `reduce_fx`.
 _REDUCTIONS: dict[Any, str] = {
     torch.mean: "mean",
     torch.sum: "sum",
@@ -120,6 +124,12 @@ class Entry:
             total.add_(value, alpha=size)
         else:
             self.total = total + value * size
+
+    def convert(self, value: Tensor) -> Tensor:
+        """Return a value of another dtype than float32 and float64 in the dtype of the epoch's value."""
+        if not self.live and not value.is_floating_point():
+            rank_zero_warn(f"The value logged as {self.name!r} is of {value.dtype}; it is made floating to be reduced.")
+        return value.to(self.dtype)
 
     def set_step_value(self, value: Any) -> None:
         """Replace the value of the step, for one of all processes; None if this process has none."""

@@ -24,7 +24,6 @@ from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.interop.metrics import last_batch_value
-from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.trainer.data.dataloader_iter import check_batch_size
 from equipoise.trainer.logging.arguments import check_value, complete_options, without_dimensions
@@ -165,13 +164,16 @@ class Logs:
             raise MisconfigurationException(
                 "`self.log` was called outside of the hooks and steps that the Trainer runs."
             )
+        # 1. Check the arguments.
         check_value(name, value)
         options = complete_options(hook, name, arguments)
+        # 2. Find the entry of this name, or add one.
         metric = None
         if isinstance(value, Metric):
             metric = value
         new_entry = Entry(hook, name, options, self.dataloader_idx, metric, arguments=tuple(arguments))
         entry = collection.register(new_entry)
+        # 3. A mean needs the size of the batch.
         if entry.is_mean and batch_size is None:
             check_batch_size(self._batch)
         self._entries[hook, name, self.dataloader_idx] = entry
@@ -181,7 +183,7 @@ class Logs:
         """Add the pending values to those of the step and the epoch."""
         for entry, value, size in self.pending:
             if entry.metric is None and value.dtype is not torch.float32 and value.dtype is not torch.float64:
-                value = _convert_to_float(entry, value)
+                value = entry.convert(value)
             if size is None:
                 if entry.is_mean:
                     size = self._size or self._compute_size()
@@ -208,6 +210,7 @@ class Logs:
         Returns:
             The argument of `leave`.
         """
+        # The dictionaries must show the last values of the outer loop before it is suspended.
         self.refresh()
         outer = _SuspendedLoop(
             collection=self.collection,
@@ -259,7 +262,9 @@ class Logs:
         Args:
             show: True to bring the dictionaries of metrics up to date at once.
         """
+        # 1. Let the dictionaries keep the values of the last step.
         self.refresh()
+        # 2. Change to values of the epoch, which all processes compute together.
         self.in_batches = False
         self._batch = None
         self._size = None
@@ -388,10 +393,3 @@ class Logs:
         """Become a new object that shows the same metrics."""
         self.__init__()  # type: ignore[misc]
         self._shown = state["_shown"]
-
-
-def _convert_to_float(entry: Entry, value: Tensor) -> Tensor:
-    """Return a value in the dtype of its entry; the first value of an integer dtype warns."""
-    if not entry.live and not value.is_floating_point():
-        rank_zero_warn(f"The value logged as {entry.name!r} is of {value.dtype}; it is made floating to be reduced.")
-    return value.to(entry.dtype)

@@ -39,6 +39,7 @@ class ShownMetrics:
                 self.logged[name] = value
             if "progress_bar" in names and entry.options.prog_bar:
                 self.progress_bar[name] = value
+            # Callbacks read a forked value by its plain name, too.
             if "callback" in names:
                 self.callback[entry.name] = value
                 self.callback[name] = value
