@@ -267,7 +267,7 @@ class StagedNetwork:
             )
         # Layers are sent to the processes with their original forwards.
         with self._patch.removed():
-            number = self.processes.give_out(traced.root, stages)
+            number = self.processes.send_stages(traced.root, stages)
         count = len(self.processes.devices)
         own_stages = stages[count - 1 :: count]
         return ProcessPipeline(self.processes, number, own_stages, options.schedule)
@@ -285,10 +285,10 @@ class StagedNetwork:
     @contextmanager
     def _all_parameters_here(self) -> Iterator[None]:
         """Gather the parameters of all stages in this process within the context."""
-        if self.processes is None or not self.processes.elsewhere():
+        if self.processes is None or not self.processes.keys_elsewhere():
             yield
             return
-        with self.processes.all_at_home():
+        with self.processes.gathered_parameters():
             yield
 
     # The cut.

@@ -229,7 +229,7 @@ class PipelineStrategy(StagedStrategy):
             split.release()
             self._steps = split.processes.steps
             if not split.processes.messenger.broken:
-                split.bring_home()
+                split.end()
         super().teardown(error)
 
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
@@ -311,7 +311,7 @@ class PipelineStrategy(StagedStrategy):
             shadows.end_step()
             self.timeline = first.timeline
         elif step.begins_window and self._split is not None:  # nobody else hears of this step
-            self._split.processes.tell_all("zero")
+            self._split.processes.send_to_all("zero")
         for index in set(range(len(micro))) - set(waiting):
             backward(index)
 

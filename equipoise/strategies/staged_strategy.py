@@ -31,12 +31,12 @@ class StagedStrategy(Strategy):
     def arm_recovery(self) -> None:
         """Other processes note what a window changes, too; see `Strategy.arm_recovery`."""
         if self._split is not None:
-            self._split.processes.tell_all("arm")
+            self._split.processes.send_to_all("arm")
 
     def discard_gradients(self) -> bool:
         """Lets go of a failed attempt's gradients in other processes; see `Strategy.discard_gradients`."""
         if self._split is not None:
-            self._split.processes.tell_all("discard")
+            self._split.processes.send_to_all("discard")
         return False
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:

@@ -15,7 +15,7 @@ from equipoise.pipeline.graph.split_backward import SplitBackward
 from equipoise.pipeline.graph.stages import StageProgram, check_exchanged, map_tensors, map_values, tensors_of
 from equipoise.to_device import to_device
 
-__all__ = ["StageGraphs", "brought", "go_back"]
+__all__ = ["StageGraphs", "brought", "run_backward"]
 
 
 class _Held(NamedTuple):
@@ -95,7 +95,7 @@ class StageGraphs:
             self._left[index] = SplitBackward(taken, made)
             found = self._left[index].of_inputs(ones)
         else:
-            go_back(made, gradients)
+            run_backward(made, gradients)
         found = [_sum(one, tensor.grad) for one, tensor in zip(found, taken, strict=True)]
         for tensor in taken:
             tensor.grad = None  # whoever keeps a graph keeps its leaves
@@ -147,7 +147,7 @@ class _Given(torch.autograd.Function):
         return gradients[0]
 
 
-def go_back(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Runs the backward of tensors whose gradients are known, where there is any to run."""
     pairs = [
         (tensor, to_device(gradient, tensor.device))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from equipoise.parallel.replicas.device_threads import ThreadState, on_device
-from equipoise.pipeline.execution.stage_graphs import StageGraphs, brought, go_back
+from equipoise.pipeline.execution.stage_graphs import StageGraphs, brought, run_backward
 from equipoise.pipeline.execution.suspended_step import SuspendedStep, inside_stage
 from equipoise.pipeline.graph.stages import StageProgram
 from equipoise.pipeline.schedule.schedule import Action, Schedule, actions_of, splits
@@ -235,7 +235,7 @@ class _Run:
         if stage:
             self.backwards[stage - 1].put(found)
         else:
-            go_back(self.inputs[index], found)  # what the user computed before the network
+            run_backward(self.inputs[index], found)  # what the user computed before the network
 
 
 class _Ended(Exception):

@@ -22,55 +22,80 @@ __all__ = ["ProcessBackend"]
 class ProcessBackend:
     """Optimisers and states, of which every process has those of its stage's parameters.
 
-    An optimiser of the user's stays as it is, and steps the parameters that are here: others have no gradient. Each
-    other process has one of the same kind and options for its own. What it has learned comes home with the module.
+    The user's optimiser stays as it is, and steps the parameters of the main process: all others have no gradient
+    there. Each worker has an optimiser of the same class and options for its parameters. Its state returns to the main
+    process together with the module.
 
     Args:
-        processes: The other processes.
-        module: The user's module, all of which is here yet.
+        processes: The workers.
+        module: The user's module, all of which is still in this process.
 
     Attributes:
-        release: Leaves the module's metrics as they were.
+        release: Restores the module's metrics.
     """
 
     def __init__(self, processes: StageClient, module: nn.Module) -> None:
-        self.processes, self._module = processes, module
+        self.processes = processes
+        self._module = module
         self._optimizers: list[Optimizer] = []
-        self._joined: list[JoinedOptimizer] = []  # the same, as a scaler sees them
-        self._sent: dict[int, list[list[int]]] = {}  # by an optimiser's number the parameters that the others know of
+        # The same optimisers, as a gradient scaler sees them.
+        self._joined: list[JoinedOptimizer] = []
+        # For the number of an optimiser the groups of parameters that the workers have received.
+        self._sent: dict[int, list[list[int]]] = {}
         self.release = compute_metrics_alone(module)
-        processes.begin(module)
-        processes.moved = self._recall
+        processes.begin(module, before_move=self._recall_states)
 
     # Optimisers.
 
-    def _number(self, optimizer: Optimizer) -> int:
-        """The number by which the others know an optimiser; sends it if they do not yet."""
-        index = next((index for index, known in enumerate(self._optimizers) if known is optimizer), None)
+    def _number_of(self, optimizer: Optimizer) -> int:
+        """Return the number by which the workers know an optimiser; send it if they lack it or its parameters."""
+        index = self._find(optimizer)
         if index is None:
-            _check(optimizer)
+            _check_optimizer(optimizer)
             index = len(self._optimizers)
             self._optimizers.append(optimizer)
         groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-        if self._sent.get(index) != groups:
-            if index in self._sent:  # a callback has added parameters
-                self._recall()
-            self._send(index, optimizer)
-            self._sent[index] = groups
+        if self._sent.get(index) == groups:
+            return index
+        if index in self._sent:
+            # A callback has added parameters.
+            self._recall_states()
+        self._send(index, optimizer)
+        self._sent[index] = groups
         return index
 
+    def _find(self, optimizer: Optimizer) -> int | None:
+        # Not by `index`, which compares by equality.
+        for index, candidate in enumerate(self._optimizers):
+            if candidate is optimizer:
+                return index
+        return None
+
     def _send(self, index: int, optimizer: Optimizer) -> None:
+        """Send every worker an optimiser for its parameters, with their state."""
         processes = self.processes
         groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
-        kept = {p: optimizer.state[p] for p in optimizer_parameters(optimizer) if p in optimizer.state}
-        away = {p: state for p, state in kept.items() if self._is_elsewhere(p)}
+        states = {}
+        for parameter in optimizer_parameters(optimizer):
+            if parameter in optimizer.state:
+                states[parameter] = optimizer.state[parameter]
+
         for stage in range(processes.last):
-            state = {p: state for p, state in kept.items() if self._has(stage, p)}
-            content = (type(optimizer), _on_cpu(state), groups, optimizer.defaults)
-            processes.tell(stage, "optimizer", index, dumps(content, known=processes.tensors))
+            states_of_stage = {}
+            for parameter, state in states.items():
+                if self._has(stage, parameter):
+                    states_of_stage[parameter] = state
+            description = (type(optimizer), _on_cpu(states_of_stage), groups, optimizer.defaults)
+            content = dumps(description, known=processes.tensors)
+            processes.send_command(stage, "optimizer", index, content)
         processes.messenger.flush()
-        for parameter in away:
-            del optimizer.state[parameter]
+        self._drop_states_elsewhere(optimizer)
+
+    def _drop_states_elsewhere(self, optimizer: Optimizer) -> None:
+        """Remove the state of parameters that only workers have."""
+        for parameter in optimizer_parameters(optimizer):
+            if self._is_elsewhere(parameter):
+                optimizer.state.pop(parameter, None)
 
     def _is_elsewhere(self, parameter: Tensor) -> bool:
         key = self.processes.key_of(parameter)
@@ -78,196 +103,249 @@ class ProcessBackend:
 
     def _has(self, stage: int, parameter: Tensor) -> bool:
         key = self.processes.key_of(parameter)
-        return key is not None and self.processes.holds(stage, key)
+        return key is not None and self.processes.has_tensor(stage, key)
 
-    def _recall(self) -> None:
-        """Fetches what the others' optimisers have learned; they are sent anew when they are needed."""
+    def _recall_states(self) -> None:
+        """Fetch the state of the workers' optimisers; `_number_of` sends it again when it is needed."""
         processes = self.processes
         for index in self._sent:
             optimizer = self._optimizers[index]
-            for stage, states in enumerate(processes.ask_all("optimizer_state", index)):
+            for stage, states in enumerate(processes.request_all("optimizer_state", index)):
                 for key, state in states.items():
-                    parameter = processes.tensors[key]
-                    if processes.owner_of(key) == stage and processes.is_elsewhere(key):
+                    # The state of tied parameters is the same in all of their stages.
+                    is_owner = processes.owner_of(key) == stage
+                    if is_owner and processes.is_elsewhere(key):
+                        parameter = processes.tensors[key]
                         optimizer.state[parameter] = state
         self._sent.clear()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        """Steps an optimiser in all processes."""
+        """Step an optimiser in all processes.
+
+        Args:
+            optimizer: The optimiser.
+            closure: Computes the step's batch; None: the gradients are there.
+            **kwargs: Further arguments of the optimiser's `step`.
+
+        Returns:
+            What the optimiser's `step` returns.
+        """
+        # 1. Step this process's parameters.
         if closure is None:
-            answer = optimizer.step(**kwargs)
+            result = optimizer.step(**kwargs)
         else:
-            calls: list[int] = []
+            result = optimizer.step(closure=_called_once(closure, optimizer), **kwargs)
 
-            def once() -> Any:
-                if calls:
-                    raise StepError(_several_times(optimizer))
-                calls.append(1)
-                return closure()
-
-            answer = optimizer.step(closure=once, **kwargs)
-        index = self._number(optimizer)
-        options = [{k: value for k, value in group.items() if k != "params"} for group in optimizer.param_groups]
-        self.processes.tell_all("optimize", index, options, kwargs)
-        self.processes.messenger.flush()  # options may be tensors, which schedulers change
-        return answer
+        # 2. Step those of the workers, with the current options of this optimiser.
+        index = self._number_of(optimizer)
+        options = [_options_of(group) for group in optimizer.param_groups]
+        self.processes.send_to_all("optimize", index, options, kwargs)
+        # Options may be tensors, which schedulers change in place.
+        self.processes.messenger.flush()
+        return result
 
     @contextmanager
-    def _at_home(self, optimizer: Optimizer) -> Iterator[None]:
-        """While the whole state of an optimiser is here."""
-        sent = any(self._optimizers[index] is optimizer for index in self._sent)
-        if sent:
-            self._recall_copies(optimizer)
+    def _gathered_state(self, optimizer: Optimizer) -> Iterator[None]:
+        """Have the whole state of an optimiser in this process."""
+        was_sent = any(self._optimizers[index] is optimizer for index in self._sent)
+        if was_sent:
+            self._copy_states(optimizer)
         try:
             yield
         finally:
-            if sent:
-                for parameter in optimizer_parameters(optimizer):
-                    if self._is_elsewhere(parameter):
-                        optimizer.state.pop(parameter, None)
+            if was_sent:
+                self._drop_states_elsewhere(optimizer)
 
-    def _recall_copies(self, optimizer: Optimizer) -> None:
+    def _copy_states(self, optimizer: Optimizer) -> None:
+        """Fetch an optimiser's state, which the workers keep as well."""
         sent = dict(self._sent)
-        self._recall()
-        self._sent = sent  # they have it still
+        self._recall_states()
+        self._sent = sent
         for index in sent:
             if self._optimizers[index] is not optimizer:
-                for parameter in optimizer_parameters(self._optimizers[index]):
-                    if self._is_elsewhere(parameter):
-                        self._optimizers[index].state.pop(parameter, None)
+                self._drop_states_elsewhere(self._optimizers[index])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state of an optimiser."""
-        with self._at_home(optimizer):
+        """Return the whole state of an optimiser."""
+        with self._gathered_state(optimizer):
             return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Takes a whole state; the others get theirs when they step next."""
-        self._recall()
+        """Load the whole state of an optimiser; workers receive theirs at the next step."""
+        self._recall_states()
         optimizer.load_state_dict(state)
 
     # Gradients.
 
     def gather(self, optimizer: Optimizer, factor: float | Tensor | None) -> None:
-        """Adds up the gradients of parameters that several stages use, and weighs those of the other processes.
+        """Sum the gradients of tied parameters, and scale the gradients of the workers.
 
         Args:
-            optimizer: Whose parameters.
-            factor: By what gradients are multiplied; None: they stay as they are.
+            optimizer: Optimiser of the parameters.
+            factor: Factor of the workers' gradients; None: they stay as they are.
+
+        Raises:
+            StepError: If the step has used a parameter of a worker outside the network's forward.
         """
-        processes, index = self.processes, self._number(optimizer)
-        for parameter in optimizer_parameters(optimizer):
+        processes = self.processes
+        index = self._number_of(optimizer)
+        parameters = optimizer_parameters(optimizer)
+        for parameter in parameters:
             if parameter.grad is not None and self._is_elsewhere(parameter):
-                name = next(name for name, each in self._module.named_parameters() if each is parameter)
                 raise StepError(
-                    f"`training_step` uses {name} beside the network's call, but that lies in the process of stage"
-                    f" {processes.owner_of(processes.key_of(parameter) or 0)}. Use it within the network's forward, or"
-                    " take engine='threads'."
+                    f"`training_step` uses {self._name_of(parameter)} beside the network's call, but that lies in the"
+                    f" process of stage {processes.owner_of(processes.key_of(parameter) or 0)}. Use it within the"
+                    " network's forward, or take engine='threads'."
                 )
-        ours = {processes.key_of(parameter) for parameter in optimizer_parameters(optimizer)}
-        self._add_up({key: stages for key, stages in processes.shared().items() if key in ours})
+
+        keys = {processes.key_of(parameter) for parameter in parameters}
+        tied = {}
+        for key, stages in processes.tied_parameters().items():
+            if key in keys:
+                tied[key] = stages
+        if tied:
+            self._sum_gradients(tied)
         if factor is not None:
-            processes.tell_all("scale", index, factor)
+            processes.send_to_all("scale", index, factor)
             processes.messenger.flush()
 
-    def _add_up(self, shared: dict[int, list[int]]) -> None:
-        """Gives the gradients of shared parameters to all who have them, summed in the order of the stages."""
-        if not shared:
-            return
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, candidate in self._module.named_parameters() if candidate is parameter)
+
+    def _sum_gradients(self, tied: dict[int, list[int]]) -> None:
+        """Give every process the gradients of tied parameters, summed in the order of the stages.
+
+        Args:
+            tied: For the key of each such parameter the workers' stages that use it.
+        """
         processes = self.processes
-        keys = {stage: [key for key, stages in shared.items() if stage in stages] for stage in range(processes.last)}
-        answers = processes.ask({stage: ("gradients", each) for stage, each in keys.items() if each})
+
+        # 1. Fetch the gradients of each worker.
+        keys_of_stages: dict[int, list[int]] = {}
+        for stage in range(processes.last):
+            keys = [key for key, stages in tied.items() if stage in stages]
+            if keys:
+                keys_of_stages[stage] = keys
+        commands = {stage: ("gradients", keys) for stage, keys in keys_of_stages.items()}
+        replies = processes.request(commands)
+
+        # 2. Sum them. This process has the last stage, so its gradient comes last.
         sums: dict[int, Tensor | None] = {}
-        for key, stages in shared.items():
-            parameter, own = processes.tensors[key], processes.holds(processes.last, key)
-            given = [answers[stage][key] for stage in stages] + ([parameter.grad] if own else [])
-            found = [gradient.to(parameter.device) for gradient in given if gradient is not None]
-            sums[key] = sum(found[1:], found[0]) if found else None
-            if own:
-                parameter.grad = None if sums[key] is None else sums[key].clone()  # type: ignore[union-attr]
-        for stage, each in keys.items():
-            if each:
-                processes.tell(stage, "set_gradients", {key: sums[key] for key in each})
+        for key, stages in tied.items():
+            parameter = processes.tensors[key]
+            is_here = processes.has_tensor(processes.last, key)
+            gradients = [replies[stage][key] for stage in stages]
+            if is_here:
+                gradients.append(parameter.grad)
+            total = _sum_of(gradients, parameter.device)
+            sums[key] = total
+            if is_here:
+                # `total` is about to be sent; the optimiser may change this one.
+                parameter.grad = None if total is None else total.clone()
+
+        # 3. Return the sums.
+        for stage, keys in keys_of_stages.items():
+            processes.send_command(stage, "set_gradients", {key: sums[key] for key in keys})
         processes.messenger.flush()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
-        """Clips gradients over all stages."""
-        index, parameters = self._number(optimizer), optimizer_parameters(optimizer)
+        """Clip gradients over all stages.
+
+        Args:
+            optimizer: Optimiser of the parameters.
+            value: Largest norm of all gradients, or largest absolute value of each entry.
+            algorithm: "norm" or "value".
+
+        Raises:
+            ConfigurationError: If the algorithm is another one.
+        """
+        index = self._number_of(optimizer)
+        parameters = optimizer_parameters(optimizer)
         if algorithm == "value":
-            self.processes.tell_all("clip", index, value, None)
+            self.processes.send_to_all("clip", index, value, None)
             nn.utils.clip_grad_value_(parameters, value)
         elif algorithm == "norm":
             norm = self._norm(index, parameters)
-            self.processes.tell_all("clip", index, value, norm)
+            self.processes.send_to_all("clip", index, value, norm)
             nn.utils.clip_grads_with_norm_(parameters, value, norm)
         else:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
         self.processes.messenger.flush()
 
     def _norm(self, index: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """The norm of all gradients, put together from those of parameters in their order, as on one device."""
-        processes, norms = self.processes, dict[int | None, Tensor]()
-        for answer in processes.ask_all("norms", index):
-            norms |= answer
-        found = []
+        """Return the norm of all gradients.
+
+        The norms of single gradients are reduced in the order of the parameters, as on one device.
+        """
+        processes = self.processes
+        norms_of_workers: dict[int | None, Tensor] = {}
+        for reply in processes.request_all("norms", index):
+            norms_of_workers |= reply
+        norms = []
         for parameter in parameters:
-            norm = norms.get(processes.key_of(parameter))
+            key = processes.key_of(parameter)
+            norm = norms_of_workers.get(key)
             if norm is None and parameter.grad is not None:
                 norm = torch.linalg.vector_norm(parameter.grad)
             if norm is not None:
-                found.append(norm.to(processes.devices[-1]))
-        return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros(())
+                norms.append(norm.to(processes.devices[-1]))
+        if not norms:
+            return torch.zeros(())
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
 
-    # The scale of the loss.
+    # Loss scale.
 
     def unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Unscales the gradients of all processes, and notes whether all of them are finite."""
-        index = self._number(optimizer)
+        """Unscale the gradients of all processes, and record whether all of them are finite."""
+        index = self._number_of(optimizer)
 
-        def others(scale: float) -> bool:
-            return all(self.processes.ask_all("unscale", index, scale))
+        def unscale_workers(scale: float) -> bool:
+            return all(self.processes.request_all("unscale", index, scale))
 
-        self._as_joined(optimizer).unscale(scaler, others)
+        self._as_joined(optimizer).unscale(scaler, unscale_workers)
 
     def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Steps an optimiser in all processes, or in none."""
-        self.unscale(scaler, optimizer)  # which the trainer leaves out where the optimiser could do it itself
+        """Step an optimiser in all processes, or in none."""
+        # The trainer does not unscale where an optimiser's step could do so itself.
+        self.unscale(scaler, optimizer)
         return self._as_joined(optimizer).scaled_step(scaler, **kwargs)
 
     def _as_joined(self, optimizer: Optimizer) -> JoinedOptimizer:
-        joined = next((each for each in self._joined if each.is_of(optimizer)), None)
-        if joined is None:
-            joined = JoinedOptimizer(optimizer, self.optimizer_step, self.processes.devices[-1])
-            self._joined.append(joined)
+        for joined in self._joined:
+            if joined.is_of(optimizer):
+                return joined
+        joined = JoinedOptimizer(optimizer, self.optimizer_step, self.processes.devices[-1])
+        self._joined.append(joined)
         return joined
 
-    # States.
+    # State.
 
     def module_state(self) -> dict[str, Any]:
-        """The whole state of the module."""
-        with self.processes.all_at_home():
+        """Return the whole state of the module."""
+        with self.processes.gathered_parameters():
             return self._module.state_dict()
 
     def load_module_state(self, state: dict[str, Any], *, strict: bool) -> None:
-        """Loads the whole state of the module in the midst of a run."""
-        with self.processes.all_at_home(changed=True):
+        """Load the whole state of the module during a run."""
+        with self.processes.gathered_parameters(changed=True):
             self._module.load_state_dict(state, strict=strict)
 
-    def bring_home(self) -> None:
-        """Takes everything back at the end of a run."""
-        self._recall()
-        self.processes.bring_home()
-        self.processes.forget()
+    def end(self) -> None:
+        """Take back all parameters and states at the end of a run."""
+        self._recall_states()
+        self.processes.gather_parameters()
+        self.processes.end()
 
 
-def _check(optimizer: Optimizer) -> None:
-    """Refuses what cannot step in parts.
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Check that an optimiser can step its parameters in several processes.
 
     Raises:
-        ConfigurationError: If it is so.
+        ConfigurationError: If it cannot.
     """
     if isinstance(optimizer, LBFGS):
-        raise ConfigurationError(_several_times(optimizer))
+        raise ConfigurationError(_several_evaluations(optimizer))
     if type(optimizer).__getstate__ is not Optimizer.__getstate__:
         raise ConfigurationError(
             f"{type(optimizer).__name__} keeps more than torch's optimisers do, so it cannot be shared out over the"
@@ -275,14 +353,48 @@ def _check(optimizer: Optimizer) -> None:
         )
 
 
-def _several_times(optimizer: Optimizer) -> str:
+def _called_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """Return a closure that raises an error when it is called again."""
+    was_called = False
+
+    def run_closure() -> Any:
+        nonlocal was_called
+        if was_called:
+            raise StepError(_several_evaluations(optimizer))
+        was_called = True
+        return closure()
+
+    return run_closure
+
+
+def _several_evaluations(optimizer: Optimizer) -> str:
+    """Return the text of an error."""
     return (
         f"{type(optimizer).__name__} computes a batch several times in a step, which a pipeline over processes does not"
         " do. Take engine='threads', or another optimiser."
     )
 
 
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _sum_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """Return the sum of gradients in their order; None if there are none."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if gradient is None:
+            continue
+        moved = gradient.to(device)
+        total = moved if total is None else total + moved
+    return total
+
+
 def _on_cpu(value: Any) -> Any:
+    """Return nested dictionaries with their tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    return {key: _on_cpu(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return value

@@ -1,13 +1,13 @@
-"""The other processes of a pipeline as the main process commands them.
+"""The workers of a pipeline, as the main process commands them.
 
-Each holds the parameters and buffers that its stage uses. Of those that only others use, this process keeps the shapes
-alone: reading one is an error (`parallel.elsewhere`), and their values come home where the whole module is asked for. A
-parameter that several stages use lies in each of them; their gradients are added up before the optimisers step, which
-then do the same everywhere.
+Each worker holds the parameters and buffers that its stages use. Of tensors that only workers use, the main process
+keeps the shapes: reading such a parameter is an error (`parallel/communication/remote_parameters.py`), and the main
+process fetches the values where the whole module is needed. A parameter that several stages use lies in each of their
+processes. Their gradients are summed before the optimisers step, so the optimisers do the same everywhere.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,236 +18,364 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_hooks
 from equipoise.parallel.communication.remote_parameters import bring_back, send_elsewhere
 from equipoise.parallel.payload.shared_payload import dumps
+from equipoise.pipeline.graph.stage_spec import describe, parameters_and_buffers, used_parts
 from equipoise.pipeline.graph.stages import StageProgram
-from equipoise.pipeline.processes.commands import COMMAND, REPLY, Kind, nothing_like, rank_of
-from equipoise.pipeline.processes.messages import Messenger, StageError
-from equipoise.pipeline.processes.stage_spec import describe, tensors_of, used_parts
+from equipoise.pipeline.messaging.commands import COMMAND, REPLY, TensorSpec, placeholder, rank_of
+from equipoise.pipeline.messaging.messages import Messenger, StageError
 
 __all__ = ["StageClient"]
 
 
 class StageClient:
-    """Tells the other processes what to do, and knows what lies where.
+    """Commands the workers, and records which process has which tensor.
+
+    A worker is named by its first stage. The last stage, and the number `last`, stand for the main process. Tensors are
+    named by their keys: their indices among all parameters and buffers of the module.
 
     Args:
-        messenger: To them.
-        devices: The device of each process, in the order of their first stages; the last is this process's own. A stage
-            below stands for all of its process, of which it is the first.
+        messenger: Connection to the workers.
+        devices: The device of each process, in the order of their first stages; the last is the main process's.
 
     Attributes:
-        steps: How many training steps there were, from which the stages' random numbers follow.
-        failed: The device of the stage that has failed since this was last set to None.
+        messenger, devices: As above.
+        last: Number of the first stage of the main process.
+        tensors: All parameters and buffers of the module.
+        steps: Number of training steps so far, from which the random numbers of the stages follow.
+        failed: Device of the stage that failed first since `clear_failure`; None if none has.
     """
 
     def __init__(self, messenger: Messenger, devices: Sequence[torch.device]) -> None:
-        self.messenger, self.devices = messenger, list(devices)
+        self.messenger = messenger
+        self.devices = list(devices)
         self.last = len(devices) - 1
-        self.steps = self._evaluations = 0
+        self.steps = 0
         self.failed: torch.device | None = None
-        self.moved: Callable[[], None] = lambda: None  # called before tensors go to a process that had them not
+        self._evaluations = 0
+        # Called before tensors move to a process that does not have them.
+        self._before_move: Callable[[], None] | None = None
         self._module: nn.Module | None = None
         self._programs = 0
 
     # Commands.
 
-    def tell(self, stage: int, name: str, *arguments: Any) -> None:
-        """Tells a process to do something, and waits for nothing."""
-        self.messenger.send(rank_of(stage, len(self.devices)), COMMAND, (False, name, *arguments))
+    def send_command(self, stage: int, name: str, *arguments: Any) -> None:
+        """Send a command to a worker, and wait for nothing."""
+        rank = rank_of(stage, len(self.devices))
+        self.messenger.send(rank, COMMAND, (False, name, *arguments))
 
-    def tell_all(self, name: str, *arguments: Any) -> None:
-        """Tells all other processes the same."""
+    def send_to_all(self, name: str, *arguments: Any) -> None:
+        """Send a command to all workers, and wait for nothing."""
         for stage in range(self.last):
-            self.tell(stage, name, *arguments)
+            self.send_command(stage, name, *arguments)
 
-    def ask(self, orders: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Tells processes to do something, and returns their answers.
+    def request(self, commands: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Send commands to workers, and return their replies.
 
         Args:
-            orders: For each stage the command and its arguments.
+            commands: For each stage the name of the command and its arguments.
 
         Raises:
-            BaseException: What went wrong in one of them, now or in a command before.
+            BaseException: Error of a worker, in one of these commands or in an earlier one.
         """
+        # 1. Send all commands before waiting for the first reply.
         count = len(self.devices)
-        for stage, order in orders.items():
-            self.messenger.send(rank_of(stage, count), COMMAND, (True, *order))
-        replies = {stage: self.messenger.receive(rank_of(stage, count), REPLY) for stage in orders}
-        for _, failure in replies.values():
+        for stage, command in commands.items():
+            self.messenger.send(rank_of(stage, count), COMMAND, (True, *command))
+
+        # 2. Receive all replies before an error is raised.
+        results = {}
+        failures = []
+        for stage in commands:
+            result, failure = self.messenger.receive(rank_of(stage, count), REPLY)
+            results[stage] = result
             if failure is not None:
-                raise self.as_error(failure)
-        return {stage: answer for stage, (answer, _) in replies.items()}
+                failures.append(failure)
+        if failures:
+            raise self.as_error(failures[0])
+        return results
+
+    def request_all(self, *command: Any) -> list[Any]:
+        """Send a command to all workers, and return their replies in the order of stages."""
+        commands = dict.fromkeys(range(self.last), command)
+        return list(self.request(commands).values())
+
+    # Failures.
 
     def as_error(self, failure: StageError) -> BaseException:
-        """The error that came in the place of a value; notes the device of the first one."""
-        self.failed = self.failed or torch.device(failure.device)
+        """Return the error that arrived in place of a value, and record its device."""
+        self.note_failure(torch.device(failure.device))
         return failure.as_error()
 
-    def ask_all(self, *order: Any) -> list[Any]:
-        """The answers of all other processes, in the order of stages."""
-        return list(self.ask(dict.fromkeys(range(self.last), order)).values())
+    def note_failure(self, device: torch.device) -> None:
+        """Record the device of a failed stage. The first failure counts."""
+        if self.failed is None:
+            self.failed = device
 
-    # What lies where.
+    def clear_failure(self) -> None:
+        """Forget the failure of an earlier step."""
+        self.failed = None
 
-    def begin(self, module: nn.Module) -> None:
-        """Takes a module, all of which is here yet."""
+    # Places of tensors.
+
+    def begin(self, module: nn.Module, before_move: Callable[[], None]) -> None:
+        """Begin with a module, all of which is still in this process.
+
+        Args:
+            module: The module.
+            before_move: Called before tensors move to a process that does not have them.
+        """
         self._module = module
+        self._before_move = before_move
         tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         self.tensors = list(tensors.values())
         self._keys = {id(tensor): key for key, tensor in enumerate(self.tensors)}
         self._names = {id(part): name for name, part in module.named_modules()}
-        self._holders: dict[int, list[int]] = {}  # the stages other than the last that have a tensor
-        self._own: set[int] = set()  # what the last stage uses of that
-        self._sent: list[set[str]] = [set() for _ in range(self.last)]
-        self._learned: dict[int, bool] = {}
+        # For a key the workers that have the tensor.
+        self._workers_with: dict[int, list[int]] = {}
+        # Keys of tensors that the main process needs among these.
+        self._needed_here: set[int] = set()
+        # For each worker the names of the layers that it has received.
+        self._layers_of: list[set[str]] = [set() for _ in range(self.last)]
+        self._trainable: dict[int, bool] = {}
         self._programs = 0
-        self.tell_all("begin", [Kind(isinstance(t, nn.Parameter), tuple(t.shape), t.dtype) for t in self.tensors])
+        specs = []
+        for tensor in self.tensors:
+            specs.append(TensorSpec(isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.dtype))
+        self.send_to_all("begin", specs)
 
     def key_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor; None if it is none of the module's."""
+        """Return the key of a tensor; None if the module does not have it."""
         return self._keys.get(id(tensor))
 
     def is_elsewhere(self, key: int) -> bool:
-        """Whether only other processes have a tensor."""
-        return key in self._holders and key not in self._own
+        """Return True if only workers have a tensor."""
+        return key in self._workers_with and key not in self._needed_here
 
-    def holds(self, stage: int, key: int) -> bool:
-        """Whether the process of a stage has a tensor."""
-        return not self.is_elsewhere(key) if stage == self.last else stage in self._holders.get(key, ())
+    def has_tensor(self, stage: int, key: int) -> bool:
+        """Return True if the process of a stage has a tensor."""
+        if stage == self.last:
+            return not self.is_elsewhere(key)
+        return stage in self._workers_with.get(key, ())
 
-    def elsewhere(self) -> list[int]:
-        """The tensors that only other processes have."""
-        return [key for key in self._holders if key not in self._own]
+    def keys_elsewhere(self) -> list[int]:
+        """Return the keys of the tensors that only workers have."""
+        return [key for key in self._workers_with if self.is_elsewhere(key)]
 
-    def shared(self) -> dict[int, list[int]]:
-        """The trained parameters that several processes have, and the stages other than the last that do."""
-        several = {key: stages for key, stages in self._holders.items() if len(stages) + (key in self._own) > 1}
-        return {key: stages for key, stages in several.items() if self.tensors[key].requires_grad}
+    def tied_parameters(self) -> dict[int, list[int]]:
+        """Return for the key of each trainable parameter of several processes the workers that have it."""
+        tied = {}
+        for key, stages in self._workers_with.items():
+            count = len(stages)
+            if key in self._needed_here:
+                count += 1
+            if count > 1 and self.tensors[key].requires_grad:
+                tied[key] = stages
+        return tied
 
     def owner_of(self, key: int) -> int:
-        """The first stage that has a tensor."""
-        return self._holders.get(key, [self.last])[0]
+        """Return the first stage that has a tensor."""
+        stages = self._workers_with.get(key, [self.last])
+        return stages[0]
 
     def fetch(self, keys: Sequence[int]) -> dict[int, Tensor]:
-        """The values of tensors that only other processes have."""
-        wanted: dict[int, list[int]] = {}
+        """Return for each key the values of a tensor that only workers have."""
+        keys_of_stages: dict[int, list[int]] = {}
         for key in keys:
-            wanted.setdefault(self._holders[key][0], []).append(key)
-        answers = self.ask({stage: ("give", each) for stage, each in wanted.items()})
-        return {key: value for answer in answers.values() for key, value in answer.items()}
+            keys_of_stages.setdefault(self.owner_of(key), []).append(key)
+        commands = {stage: ("give", keys) for stage, keys in keys_of_stages.items()}
+        values: dict[int, Tensor] = {}
+        for reply in self.request(commands).values():
+            values |= reply
+        return values
 
-    def bring_home(self) -> None:
-        """Fetches the whole module; until `send_away` all of it is here as well."""
-        for key, value in self.fetch(self.elsewhere()).items():
+    def gather_parameters(self) -> None:
+        """Fetch all values of the module. The workers keep theirs."""
+        for key, value in self.fetch(self.keys_elsewhere()).items():
             tensor = self.tensors[key]
             bring_back(tensor, value.to(tensor.device))
 
-    def send_away(self, *, changed: bool = False) -> None:
-        """Lets go of what only other processes need.
+    def release_parameters(self, *, changed: bool = False) -> None:
+        """Drop the values that only workers need, after `gather_parameters`.
 
         Args:
-            changed: Whether values were changed here, and are to be those of the others, too. Default: False.
+            changed: Whether values were changed in this process, so that the workers receive them. Default: False.
         """
         if changed:
             for stage in range(self.last):
-                values = {key: self.tensors[key] for key, stages in self._holders.items() if stage in stages}
-                self.tell(stage, "take", values, {key: value.requires_grad for key, value in values.items()})
+                keys = [key for key, stages in self._workers_with.items() if stage in stages]
+                self._send_values(stage, keys)
             self.messenger.flush()
-        for key in self.elsewhere():
-            self._drop(self.tensors[key])
+        for key in self.keys_elsewhere():
+            _drop_values(self.tensors[key])
+
+    def _send_values(self, stage: int, keys: Sequence[int]) -> None:
+        values = {key: self.tensors[key] for key in keys}
+        trainable = {key: tensor.requires_grad for key, tensor in values.items()}
+        self.send_command(stage, "take", values, trainable)
 
     @contextmanager
-    def all_at_home(self, *, changed: bool = False) -> Iterator[None]:
-        """While the whole module is needed here; see `send_away`."""
-        self.bring_home()
+    def gathered_parameters(self, *, changed: bool = False) -> Iterator[None]:
+        """Have the whole module in this process; see `release_parameters`."""
+        self.gather_parameters()
         try:
             yield
         finally:
-            self.send_away(changed=changed)
+            self.release_parameters(changed=changed)
 
-    def forget(self) -> None:
-        """All is here again; the others let go of it."""
-        self.tell_all("begin", [])
+    def end(self) -> None:
+        """Let the workers drop the module, all of which is in this process again."""
+        self.send_to_all("begin", [])
         self.messenger.flush()
-        self._module, self._holders = None, {}
+        self._module = None
+        self._workers_with = {}
 
-    @staticmethod
-    def _drop(tensor: Tensor) -> None:
-        if isinstance(tensor, nn.Parameter):  # buffers are small, and may be noted and brought back
-            tensor.data = nothing_like(tensor.shape, tensor.dtype).to(tensor.device)
-            send_elsewhere(tensor)
-
-    def tell_what_learns(self) -> None:
-        """Tells the others which parameters are frozen, where that has changed."""
-        learned = {key: self.tensors[key].requires_grad for key in self._holders}
-        if learned != self._learned:
-            self._learned = learned
-            self.tell_all("learn", learned)
+    def send_trainable(self) -> None:
+        """Tell the workers which parameters are frozen, if that has changed."""
+        trainable = {key: self.tensors[key].requires_grad for key in self._workers_with}
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self.send_to_all("learn", trainable)
 
     # Stages.
 
-    def give_out(self, root: nn.Module, stages: Sequence[StageProgram]) -> int:
-        """Gives every process its stages; returns the number by which they know them.
+    def send_stages(self, root: nn.Module, stages: Sequence[StageProgram]) -> int:
+        """Send every worker its stages, and return the number by which the workers know them.
 
         Args:
-            root: What names in the stages' calls refer to.
-            stages: The stages.
+            root: Module to which the names in the stages' calls refer.
+            stages: All stages.
         """
         assert self._module is not None
         count = len(self.devices)
-        theirs = [stages[index::count] for index in range(count)]
-        parts = [{k: part for stage in own for k, part in used_parts(stage, root).items()} for own in theirs]
-        needs = [
-            {self._keys[id(t)] for p in each.values() for t in tensors_of(p) if id(t) in self._keys} for each in parts
-        ]
-        self._place(needs)
+
+        # 1. Find the layers that each process needs.
+        stages_of_processes = [stages[index::count] for index in range(count)]
+        layers_of_processes = []
+        for programs in stages_of_processes:
+            layers: dict[str, Any] = {}
+            for program in programs:
+                layers |= used_parts(program, root)
+            layers_of_processes.append(layers)
+
+        # 2. Move their tensors. `self.tensors` then stand for them in what is pickled.
+        self._place([self._keys_in(layers) for layers in layers_of_processes])
+
+        # 3. Send the layers and the calls.
         self._programs += 1
-        for index, own in enumerate(parts[:-1]):
-            names = {target: self._names.get(id(part), f"{self._programs}:{target}") for target, part in own.items()}
-            new = {names[target]: part for target, part in own.items() if names[target] not in self._sent[index]}
-            modes = {
-                names[target]: [child.training for child in part.modules()]
-                for target, part in own.items()
-                if isinstance(part, nn.Module)
-            }
-            content = dumps(new, known=self.tensors)
-            self.tell(index, "program", self._programs, list(map(describe, theirs[index])), content, names, modes)
-            self._sent[index] |= new.keys()
+        for stage in range(self.last):
+            self._send_stages_to(stage, stages_of_processes[stage], layers_of_processes[stage])
         self.messenger.flush()
         return self._programs
 
-    def _place(self, needs: Sequence[set[int]]) -> None:
-        """Sends tensors to where they are needed, and takes those that are needed here."""
-        lacking = [
-            {key for key in needed if stage not in self._holders.get(key, ())}
-            for stage, needed in enumerate(needs[:-1])
-        ]
-        new = set().union(*lacking)
-        away = sorted(key for key in new | needs[-1] if self.is_elsewhere(key))
-        if any(has_hooks(self.tensors[key]) for key in new):
+    def _keys_in(self, layers: Mapping[str, Any]) -> set[int]:
+        """Return the keys of the tensors of layers."""
+        keys = set()
+        for layer in layers.values():
+            for tensor in parameters_and_buffers(layer):
+                key = self.key_of(tensor)
+                if key is not None:
+                    keys.add(key)
+        return keys
+
+    def _send_stages_to(self, stage: int, programs: Sequence[StageProgram], layers: Mapping[str, Any]) -> None:
+        """Send a worker its calls, and the layers that it does not have yet.
+
+        Args:
+            stage: First stage of the worker.
+            programs: Its stages.
+            layers: The layers that these use, by their names in the calls.
+        """
+        names = {}
+        new_layers = {}
+        modes = {}
+        for target, layer in layers.items():
+            # What is no submodule has a name of its own in each program.
+            name = self._names.get(id(layer), f"{self._programs}:{target}")
+            names[target] = name
+            if name not in self._layers_of[stage]:
+                new_layers[name] = layer
+            if isinstance(layer, nn.Module):
+                modes[name] = [part.training for part in layer.modules()]
+        specs = [describe(program) for program in programs]
+        content = dumps(new_layers, known=self.tensors)
+        self.send_command(stage, "program", self._programs, specs, content, names, modes)
+        self._layers_of[stage] |= new_layers.keys()
+
+    def _place(self, keys_of_processes: Sequence[set[int]]) -> None:
+        """Send tensors to the processes that need them, and fetch those that this process needs.
+
+        Args:
+            keys_of_processes: For each process the keys of the tensors that it needs; the last is this process.
+        """
+        # 1. Find the tensors that must move.
+        needed_here = keys_of_processes[-1]
+        lacking = []
+        moving: set[int] = set()
+        for stage, keys in enumerate(keys_of_processes[:-1]):
+            lacking_keys = {key for key in keys if not self.has_tensor(stage, key)}
+            lacking.append(lacking_keys)
+            moving |= lacking_keys
+        missing_here = sorted(key for key in moving | needed_here if self.is_elsewhere(key))
+        self._check_hooks(moving)
+
+        # 2. Fetch values, those that only pass through this process, too.
+        if (moving or missing_here) and self._before_move is not None:
+            self._before_move()
+        for key, value in self.fetch(missing_here).items():
+            bring_back(self.tensors[key], value)
+        self._needed_here |= needed_here
+        if not moving:
+            return
+
+        # 3. Send values.
+        for stage, keys in enumerate(lacking):
+            self._send_values(stage, sorted(keys))
+            for key in keys:
+                stages = self._workers_with.setdefault(key, [])
+                stages.append(stage)
+                stages.sort()
+        self.messenger.flush()
+
+        # 4. Move what this process needs to its device, and drop the rest.
+        for key in self._needed_here:
+            tensor = self.tensors[key]
+            tensor.data = tensor.data.to(self.devices[-1])
+        self.release_parameters()
+
+    def _check_hooks(self, keys: set[int]) -> None:
+        """Check that no hook of the user watches a gradient that is about to be computed in another process.
+
+        Raises:
+            ConfigurationError: If one does.
+        """
+        if any(has_hooks(self.tensors[key]) for key in keys):
             raise ConfigurationError(
                 "A parameter of the network has a hook on its gradient, but under engine='processes' it lies in another"
                 " process. Take engine='threads', or do without the hook."
             )
-        if new or away:
-            self.moved()
-        for key, value in self.fetch(away).items():
-            bring_back(self.tensors[key], value)
-        self._own |= needs[-1]
-        if not new:
-            return
-        for stage, keys in enumerate(lacking):
-            values = {key: self.tensors[key] for key in sorted(keys)}
-            self.tell(stage, "take", values, {key: value.requires_grad for key, value in values.items()})
-            for key in keys:
-                self._holders[key] = sorted([*self._holders.get(key, ()), stage])
-        self.messenger.flush()
-        for key in self._own:
-            self.tensors[key].data = self.tensors[key].data.to(self.devices[-1])
-        self.send_away()
 
-    def seed_of(self, *, training: bool) -> int:
-        """For the random numbers of a step; the same in a run that was interrupted and resumed."""
+    # Random numbers.
+
+    def next_training_seed(self) -> int:
+        """Count a training step, and return its seed. It is the same in a run that was interrupted and resumed."""
+        self.steps += 1
         self._evaluations += 1
-        count = f"{self.steps}" if training else f"{self.steps}, {self._evaluations}"
-        digest = hashlib.sha256(f"{torch.initial_seed()}, {count}".encode()).digest()
-        return int.from_bytes(digest[:6], "little")
+        return _seed_of(f"{self.steps}")
+
+    def next_evaluation_seed(self) -> int:
+        """Return the seed of a call of the network outside of training steps."""
+        self._evaluations += 1
+        return _seed_of(f"{self.steps}, {self._evaluations}")
+
+
+def _seed_of(count: str) -> int:
+    """Return a seed of 48 bits that follows from torch's and a count."""
+    digest = hashlib.sha256(f"{torch.initial_seed()}, {count}".encode()).digest()
+    return int.from_bytes(digest[:6], "little")
+
+
+def _drop_values(tensor: Tensor) -> None:
+    """Leave a parameter its shape only. Buffers stay: they are small, and snapshots copy them."""
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = placeholder(tensor.shape, tensor.dtype).to(tensor.device)
+        send_elsewhere(tensor)

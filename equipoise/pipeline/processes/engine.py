@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -10,86 +9,118 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.parallel.replicas.device_threads import ThreadState
-from equipoise.pipeline.execution.stage_graphs import StageGraphs, go_back
+from equipoise.pipeline.execution.stage_graphs import StageGraphs, run_backward
 from equipoise.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.pipeline.graph.stages import StageProgram, map_tensors
+from equipoise.pipeline.messaging.commands import FORWARD, INPUT_GRADIENT, StepOrder, message_tag
+from equipoise.pipeline.messaging.messages import StageError
+from equipoise.pipeline.messaging.process_step import OutputGradients, ProcessStep
 from equipoise.pipeline.processes.client import StageClient
-from equipoise.pipeline.processes.commands import BACKWARD, FORWARD, HOME, StepOrder, way_to
-from equipoise.pipeline.processes.messages import Arrivals, StageError
-from equipoise.pipeline.schedule.schedule import Action, Schedule, actions_of, splits
+from equipoise.pipeline.schedule.schedule import Schedule, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span, Timeline
 
 __all__ = ["ProcessPipeline"]
 
+# The worker with the first stage.
+_FIRST_WORKER = 1
+
 
 class ProcessPipeline:
-    """Stages in processes; in its use like `parallel.pipeline.Pipeline`.
+    """Stages in processes. It is used like `execution.threaded_engine.Pipeline`.
 
     Args:
-        processes: The others.
-        program: The number of the stages' calls.
-        own: The stages of this process, the last stage being the last of them.
-        schedule: See `parallel.schedule`.
+        processes: The workers.
+        program: Number by which the workers know the stages' calls.
+        programs: The stages of this process, ending with the last stage of all.
+        schedule: Order of the computations; see `schedule.schedule`.
 
     Attributes:
-        failed: The device of the stage in which the last call failed; None if it has not.
         timeline: The last training step as it ran.
+        fresh: Whether the next step begins an accumulation window. Default: True.
     """
 
-    def __init__(self, processes: StageClient, program: int, own: Sequence[StageProgram], schedule: Schedule) -> None:
-        self._processes, self._program, self._own, self._schedule = processes, program, own, schedule
-        self._messenger, self._count = processes.messenger, len(processes.devices)
-        self._each, self._last = len(own), self._count * len(own) - 1
-        self._device, self._before = processes.devices[-1], processes.devices[-2]
-        self.timeline = Timeline((), self._last + 1, self._each)
-        self.fresh = True  # whether the next step begins a window
+    def __init__(
+        self, processes: StageClient, program: int, programs: Sequence[StageProgram], schedule: Schedule
+    ) -> None:
+        self._processes = processes
+        self._program = program
+        self._programs = programs
+        self._schedule: Schedule = schedule
+        self._messenger = processes.messenger
+        # Numbers of processes, of stages in each, and of the last stage.
+        self._count = len(processes.devices)
+        self._stages_per_device = len(programs)
+        self._last = self._count * self._stages_per_device - 1
+        self._device = processes.devices[-1]
+        self._device_before = processes.devices[-2]
+        self.timeline = Timeline((), self._last + 1, self._stages_per_device)
+        self.fresh = True
 
     @property
     def failed(self) -> torch.device | None:
-        """The device of the stage in which the last call failed; None if it has not."""
+        """Device of the stage in which the last call failed; None if it has not."""
         return self._processes.failed
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
-        """One call of the network; no gradient can come back from it."""
+        """Return the network's output for one call. A backward through it is an error.
+
+        Args:
+            tensors: The tensors of the call.
+        """
+        # 1. Order a forward of the workers.
         state = ThreadState.capture(("cpu", "cuda"))
-        seed = self._processes.seed_of(training=False)
-        order = StepOrder((self._program,), None, state.without_devices()._replace(grad=False), seed)
-        self._begin(order, [tensors])
-        made: Any = None
-        for stage, program in zip(self._stages(), self._own, strict=True):
-            made = self._messenger.receive(self._count - 1, way_to(stage, FORWARD))
-            last = stage == self._last
-            if not isinstance(made, StageError):
-                try:
-                    with torch.no_grad():
-                        made = self._graphs().forward(0, program, made, keep=False, last=last)
-                except BaseException as error:
-                    if last:
-                        self._processes.failed = self._device
-                        raise
-                    made = StageError.of(error, stage, self._device)
-            if not last:
-                self._messenger.hand_on(1, way_to(stage + 1, FORWARD), made, (stage, self._device))
+        state_of_workers = state.without_devices()._replace(grad=False)
+        seed = self._processes.next_evaluation_seed()
+        self._begin(StepOrder((self._program,), None, state_of_workers, seed), [tensors])
+
+        # 2. Compute this process's stages.
+        output: Any = None
+        for stage, program in zip(self._stages(), self._programs, strict=True):
+            output = self._forward_stage(stage, program)
+            if stage < self._last:
+                tag = message_tag(stage + 1, FORWARD)
+                self._messenger.send_result(_FIRST_WORKER, tag, output, stage=stage, device=self._device)
         self._messenger.flush()
-        if isinstance(made, StageError):
-            raise self._processes.as_error(made)
-        return map_tensors(_NoWayBack.give, made) if state.grad else made
+
+        # 3. Return the output, or raise the error that came in its place.
+        if isinstance(output, StageError):
+            raise self._processes.as_error(output)
+        if state.grad:
+            return map_tensors(_NoBackward.wrap, output)
+        return output
+
+    def _forward_stage(self, stage: int, program: StageProgram) -> Any:
+        """Return the output of a stage of this process, or the error to pass on."""
+        is_last = stage == self._last
+        received = self._messenger.receive(self._count - 1, message_tag(stage, FORWARD))
+        if isinstance(received, StageError):
+            return received
+        try:
+            with torch.no_grad():
+                return self._graphs().forward(0, program, received, keep=False, last=is_last)
+        except BaseException as error:
+            if is_last:
+                self._processes.note_failure(self._device)
+                raise
+            return StageError.of(error, stage, self._device)
 
     def _stages(self) -> range:
-        """Those of this process."""
+        """Return the numbers of this process's stages."""
         return range(self._count - 1, self._last + 1, self._count)
 
     def _graphs(self, *, split: bool = False) -> StageGraphs:
-        return StageGraphs(self._device, self._before, split=split)
+        return StageGraphs(self._device, self._device_before, split=split)
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
-        self._processes.failed = None
-        self._processes.tell_what_learns()
+        """Send the workers an order, and the first of them the inputs of all micro-batches."""
+        self._processes.clear_failure()
+        self._processes.send_trainable()
         for stage in range(self._count - 1):
             seed = (order.seed + stage) % (1 << 48)
-            self._processes.tell(stage, "step", *order._replace(seed=seed, stages_per_device=self._each))
+            order_of_worker = order._replace(seed=seed, stages_per_device=self._stages_per_device)
+            self._processes.send_command(stage, "step", *order_of_worker)
         for tensors in inputs:
-            self._messenger.send(1, way_to(0, FORWARD), [tuple(tensors)])
+            self._messenger.send(_FIRST_WORKER, message_tag(0, FORWARD), [tuple(tensors)])
 
     def run(
         self,
@@ -98,35 +129,43 @@ class ProcessPipeline:
         backward: Callable[[int], None],
         pipelines: Sequence["ProcessPipeline"] | None = None,
     ) -> None:
-        """Computes micro-batches; see `Pipeline.run`.
+        """Compute micro-batches; see `Pipeline.run`.
 
         Raises:
-            BaseException: What went wrong in a stage, in whatever process.
+            BaseException: Error of a stage in any process.
         """
+        # 1. Order the step.
         state = steps[0].state
         assert state is not None
-        home = any(tensor.requires_grad for tensors in inputs for tensor in tensors)
-        self._processes.steps += 1
-        seed = self._processes.seed_of(training=True)
-        pipelines = pipelines or [self] * len(steps)
+        input_gradients = any(tensor.requires_grad for tensors in inputs for tensor in tensors)
+        seed = self._processes.next_training_seed()
+        if pipelines is None:
+            pipelines = [self] * len(steps)
         numbers = tuple(pipeline._program for pipeline in pipelines)
-        order = StepOrder(numbers, self._schedule, state.without_devices(), seed, self.fresh, home)
+        order = StepOrder(numbers, self._schedule, state.without_devices(), seed, self.fresh, input_gradients)
         self._begin(order, inputs)
-        error, spans = self._compute(steps, backward, [pipeline._own for pipeline in pipelines])
-        if home:
-            error = self._go_home(inputs, error)
+
+        # 2. Compute this process's stages.
+        error, spans = self._compute(steps, backward, [pipeline._programs for pipeline in pipelines])
+        if input_gradients:
+            error = self._backward_inputs(inputs, error)
         self._messenger.flush()
+
+        # 3. Learn how the workers fared.
         try:
-            told = self._processes.ask_all("spans")
-        except BaseException as other:
-            error = error or other
+            spans_of_workers = self._processes.request_all("spans")
+        except BaseException as failure:
+            error = error or failure
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # whose traceback holds this frame
-        spans += [span for each in told for span in each]
-        self.timeline = Timeline(tuple(sorted(spans, key=lambda span: span.begin)), self._last + 1, self._each)
+                # Its traceback refers to this frame.
+                del error
+        for spans_of_worker in spans_of_workers:
+            spans += spans_of_worker
+        ordered = sorted(spans, key=lambda span: span.begin)
+        self.timeline = Timeline(tuple(ordered), self._last + 1, self._stages_per_device)
 
     def _compute(
         self,
@@ -134,99 +173,127 @@ class ProcessPipeline:
         backward: Callable[[int], None],
         programs: Sequence[Sequence[StageProgram]],
     ) -> tuple[BaseException | None, list[Span]]:
-        """This process's stages; after an error only the messages of the step are still exchanged."""
+        """Compute the stages of this process, and return the error, if any, and the actions as they ran."""
         split = splits(self._schedule)
-        graphs, spans = {stage: self._graphs(split=split) for stage in self._stages()}, list[Span]()
-        error: BaseException | None = None
-        failure: StageError | None = None
-        plan = (self._count - 1, self._count, len(steps), self._each)
-        actions = actions_of(self._schedule, *plan)
-        ways = {each: way for each in actions if (way := self._way(*each)) is not None}
-        arrivals = Arrivals(self._messenger, ways.values())
-        for stage, action in actions:
-            index, last = action.micro_batch, stage == self._last
-            way = ways.get((stage, action))
-            given: Any = None if way is None else arrivals.receive(*way)
-            if isinstance(given, StageError) and error is None:
-                failure, error = given, self._processes.as_error(given)
-            made: Any = None
-            begin = perf_counter()
-            try:
-                if error is not None:
-                    graphs[stage].forget(index)
-                elif action.weights:
-                    graphs[stage].weights(index)
-                elif action.backward:
-                    made = graphs[stage].backward(index, partial(backward, index) if last else given)
-                else:
-                    step, program = steps[index], programs[index][stage // self._count]
-                    assert step.state is not None
-                    with step.state.entered():
-                        made = graphs[stage].forward(index, program, given, keep=True, last=last)
-                    if last:
-                        output, made = made, None
-                        step.resume(output)
-                        del output
-            except BaseException as own:
-                failure, error = StageError.of(own, stage, self._device), own
-                self._processes.failed = self._device
-            spans.append(Span(stage, action, begin, perf_counter()))
-            unsent = self._hand_on(stage, action, made if failure is None else failure)
-            if unsent is not None and error is None:
-                failure, error = unsent, self._processes.as_error(unsent)
-            del given, made
-        return error, spans
+        step = _MainStep(
+            self._processes,
+            {stage: self._graphs(split=split) for stage in self._stages()},
+            self._last,
+            steps,
+            backward,
+            programs,
+        )
+        step.run(actions_of(self._schedule, self._count - 1, self._count, len(steps), self._stages_per_device))
+        error = step.take_error()
+        if error is None and step.failure is not None:
+            error = self._processes.as_error(step.failure)
+        return error, step.spans
 
-    def _way(self, stage: int, action: Action) -> tuple[int, int] | None:
-        """Where what an action needs comes from; nothing does for the backward of the last stage."""
-        if not action.backward:
-            return self._count - 1, way_to(stage, FORWARD)
-        return None if action.weights or stage == self._last else (1, way_to(stage, BACKWARD))
+    def _backward_inputs(self, inputs: Sequence[Sequence[Tensor]], error: BaseException | None) -> BaseException | None:
+        """Run the backward of what the step computed before the network.
 
-    def _hand_on(self, stage: int, action: Action, made: Any) -> StageError | None:
-        """Sends what an action made, unless it is the last stage's output; returns why it could not be sent."""
-        where = (stage, self._device)
-        if action.weights:
-            return None
-        if action.backward:
-            return self._messenger.hand_on(self._count - 1, way_to(stage - 1, BACKWARD), made, where)
-        if stage < self._last:
-            return self._messenger.hand_on(1, way_to(stage + 1, FORWARD), made, where)
-        return None
+        Args:
+            inputs: The inputs of each micro-batch.
+            error: Earlier error of the step; gradients are then received, but not used.
 
-    def _go_home(self, inputs: Sequence[Sequence[Tensor]], error: BaseException | None) -> BaseException | None:
-        """The backward of what the user computed before the network."""
+        Returns:
+            The first error; None if there is none.
+        """
         for tensors in inputs:
-            gradients = self._messenger.receive(1, HOME)
+            gradients = self._messenger.receive(_FIRST_WORKER, INPUT_GRADIENT)
             if isinstance(gradients, StageError):
                 error = error or self._processes.as_error(gradients)
             elif error is None:
                 try:
-                    go_back(tensors, gradients)
-                except BaseException as own:  # where the user's step has computed
-                    error, self._processes.failed = own, self._device
+                    run_backward(tensors, gradients)
+                except BaseException as failure:
+                    # These computations ran on this process's device.
+                    error = failure
+                    self._processes.note_failure(self._device)
         return error
 
 
-class _NoWayBack(torch.autograd.Function):
-    """Says why no gradient comes back, if somebody asks for one."""
+class _MainStep(ProcessStep):
+    """A training step in the stages of the main process, of which the last ends with the user's step.
+
+    Args:
+        processes: The workers.
+        graphs: The graphs of each stage.
+        last_stage: Number of the last stage.
+        steps: For each micro-batch the user's step.
+        backward: Runs the backward of a step that has ended, given the index of its micro-batch.
+        programs: For each micro-batch the stages of this process.
+    """
+
+    def __init__(
+        self,
+        processes: StageClient,
+        graphs: dict[int, StageGraphs],
+        last_stage: int,
+        steps: Sequence[SuspendedStep],
+        backward: Callable[[int], None],
+        programs: Sequence[Sequence[StageProgram]],
+    ) -> None:
+        count = len(processes.devices)
+        super().__init__(processes.messenger, 0, count, processes.devices[-1], graphs, last_stage)
+        self._processes = processes
+        self._count = count
+        self._steps = steps
+        self._backward = backward
+        self._programs = programs
+        self._error: BaseException | None = None
+
+    def forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
+        """Return the outputs of a stage; after the last stage continue the user's step."""
+        step = self._steps[micro_batch]
+        program = self._programs[micro_batch][stage // self._count]
+        is_last = stage == self._last_stage
+        assert step.state is not None
+        with step.state.entered():
+            output = self._graphs[stage].forward(micro_batch, program, inputs, keep=True, last=is_last)
+        if is_last:
+            step.resume(output)
+            return None
+        return output
+
+    def output_gradients(self, stage: int, micro_batch: int, received: Any) -> OutputGradients:
+        """Return the gradients of a stage's outputs, or of the last stage the backward of the loss."""
+        if stage == self._last_stage:
+            return partial(self._backward, micro_batch)
+        return super().output_gradients(stage, micro_batch, received)
+
+    def on_error(self, error: BaseException) -> None:
+        """Keep the error itself, which is raised in this process."""
+        self._error = error
+        self._processes.note_failure(self._device)
+
+    def take_error(self) -> BaseException | None:
+        """Return the error of a stage of this process, and forget it, since its traceback refers to this object."""
+        error = self._error
+        self._error = None
+        return error
+
+
+class _NoBackward(torch.autograd.Function):
+    """Identity whose backward raises an error that says why there are no gradients."""
 
     @classmethod
-    def give(cls, tensor: Tensor) -> Tensor:
-        """The same values; a backward through them is an error."""
+    def wrap(cls, tensor: Tensor) -> Tensor:
+        """Return the same values; a backward through them is an error."""
         if not tensor.is_floating_point():
             return tensor
-        made: Tensor = cls.apply(tensor, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
-        return made
+        token = torch.empty(0, requires_grad=True)
+        wrapped: Tensor = cls.apply(tensor, token)  # type: ignore[no-untyped-call]
+        return wrapped
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, token: Tensor) -> Tensor:
-        """The same values."""
+        """Return the same values."""
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Nobody keeps what it would need."""
+        """Raise an error: the workers keep no graph of such a call."""
         raise StepError(
             "Gradients of the network are computed in `training_step` alone under strategy='pipeline' with"
             " engine='processes'. Take engine='threads' to go backward through other calls of it."

@@ -21,54 +21,57 @@ from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.payload.shared_payload import dumps, loads
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
+from equipoise.pipeline.messaging.messages import Messenger
 from equipoise.pipeline.processes.client import StageClient
-from equipoise.pipeline.processes.messages import Messenger
-from equipoise.pipeline.processes.worker import StageWorker
+from equipoise.pipeline.worker.stage_worker import StageWorker
 
 __all__ = ["StageLaunch"]
 
 T = TypeVar("T")
 preload("equipoise.strategies.pipeline")
-# Seconds that the failed main process has to end before the other processes do.
+# Seconds that the failed main process has to end before the workers do.
 _FAREWELL = 10.0
-_WRITTEN = "more than one element of the written-to tensor"  # how torch refuses to write to `nothing_like`
+# torch's error for writing to a parameter of another process, which is a `placeholder`.
+_WRITE_ERROR = "more than one element of the written-to tensor"
 
 
 class FirstProcessFailed(dist.DistError):
-    """What ends a worker when the first process has failed; that one tells why."""
+    """Raised in a worker when the main process has failed; the main process reports the cause."""
 
 
 class StageLaunch(SingleProcess):
-    """A process for each device with its stages, the first with the last of them.
+    """A process for each device and its stages; the main process has the last device.
 
-    The first process has all data and computes all values of a run, so nothing is exchanged for these.
+    The main process has all data and computes all values of a run, so nothing is exchanged for these.
 
     Args:
         devices: The devices of this machine, in the order of their stages.
-        num_nodes: The number of machines.
-        timeout: Seconds for which processes wait for what is due.
-        on_joined: Function that is called in the first process, once the others are there.
+        num_nodes: Number of machines.
+        timeout: Longest time in seconds for which a process waits for a value that is due.
+        on_joined: Function that is called in the main process after the workers have started.
 
     Attributes:
-        count: How many there are, on all machines.
-        device: That of this process; before any has started, that of the first one.
-        processes: The others, seen from the first process; None elsewhere.
+        count: Number of processes on all machines.
+        device: Device of this process; before the processes start, that of the main process.
+        processes: The workers, in the main process during a run; None otherwise.
     """
 
     def __init__(
         self, devices: Sequence[torch.device], num_nodes: int, timeout: float, *, on_joined: Callable[[], None]
     ) -> None:
-        self._devices, self._timeout = tuple(devices), timeout
+        self._devices = tuple(devices)
+        self._timeout = timeout
         self._on_joined = on_joined
         self.count = len(devices) * num_nodes
-        self._place = find_rank()
-        if self._place is None:
+        self.spawns = self.count > 1
+        # Rank that a launcher such as torchrun has given this process; None without a launcher.
+        self._launched_rank = find_rank()
+        if self._launched_rank is None:
             check_alone(num_nodes)
         else:
-            check_count(self._place, devices, num_nodes)
-            self._take_rank(self._place)
-        self.spawns = self.count > 1
-        self.device = self._device_of(0 if self._place is None else self._place.local_rank)
+            check_count(self._launched_rank, devices, num_nodes)
+            self._take_rank(self._launched_rank)
+        self.device = self._device_of(self.local_rank)
         self.processes: StageClient | None = None
 
     def _take_rank(self, rank: Rank) -> None:
@@ -77,72 +80,90 @@ class StageLaunch(SingleProcess):
         self.node_rank = rank.node_rank
 
     def _device_of(self, local_rank: int) -> torch.device:
-        return self._devices[(local_rank - 1) % len(self._devices)]  # the first process has the last one
+        # The main process has the last device, the workers have those before.
+        return self._devices[(local_rank - 1) % len(self._devices)]
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
-        """Runs a function in the first process while the others serve; returns its result in all that were joined."""
+        """Run a function in the main process while the workers serve.
+
+        Args:
+            function: The function.
+            known: Objects of this process to which the result may refer.
+
+        Returns:
+            The result of the function, in all processes that a launcher has started.
+        """
         if self.count == 1:
             return function()
-        if self._place is not None:
-            return self.run(self._place, None, function, known)
+        if self._launched_rank is not None:
+            return self.run(self._launched_rank, None, function, known)
         with StoreServer() as store:
             start = partial(_run_in_process, self, function, store.port)
-            answer: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
-        return answer
+            result: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
+        return result
 
     def place_in_worker(self, rank: int) -> Rank:
-        """Where a process stands that the trainer has started."""
+        """Return the full rank of a process that the trainer has started.
+
+        Args:
+            rank: Its global rank.
+        """
         return place_of_worker(rank, self.count, self._devices[0])
 
     def run(
         self,
-        place: Rank,
+        rank: Rank,
         port: int | None,
         function: Callable[[], T],
         known: Sequence[Any] | None,
     ) -> T:
-        """Joins the others and leads them, or serves.
+        """Join the other processes, and lead them or serve.
 
         Args:
-            place: Where this process stands.
-            port: That of a store on this machine; None: the environment says where to meet.
-            function: What the first process runs.
-            known: Objects of this process's that an answer may refer to; None: only the first returns one.
+            rank: Rank of this process.
+            port: Port of a store on this machine; None: environment variables name the store.
+            function: Function of the main process.
+            known: Objects of this process to which the result may refer; None: only the main process returns it.
         """
-        self.device = self._device_of(place.local_rank)
-        rank = place.global_rank
-        self._take_rank(place)
+        self.device = self._device_of(rank.local_rank)
+        self._take_rank(rank)
         limit = timedelta(seconds=self._timeout)
         with (
-            in_group(place, self.device, timeout=self._timeout, port=port, backend="gloo"),
+            in_group(rank, self.device, timeout=self._timeout, port=port, backend="gloo"),
             another_group(limit, local=port is not None) as beats,
         ):
-            devices = gather_objects(str(self.device))
+            names = gather_objects(str(self.device))
+            devices = [torch.device(name) for name in names]
             messenger = Messenger(self._timeout)
-            if rank:
-                with _unsignalled(), heard(beats, self._timeout):
-                    content = StageWorker(
-                        messenger, rank - 1, self.count, self.device, torch.device(devices[rank - 1])
-                    ).serve()
-                if content is None:
-                    if port is None:
-                        # Launchers such as torchrun report the process that ends first: the one that names the cause.
-                        await_end(beats, _FAREWELL)
-                    raise FirstProcessFailed("connection closed by peer: the first process has failed.")
-                return loads(content, known or ()) if known is not None else None  # type: ignore[return-value]
-            self.processes = StageClient(messenger, [torch.device(name) for name in (*devices[1:], devices[0])])
+            if rank.global_rank > 0:
+                with _signals_ignored(), heard(beats, self._timeout):
+                    content = self._serve(messenger, rank.global_rank, devices)
+                if content is None and port is None:
+                    # Launchers such as torchrun report the process that ends first: the one that names the cause.
+                    await_end(beats, _FAREWELL)
+                return _result_of(content, known)  # type: ignore[no-any-return]
+            self.processes = StageClient(messenger, [*devices[1:], devices[0]])
             self._on_joined()
             with sending(beats, self.count, self._timeout, lambda: messenger.waits):
                 return self._lead(self.processes, function, known)
 
+    def _serve(self, messenger: Messenger, rank: int, devices: Sequence[torch.device]) -> bytes | None:
+        """Serve as a worker, and return the pickled result of the run; None if the main process has failed."""
+        stage = rank - 1
+        # The first stage receives its inputs from the main process.
+        worker = StageWorker(messenger, stage, self.count, self.device, devices[rank - 1])
+        content: bytes | None = worker.serve()
+        return content
+
     def _lead(self, processes: StageClient, function: Callable[[], T], known: Sequence[Any] | None) -> T:
+        """Run a function in the main process, and end the workers with its result."""
         content: Any = None
         try:
             result = function()
             content = b"" if known is None else dumps(result, known)
             return result
         except RuntimeError as error:
-            if _WRITTEN not in str(error):
+            if _WRITE_ERROR not in str(error):
                 raise
             raise StepError(
                 "A parameter of another stage was written to, in a callback or a hook, but under engine='processes' it"
@@ -151,28 +172,47 @@ class StageLaunch(SingleProcess):
         finally:
             self.processes = None
             if not processes.messenger.broken:
-                processes.tell_all("end", content)
+                processes.send_to_all("end", content)
                 processes.messenger.flush()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Where things are; nothing that belongs to a run."""
+        """Return all attributes but the workers, which belong to a run."""
         return {**vars(self), "processes": None}
 
 
-def _run_in_process(others: StageLaunch, function: Callable[[], T], port: int, rank: int) -> T:
-    """What a process does that the trainer has started."""
-    return others.run(others.place_in_worker(rank), port, function, None)
+def _result_of(content: bytes | None, known: Sequence[Any] | None) -> Any:
+    """Return the result of the main process in a worker.
+
+    Args:
+        content: The result, pickled; None if the main process has failed.
+        known: Objects to which the result may refer; None: workers return None.
+
+    Raises:
+        FirstProcessFailed: If the main process has failed.
+    """
+    if content is None:
+        raise FirstProcessFailed("connection closed by peer: the first process has failed.")
+    if known is None:
+        return None
+    return loads(content, known)
+
+
+def _run_in_process(stages: StageLaunch, function: Callable[[], T], port: int, rank: int) -> T:
+    """Run in a process that the trainer has started."""
+    return stages.run(stages.place_in_worker(rank), port, function, None)
 
 
 @contextmanager
-def _unsignalled() -> Iterator[None]:
-    """While the first process decides when the run ends, whatever signals come."""
+def _signals_ignored() -> Iterator[None]:
+    """Ignore signals in a worker: the main process decides when a run ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

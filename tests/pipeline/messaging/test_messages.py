@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise import StepError, WorkerError
 from equipoise.parallel.communication.process_group import joined
 from equipoise.parallel.communication.rank import Rank
-from equipoise.pipeline.processes.messages import Arrivals, Messenger, StageError
+from equipoise.pipeline.messaging.messages import Arrivals, Messenger, StageError
 from tests.parallel.communication.test_process_group import in_group, started
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.parallel.payload.shared_payload import dumps, loads
-from equipoise.pipeline.execution.stage_graphs import StageGraphs, go_back
+from equipoise.pipeline.execution.stage_graphs import StageGraphs, run_backward
 from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.stage_spec import describe, rebuild, used_parts
 from equipoise.pipeline.graph.stages import StageProgram, make_stages
 from equipoise.pipeline.graph.tracing import trace
-from equipoise.pipeline.processes.stage_spec import describe, rebuild, used_parts
 
 
 class Network(nn.Module):
@@ -64,7 +64,7 @@ def test_graphs_end_where_the_stage_begins() -> None:
     assert value.grad is None
     assert found is not None
     torch.testing.assert_close(found, layer.weight.sum(0).expand(2, 3))
-    go_back([value], [found])
+    run_backward([value], [found])
     torch.testing.assert_close(value.grad, found)
 
 

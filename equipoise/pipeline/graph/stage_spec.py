@@ -1,0 +1,119 @@
+"""Description of a stage that can be sent to another process, apart from the layers that it uses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from equipoise.pipeline.graph.stages import StageProgram
+
+__all__ = ["StageSpec", "describe", "parameters_and_buffers", "rebuild", "used_parts"]
+
+
+class _Reference(NamedTuple):
+    """Reference to the result of another call."""
+
+    name: str
+
+
+class StageSpec(NamedTuple):
+    """A stage without its layers.
+
+    Attributes:
+        calls: For each node of its graph the operation, the node's name, the target and the arguments.
+        inputs, outputs: See `StageProgram`.
+    """
+
+    calls: tuple[tuple[str, str, Any, Any, Any], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def describe(program: StageProgram) -> StageSpec:
+    """Return a description of a stage, from which `rebuild` makes the same one in another process.
+
+    Args:
+        program: The stage.
+    """
+    calls = []
+    for node in program.graph.nodes:
+        args = _with_references(node.args)
+        kwargs = _with_references(dict(node.kwargs))
+        calls.append((node.op, node.name, node.target, args, kwargs))
+    return StageSpec(tuple(calls), program.inputs, program.outputs)
+
+
+def rebuild(spec: StageSpec, parts: Mapping[str, Any]) -> StageProgram:
+    """Return the stage of a description.
+
+    Args:
+        spec: Result of `describe`.
+        parts: Result of `used_parts`, as it is in this process.
+    """
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for operation, name, target, args, kwargs in spec.calls:
+        node_args = _with_nodes(args, nodes)
+        node_kwargs = _with_nodes(kwargs, nodes)
+        nodes[name] = graph.create_node(operation, target, node_args, node_kwargs, name=name)
+    program = fx.GraphModule(dict(parts), graph)
+    return StageProgram(program.forward, spec.inputs, spec.outputs, graph)
+
+
+def used_parts(program: StageProgram, root: nn.Module) -> dict[str, Any]:
+    """Return the layers, tensors and other attributes that a stage uses, by their names in its graph.
+
+    Args:
+        program: The stage.
+        root: Module to which the names refer.
+    """
+    parts: dict[str, Any] = {}
+    for node in program.graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        target = str(node.target)
+        part: Any = root
+        for name in target.split("."):
+            part = getattr(part, name)
+        parts[target] = part
+    return parts
+
+
+def parameters_and_buffers(part: Any) -> Sequence[Tensor]:
+    """Return the parameters and buffers of a layer, or a tensor by itself."""
+    if isinstance(part, nn.Module):
+        return [*part.parameters(), *part.buffers()]
+    if isinstance(part, Tensor):
+        return [part]
+    return []
+
+
+def _with_references(value: Any) -> Any:
+    """Return arguments with references in the place of nodes."""
+    if isinstance(value, fx.Node):
+        return _Reference(value.name)
+    return _map_items(_with_references, value)
+
+
+def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+    """Return arguments with nodes in the place of references."""
+    if isinstance(value, _Reference):
+        return nodes[value.name]
+    return _map_items(partial(_with_nodes, nodes=nodes), value)
+
+
+def _map_items(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the items of a container; return anything else as it is."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(function, value))
+    if isinstance(value, tuple):
+        return tuple(map(function, value))
+    # Lists of torch.fx are of a class of their own.
+    if isinstance(value, list):
+        return list(map(function, value))
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(function(value.start), function(value.stop), function(value.step))
+    return value

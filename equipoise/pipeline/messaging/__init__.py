@@ -1,0 +1,1 @@
+"""Commands and values that the processes of a pipeline exchange."""

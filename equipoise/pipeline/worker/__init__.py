@@ -1,0 +1,1 @@
+"""Worker process of a pipeline, which has some of the stages."""

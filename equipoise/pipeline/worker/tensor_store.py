@@ -1,0 +1,78 @@
+"""Parameters and buffers of a worker, by the keys under which all processes of a pipeline know them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.pipeline.messaging.commands import TensorSpec, placeholder
+
+__all__ = ["TensorStore"]
+
+
+class TensorStore:
+    """Tensors of a module, of which some have values in this process.
+
+    Args:
+        specs: Properties of all tensors of the module. Their indices are the keys.
+        device: Device of the values.
+
+    Attributes:
+        present: Keys of the tensors whose values have arrived.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
+        self._specs = list(specs)
+        self._device = device
+        self._tensors: dict[int, Tensor] = {}
+        self.present: set[int] = set()
+
+    def __getitem__(self, key: int) -> Tensor:
+        """Return a tensor; a placeholder as long as its values have not arrived."""
+        if key not in self._tensors:
+            spec = self._specs[key]
+            tensor = placeholder(spec.shape, spec.dtype)
+            if spec.is_parameter:
+                tensor = nn.Parameter(tensor, requires_grad=False)
+            self._tensors[key] = tensor
+        return self._tensors[key]
+
+    def load(self, values: Mapping[int, Tensor], trainable: Mapping[int, bool]) -> None:
+        """Set the values of tensors, and whether they are trainable."""
+        for key, value in values.items():
+            tensor = self[key]
+            tensor.data = value.detach().to(self._device)
+            tensor.requires_grad_(trainable[key])
+            self.present.add(key)
+
+    def set_trainable(self, trainable: Mapping[int, bool]) -> None:
+        """Freeze and unfreeze parameters."""
+        for key in self.present & trainable.keys():
+            self[key].requires_grad_(trainable[key])
+
+    def values_of(self, keys: Sequence[int]) -> dict[int, Tensor]:
+        """Return the values of tensors."""
+        return {key: self[key].detach() for key in keys}
+
+    def keys_by_identity(self) -> dict[int, int]:
+        """Return the keys of all tensors used so far by the tensors' `id`."""
+        return {id(tensor): key for key, tensor in self._tensors.items()}
+
+    def copy_buffers(self) -> dict[int, Tensor]:
+        """Return copies of the values of all buffers in this process."""
+        return {key: self[key].detach().clone() for key in self.present if not self._specs[key].is_parameter}
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients."""
+        self.set_gradients(dict.fromkeys(self.present))
+
+    def gradients_of(self, keys: Sequence[int]) -> dict[int, Tensor | None]:
+        """Return the gradients of parameters."""
+        return {key: self[key].grad for key in keys}
+
+    def set_gradients(self, gradients: Mapping[int, Tensor | None]) -> None:
+        """Set the gradients of parameters; None: there is no gradient."""
+        for key, gradient in gradients.items():
+            if gradient is not None:
+                gradient = gradient.to(self._device)
+            self[key].grad = gradient

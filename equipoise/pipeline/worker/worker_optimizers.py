@@ -1,0 +1,177 @@
+"""Optimisers of a worker, each for the worker's parameters of one optimiser of the main process."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.payload.shared_payload import loads
+from equipoise.pipeline.worker.tensor_store import TensorStore
+
+__all__ = ["WorkerOptimizers", "unscale"]
+
+
+class WorkerOptimizers:
+    """Optimisers by the numbers that the main process gives them.
+
+    Args:
+        tensors: The worker's tensors.
+        device: Their device.
+    """
+
+    def __init__(self, tensors: TensorStore, device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._optimizers: dict[int, Optimizer] = {}
+
+    def load(self, index: int, content: bytes) -> None:
+        """Load an optimiser, for the parameters that are in this process.
+
+        Args:
+            index: Its number.
+            content: Its class, states by parameter, groups and defaults, pickled.
+        """
+        # The store stands for a list of tensors, of which only items are read.
+        kind, states, groups, defaults = loads(content, known=self._tensors)  # type: ignore[arg-type]
+        present = {id(self._tensors[key]) for key in self._tensors.present}
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in present]
+        # Without `__init__`, whose arguments are not known.
+        optimizer: Optimizer = kind.__new__(kind)
+        optimizer.__setstate__({"state": {}, "param_groups": groups, "defaults": defaults})
+        optimizer.load_state_dict(_state_dict_of(optimizer, states))
+        self._optimizers[index] = optimizer
+
+    def state_of(self, index: int) -> dict[int, Any]:
+        """Return an optimiser's states by the keys of parameters."""
+        optimizer = self._optimizers.get(index)
+        if optimizer is None:
+            return {}
+        states = {}
+        for key in sorted(self._tensors.present):
+            state = optimizer.state.get(self._tensors[key])
+            if state is not None:
+                states[key] = dict(state)
+        return states
+
+    def step(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
+        """Step an optimiser.
+
+        Args:
+            index: Its number.
+            options: Current options of each of its groups.
+            kwargs: Further arguments of the step.
+        """
+        optimizer = self._optimizers[index]
+        for group, current_options in zip(optimizer.param_groups, options, strict=True):
+            group.update(current_options)
+        optimizer.step(**kwargs)
+
+    # Gradients.
+
+    def _parameters_of(self, index: int) -> dict[int, Tensor]:
+        """Return the parameters of an optimiser that are in this process and have a gradient, by key."""
+        ids = {id(parameter) for parameter in optimizer_parameters(self._optimizers[index])}
+        parameters = {}
+        for key in sorted(self._tensors.present):
+            tensor = self._tensors[key]
+            if id(tensor) in ids and tensor.grad is not None:
+                parameters[key] = tensor
+        return parameters
+
+    def scale_gradients(self, index: int, factor: float | Tensor) -> None:
+        """Multiply gradients by a factor."""
+        if isinstance(factor, Tensor):
+            factor = factor.to(self._device)
+        for parameter in self._parameters_of(index).values():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+
+    def unscale_gradients(self, index: int, scale: float) -> bool:
+        """Divide gradients by the loss scale, and return True if they are finite."""
+        parameters = list(self._parameters_of(index).values())
+        return unscale(parameters, scale, self._device)
+
+    def norms(self, index: int) -> dict[int, Tensor]:
+        """Return the norm of each gradient by the key of its parameter."""
+        norms = {}
+        for key, parameter in self._parameters_of(index).items():
+            assert parameter.grad is not None
+            norms[key] = torch.linalg.vector_norm(parameter.grad)
+        return norms
+
+    def clip_gradients(self, index: int, value: float, norm: Tensor | None) -> None:
+        """Clip gradients.
+
+        Args:
+            index: Number of the optimiser.
+            value: Largest norm, or largest absolute value.
+            norm: Norm of the gradients of all processes; None: clip by value.
+        """
+        parameters = list(self._parameters_of(index).values())
+        if norm is None:
+            nn.utils.clip_grad_value_(parameters, value)
+        else:
+            nn.utils.clip_grads_with_norm_(parameters, value, norm.to(self._device))
+
+
+def unscale(parameters: Sequence[Tensor], scale: float, device: torch.device) -> bool:
+    """Divide gradients by a loss scale as torch's scaler does, and return True if all of them were finite.
+
+    Args:
+        parameters: Parameters, each of which has a gradient.
+        scale: The loss scale.
+        device: Device of the gradients.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> weight.grad = torch.tensor([4.0, 2.0])
+        >>> unscale([weight], 2.0, weight.device), weight.grad
+        (True, tensor([2., 1.]))
+    """
+    # A scaler raises an error if there are none.
+    if not parameters:
+        return True
+    scaler = GradScaler(device.type, init_scale=scale)
+    # The first use creates the scale.
+    scaler.scale(torch.zeros((), device=device))
+    # The scaler steps an optimiser only if all gradients are finite.
+    recorder: Any = _StepRecorder(parameters)
+    scaler.unscale_(recorder)
+    scaler.step(recorder)
+    return bool(recorder.was_stepped)
+
+
+class _StepRecorder:
+    """The part of an optimiser that a scaler needs. It records whether the scaler steps it.
+
+    Args:
+        parameters: Parameters whose gradients the scaler checks.
+
+    Attributes:
+        param_groups: One group with the parameters.
+        was_stepped: True after a step.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
+        self.was_stepped = False
+
+    def step(self) -> None:
+        """Record a step."""
+        self.was_stepped = True
+
+
+def _state_dict_of(optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return states by parameter as `load_state_dict` takes them, which converts them to the parameters' dtypes."""
+    state_dict = optimizer.state_dict()
+    states_by_index = {}
+    for index, parameter in enumerate(optimizer_parameters(optimizer)):
+        if parameter in states:
+            states_by_index[index] = states[parameter]
+    state_dict["state"] = states_by_index
+    return state_dict
