@@ -23,7 +23,7 @@ from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
 from equipoise.pipeline.messaging.messages import Messenger
 from equipoise.pipeline.processes.client import StageClient
-from equipoise.pipeline.worker.stage_worker import StageWorker
+from equipoise.pipeline.processes.stage_worker import StageWorker
 
 __all__ = ["StageLaunch"]
 

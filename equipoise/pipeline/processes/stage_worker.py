@@ -32,10 +32,10 @@ from equipoise.pipeline.graph.stages import StageProgram
 from equipoise.pipeline.messaging.commands import COMMAND, REPLY, StepOrder, TensorSpec, rank_of
 from equipoise.pipeline.messaging.messages import Messenger, StageError, as_late
 from equipoise.pipeline.messaging.process_step import ProcessStep
+from equipoise.pipeline.processes.tensor_store import TensorStore
+from equipoise.pipeline.processes.worker_optimizers import WorkerOptimizers
 from equipoise.pipeline.schedule.schedule import Task, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span
-from equipoise.pipeline.worker.tensor_store import TensorStore
-from equipoise.pipeline.worker.worker_optimizers import WorkerOptimizers
 
 __all__ = ["StageWorker"]
 
@@ -273,7 +273,7 @@ class StageWorker:
             tensor = self._tensors[key]
             current = buffers[name]
             if current is not tensor and current is not None:
-                tensor.data = current.detach()
+                self._tensors.set_values(key, current)
                 buffers[name] = tensor
 
     def _optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import loads
-from equipoise.pipeline.worker.tensor_store import TensorStore
+from equipoise.pipeline.processes.tensor_store import TensorStore
 
 __all__ = ["WorkerOptimizers", "unscale"]
 

@@ -40,10 +40,13 @@ class TensorStore:
     def load(self, values: Mapping[int, Tensor], trainable: Mapping[int, bool]) -> None:
         """Set the values of tensors, and whether they are trainable."""
         for key, value in values.items():
-            tensor = self[key]
-            tensor.data = value.detach().to(self._device)
-            tensor.requires_grad_(trainable[key])
+            self.set_values(key, value)
+            self[key].requires_grad_(trainable[key])
             self.present.add(key)
+
+    def set_values(self, key: int, values: Tensor) -> None:
+        """Set the values of a tensor, which stays the same object."""
+        self[key].data = values.detach().to(self._device)
 
     def set_trainable(self, trainable: Mapping[int, bool]) -> None:
         """Freeze and unfreeze parameters."""

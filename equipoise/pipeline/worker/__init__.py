@@ -1,1 +1,0 @@
-"""Worker process of a pipeline, which has some of the stages."""
