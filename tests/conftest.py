@@ -23,6 +23,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from equipoise.parallel.workers.preloading import preload
+from tests.support.quick_cases import mark_further_cases
 
 __all__ = ["LIGHTNINGS_OWN_WARNINGS", "Surroundings", "ignoring", "threads_that_stay"]
 
@@ -37,8 +38,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if addresses:  # which differ from process to process, so pytest-xdist would run nothing
         raise pytest.UsageError(f"Names of tests hold addresses of objects: {addresses[0]}. Give the parameters `ids`.")
     modules = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}
+    set_aside_what_is_imported()
     if not torch.cuda.is_available():
         preload("equipoise.trainer.trainer", *sorted(name for name in modules if name.startswith("tests.")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_further_cases(items)
 
 
 # Chance
@@ -274,13 +281,24 @@ def _folder() -> str:
         return "a folder that is gone"
 
 
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """Sets aside what is there: a recovery collects garbage, which takes the longer the more tests have run before."""
+def set_aside_what_is_imported() -> None:
+    """Let collections of garbage pass over all objects that exist, which would take most of their time."""
     gc.collect()
     gc.freeze()
-    yield
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> None:
+    """Set aside the objects that earlier tests have left: a recovery collects garbage in each step."""
+    set_aside_what_is_imported()
+
+
+@pytest.fixture(scope="module")
+def full_collections() -> Iterator[None]:
+    """Let collections look through all objects, as they do for users."""
     gc.unfreeze()
+    yield
+    set_aside_what_is_imported()
 
 
 @pytest.fixture(autouse=True)

@@ -107,6 +107,7 @@ def test_devices_are_listed_with_their_memory(equipoise, monkeypatch):
     assert "CUDA_VISIBLE_DEVICES=3" in out
 
 
+@pytest.mark.slow
 def test_devices_are_watched_until_somebody_has_seen_enough() -> None:
     """A pipe gets one table after the other; Ctrl-C ends without an error."""
     command = [sys.executable, "-m", "equipoise", "devices", "--watch=0.1"]
@@ -122,6 +123,7 @@ def test_devices_are_watched_until_somebody_has_seen_enough() -> None:
     assert "%" in seen
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_watch() -> None:
     command = [sys.executable, "-m", "equipoise", "devices", "--watch=0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

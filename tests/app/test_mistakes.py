@@ -98,6 +98,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.quick_cases(27)
 @pytest.mark.parametrize(("line", "what", "way_out"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
 def test_one_message(project, equipoise, line, what, way_out):
     write(

@@ -35,6 +35,7 @@ def test_the_data_last_for_all_steps(benchmark: dict[str, ModuleType]) -> None:
         assert make()(main.data(1)[:5][0]).shape == (5, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "table.md"

@@ -21,6 +21,7 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("hostile_checkpoints", "attacks", "main")
 
 
+@pytest.mark.slow
 def test_a_sample_of_each_campaign(benchmark: dict[str, ModuleType], tmp_path: Path) -> None:
     attacks, main = benchmark["attacks"], benchmark["main"]
     content, canary, rng = main.checkpoint(), tmp_path / "canary", random.Random(0)

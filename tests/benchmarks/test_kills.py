@@ -20,6 +20,7 @@ def scripts_of_it(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("kills", "programs", "attempts", "main")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["single", "persistent"])
 def test_a_sample(mode: str, scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn anew each time; the number of the first program is printed."""

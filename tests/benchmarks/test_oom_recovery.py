@@ -20,6 +20,7 @@ def scripts_of_it(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("oom_recovery", "cases", "main")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("part", range(3))
 def test_a_sample(part: int, scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn anew each time; the number of the first case is printed."""

@@ -15,6 +15,7 @@ def rows(folder):
         return [row for row in csv.DictReader(file) if any(row[name] for name in row if not name.startswith(others))]
 
 
+@pytest.mark.slow
 def test_the_main_job(empty_folder, equipoise):
     code, out, _ = equipoise("fit", "trainer.enable_progress_bar=false")
     assert code == 0

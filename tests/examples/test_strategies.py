@@ -5,6 +5,7 @@ import csv
 import pytest
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "choice",
     [

@@ -323,6 +323,7 @@ assert not torch.cuda.is_initialized()
 """
 
 
+@pytest.mark.slow
 def test_a_reading_does_not_initialise_cuda() -> None:
     with Program(UNTOUCHED) as program:
         _, complaints = program.finish()

@@ -42,6 +42,7 @@ def test_it_stands_for_our_trainer() -> None:
     assert run.max_epochs == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of jsonargparse, about how Lightning calls it
 def test_lightnings_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs it")

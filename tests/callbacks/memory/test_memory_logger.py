@@ -20,7 +20,10 @@ from equipoise.memory.leaks import watch
 from equipoise.memory.leaks.watch import LeakWatch
 from tests.conftest import ignoring
 
-pytestmark = ignoring("The number of training batches .* is smaller than the logging interval")
+pytestmark = [
+    *ignoring("The number of training batches .* is smaller than the logging interval"),
+    pytest.mark.usefixtures("full_collections"),
+]
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -157,6 +157,7 @@ def test_callbacks_log_through_the_module() -> None:
     assert not {"log", "log_dict"} & set(vars(callback))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler's own making
 def test_a_compiled_module_logs() -> None:
     module = Small()

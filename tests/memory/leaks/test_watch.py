@@ -17,6 +17,8 @@ from equipoise.memory.leaks import watch as watch_module
 from equipoise.memory.leaks.references import find_holders, find_tensors, is_of_user
 from equipoise.memory.leaks.watch import Leak, LeakWatch
 
+pytestmark = pytest.mark.usefixtures("full_collections")
+
 HISTORY: list[Tensor] = []  # a global of a user's module, as far as the watch can tell
 STEPS = 30
 
@@ -304,6 +306,7 @@ def set_aside() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.usefixtures("set_aside")
 @pytest.mark.parametrize(
     "chosen",

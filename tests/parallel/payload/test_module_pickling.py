@@ -120,6 +120,7 @@ def wrapped() -> nn.Module:
     return torch.compile(Net(), backend=counting)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [in_place, with_parametrisation, wrapped])
 def test_a_compiled_module_is_compiled_where_it_arrives(make: Any) -> None:
     from functools import partial

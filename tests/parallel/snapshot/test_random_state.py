@@ -199,6 +199,7 @@ print(numpy.random.normal())
 """
 
 
+@pytest.mark.slow
 def test_numpy_is_imported_only_to_restore_it(tmp_path: Path) -> None:
     np.random.normal()
     torch.save(capture().state_dict(), tmp_path / "state.pt")

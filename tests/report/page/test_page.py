@@ -213,6 +213,7 @@ class TestFile:
             write_report(record(title="new"), tmp_path / "report.html")
         assert "old" in (tmp_path / "report.html").read_text()
 
+    @pytest.mark.slow
     def test_a_huge_run_stays_below_a_megabyte(self):
         seed = random.randrange(2**32)
         print("seed", seed)

@@ -131,6 +131,7 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("count", "processes"), [(13, 2), (13, 3), (4, 3), (12, 3), (2, 3)])
 @pytest.mark.parametrize("shares", [False, True])
 def test_each_sample_once(count: int, processes: int, shares: bool) -> None:
@@ -210,6 +211,7 @@ def test_loaders_left_alone() -> None:
 # Evaluation
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 11])
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
@@ -284,6 +286,7 @@ class Fails(Numbered):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("name", HOW)
 def test_failures_are_told(name: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

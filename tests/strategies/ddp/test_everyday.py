@@ -72,6 +72,7 @@ class Masked(Numbered):
         self.net[0].weight.register_hook(lambda gradient: gradient * torch.tensor([0.0, 1.0, 0.0, 1.0]))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("kind", [Twice, Thaws, Masked])
 def test_gradients_are_those_of_one_device(kind: type[Numbered], engine: Any) -> None:

@@ -116,6 +116,7 @@ def nothing_left() -> Iterator[None]:
         assert len(os.listdir("/proc/self/fd")) - len(before) <= 8
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimiser step", "validation", "checkpoint"])
 @pytest.mark.parametrize("how", HOW)
 def test_a_fault(how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

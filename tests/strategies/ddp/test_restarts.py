@@ -121,6 +121,7 @@ def assert_each_once(seen: list[tuple[int, list[int]]]) -> None:
     assert drawn == {(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("engine", "accumulate"), [("torch", 1), ("native", 2)])
 def test_killed_and_started_anew(engine: Any, accumulate: int, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)

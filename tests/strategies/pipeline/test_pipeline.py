@@ -59,6 +59,7 @@ def assert_same_logs(one: Any, other: Any) -> None:
 # Transparency
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "schedule", "threads"),
     pairwise([2, 3, 4], [1, 2, 4, 5, 13], ["gpipe", "1f1b"], [None, True]),
@@ -219,6 +220,7 @@ NETWORKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("strategy", [PipelineStrategy, Copying])
 @pytest.mark.parametrize("make", NETWORKS)
 def test_networks_of_all_kinds(make, strategy):

@@ -113,6 +113,7 @@ def test_the_first_process_is_killed() -> None:
     nobody_is_left()
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait no longer than they were told, and the one that hangs is named, with the place."""
     blame_early(monkeypatch)
@@ -121,6 +122,7 @@ def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody_is_left()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("place", ["forward", "validation", "teardown"])
 def test_the_first_process_hangs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is due fails to come, since the others wait for its commands; beats that it sends tell them."""

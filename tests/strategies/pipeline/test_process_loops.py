@@ -51,6 +51,7 @@ class Looks(L.Callback):
             assert own == actions_of(schedule, device, devices, micro_batches, each)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("devices", "each", "micro_batches"), [(2, 2, 1), (2, 2, 5), (2, 3, 13), (3, 2, 4), (3, 2, 2), (3, 3, 5)]
@@ -99,6 +100,7 @@ def test_evaluations() -> None:
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Any) -> None:
     whole = fit(Model, "single_device", accumulate_grad_batches=2)
     fit(Model, looped(), 2, accumulate_grad_batches=2, callbacks=[checkpoints(tmp_path)], max_steps=3)
@@ -107,6 +109,7 @@ def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Any) -> None:
         same(whole, fit(Model, strategy, devices, accumulate_grad_batches=2, **again))
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_as_if_nothing_had_happened(tmp_path: Any) -> None:
     def make() -> Normalised:
         torch.manual_seed(8)
@@ -149,6 +152,7 @@ class Fails(nn.Module):
         raise ValueError("injected")
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_errors_come_home(stage: int, phase: str) -> None:

@@ -106,6 +106,7 @@ def undisturbed() -> tuple[Model, OOMRecovery, float]:
 PLACES = ["forward", "backward", "evaluation"]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("stage", "place", "engine"), pairwise(range(STAGES), PLACES, ["threads", "processes"]))
 def test_the_device_is_named_and_the_batch_cut(stage: int, place: str, engine: str) -> None:
     whole, _, val = undisturbed()

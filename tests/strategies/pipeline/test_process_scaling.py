@@ -135,6 +135,7 @@ def same(one: Any, other: Any, tolerance: float = 0.0) -> None:
     assert other[1].scaler.state_dict() == one[1].scaler.state_dict() == one[0].scales[-1]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("place", "clip"), [(0, None), (0, 0.05), (2, 0.05), (4, None)])
 def test_a_step_is_skipped_in_all_processes(place: int, clip: float | None) -> None:
     """To the bit like threads, wherever it overflows; stages after that one find nothing wrong by themselves."""
@@ -151,6 +152,7 @@ def test_the_step_is_that_of_one_device() -> None:
     same(fit("single_device"), fit("processes", micro_batches=1), 1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options", [{"frozen": True}, {"fused": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}], ids=str
 )
@@ -167,6 +169,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", PLANS, ids=["zero bubble", "interleaved zero bubble", "interleaved"])
 def test_schedules(plan: dict[str, Any]) -> None:
     """Where a weight is in the first stage and the last, and the third overflows."""

@@ -147,6 +147,7 @@ def same_states(expected: Any, actual: Any, tolerance: float) -> None:
 # The first promise
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 5), (2, 13), (3, 2), (3, 4), (4, 5)])
 def test_weights_are_those_of_one_device(stages: int, micro_batches: int, schedule: str) -> None:
@@ -381,6 +382,7 @@ def checkpoints(folder: Path) -> ModelCheckpoint:
 ANYWHERE = [("single_device", 1), ("processes", 2), ("processes", 3), ("threads", 2)]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("strategy", "devices"), ANYWHERE)
 def test_a_checkpoint_goes_on_anywhere(strategy: str, devices: int, tmp_path: Path) -> None:
     """Written in the midst of an epoch and in the midst of a window, by three processes."""

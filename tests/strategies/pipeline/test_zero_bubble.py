@@ -149,6 +149,7 @@ class Unusual(Base):
         return loss + made.hidden.square().mean()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("threads", [None, True])
 @pytest.mark.parametrize("make", [InTheStep, Hooked, Repeating, Beside, Unusual])
 def test_steps_and_hooks(make, threads):

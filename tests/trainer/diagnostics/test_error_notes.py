@@ -116,6 +116,7 @@ def test_a_result_that_is_changed_in_place() -> None:
     assert "detect_anomaly=True" in notes_of(RuntimeError, InPlace(), batches(good()))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_samples_that_cannot_be_stacked(workers: int) -> None:

@@ -398,6 +398,7 @@ CASES: dict[str, tuple[type[Resumed], str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:The lr scheduler keys", "ignore:.*last step was not completed")
 def test_killed_anywhere(name: str, tmp_path: Path) -> None:
@@ -416,6 +417,7 @@ def test_killed_anywhere(name: str, tmp_path: Path) -> None:
         assert seen_before + resumed.seen == module.seen, path.name
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward"])
 def test_killed_in_a_step(hook: str, tmp_path: Path) -> None:
     """All batches of the step are pulled again."""

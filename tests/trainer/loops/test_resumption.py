@@ -221,6 +221,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:The number of training batches", "ignore:The lr scheduler keys")
 def test_killed_anywhere(name: str, tmp_path: Path) -> None:
@@ -243,6 +244,7 @@ def test_killed_anywhere(name: str, tmp_path: Path) -> None:
         assert set(resumed.validated) <= set(module.validated), path.name  # each sample is counted once
 
 
+@pytest.mark.slow
 def test_killed_while_a_batch_is_computed(tmp_path: Path) -> None:
     """That batch is computed again, with the generators as they are then; still no sample is lost, or seen twice."""
     seeded()

@@ -87,6 +87,7 @@ def fit(
     return module, trainer
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 @pytest.mark.parametrize("window", [1, 2])

@@ -62,6 +62,7 @@ def check(device: str) -> None:
     assert limited["weight"] == pytest.approx(free["weight"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_little_address_space() -> None:
     check("cpu")
 

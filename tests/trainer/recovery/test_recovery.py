@@ -115,6 +115,7 @@ MODULES = [Mlp, Convolution, Recurrent, Tied, Frozen, Masked, MaskedOnTheHost]
 PHASES = ["forward", "late", "backward"]
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
 def test_gradients_are_those_of_whole_batches(make: type[Base], phase: str) -> None:
@@ -130,6 +131,7 @@ def test_with_options(make: type[Base], phase: str) -> None:
         assert_same(reference(make, **options), train(make, OutOfMemory(most=4, phase=phase), **options))
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("case", range(25))
 def test_any_failures(case: int) -> None:
     """Errors at random steps, in random phases, of random batches; the seed is printed."""
@@ -335,6 +337,7 @@ def test_failures_while_a_window_is_done_again(phase: str) -> None:
     assert_same(reference(Mlp, accumulate_grad_batches=2), train(Mlp, injected, accumulate_grad_batches=2))
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("batch_idx", [2, 3, 4])
 def test_a_window_that_is_resumed_in_its_midst(batch_idx: int, phase: str, tmp_path: Path) -> None:

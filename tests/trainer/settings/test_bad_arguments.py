@@ -156,6 +156,7 @@ COUNTS = {
 LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", COUNTS)
 @given(value=st.one_of(st.integers(max_value=-2), st.floats(), st.text(max_size=3), st.none()))
 @example(value=-1.0)

@@ -232,6 +232,7 @@ CASES: dict[str, tuple[type[Validated], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_counters_in_every_hook_are_lightnings(case: str, tmp_path: Path) -> None:
     kind, options = CASES[case]
@@ -242,6 +243,7 @@ def test_counters_in_every_hook_are_lightnings(case: str, tmp_path: Path) -> Non
     assert len({str(loops) for _, loops in ours}) > 30  # they do change
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", CASES)
 def test_lightnings_counters_are_read_as_they_are(case: str, tmp_path: Path) -> None:
     kind, options = CASES[case]
