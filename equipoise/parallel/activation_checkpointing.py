@@ -6,13 +6,11 @@ undone (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 """
 
 import difflib
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.torch.modules import buffers_of, versions
+from equipoise.interop.torch.modules import buffers_of
+from equipoise.parallel.snapshot.attributes import Attributes
+from equipoise.parallel.snapshot.buffers import NotedBuffer, note_buffers
+from equipoise.parallel.snapshot.random_state import HostGenerators
 
 __all__ = ["checkpoint_activations", "is_checkpointed", "keep_activations"]
 
 # The attribute in which a module keeps a forward that was an attribute of its own before.
 _ORIGINAL_FORWARD = "forward_without_checkpoint"
-
-# A dictionary of a module's buffers.
-Buffers = dict[str, Tensor | None]
 
 
 def checkpoint_activations(module: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -187,133 +185,58 @@ class _ForwardStart:
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())
-        # Dictionary, name, and a copy with the values at the beginning.
-        self._changed_buffers: list[tuple[Buffers, str, Tensor | None]] = []
-        # States of generators; None if the first forward draws nothing from them.
-        self._python: Any = None
-        self._numpy: Any = None
+        # The buffers that the first forward changes, as they were.
+        self._changed_buffers: list[NotedBuffer] = []
+        # The generators at the beginning; None if the first forward draws nothing from them.
+        self._generators: HostGenerators | None = None
 
     @contextmanager
     def first_forward(self) -> Iterator[None]:
         """Note the state that changes in a `with` block that runs the first forward."""
         # 1. The state before.
-        noted = []
+        noted: list[NotedBuffer] = []
         for part in self._parts:
-            registered = buffers_of(part)
-            for name, buffer in registered.items():
-                version = _version(buffer)
-                copied = _copy(buffer)
-                noted.append(_NotedBuffer(registered, name, buffer, version, copied))
-        python = random.getstate()
-        numpy = _numpy_state()
+            noted.extend(note_buffers(part))
+        generators = HostGenerators()
         yield
 
         # 2. The part of it that has changed. BatchNorm changes its statistics without a change of their versions, but
         #    computes nothing from them.
-        self._changed_buffers = []
-        for buffer_before in noted:
-            if buffer_before.has_changed():
-                changed = (buffer_before.registered, buffer_before.name, buffer_before.copied)
-                self._changed_buffers.append(changed)
-        if random.getstate() != python:
-            self._python = python
-        else:
-            self._python = None
-        if numpy is not None and not _are_equal(numpy, _numpy_state()):
-            self._numpy = numpy
-        else:
-            self._numpy = None
+        self._changed_buffers = [buffer for buffer in noted if buffer.has_changed()]
+        self._generators = None
+        if generators.have_moved():
+            self._generators = generators
 
     @contextmanager
     def second_forward(self) -> Iterator[None]:
         """Restore the noted state for a `with` block that runs the second forward, and undo all its changes."""
         # 1. The state before.
-        attributes = []
-        buffers = []
-        for part in self._parts:
-            attributes.append((part, dict(vars(part))))
-            registered = buffers_of(part)
-            buffers.append((registered, dict(registered)))
-        python = random.getstate()
-        numpy = _numpy_state()
+        attributes = Attributes(self._parts)
+        buffers = Attributes(self._parts, buffers_of)
+        attributes.mark()
+        buffers.mark()
+        generators = HostGenerators()
         try:
             # 2. The state at the beginning of the first forward, in copies.
-            for registered, before in buffers:
-                for name, buffer in before.items():
+            for part in self._parts:
+                registered = buffers_of(part)
+                for name, buffer in registered.items():
                     registered[name] = _copy(buffer)
-            for registered, name, copied in self._changed_buffers:
-                registered[name] = _copy(copied)
-            self._set_generators(self._python, self._numpy)
+            for changed in self._changed_buffers:
+                registered = buffers_of(changed.module)
+                registered[changed.name] = _copy(changed.values)
+            if self._generators is not None:
+                self._generators.restore()
             yield
         finally:
             # 3. The state before is restored.
-            for registered, before in buffers:
-                registered.clear()
-                registered.update(before)
-            for part, values in attributes:
-                present = vars(part)
-                present.clear()
-                present.update(values)
-            self._set_generators(python, numpy)
-
-    def _set_generators(self, python: Any, numpy: Any) -> None:
-        """Set the states of the generators that the first forward uses."""
-        if self._python is not None:
-            random.setstate(python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(numpy)
-
-
-class _NotedBuffer(NamedTuple):
-    """A buffer at the beginning of a forward.
-
-    Attributes:
-        registered: The dictionary of buffers.
-        name: The name in it.
-        buffer: The buffer.
-        version: Its version.
-        copied: A copy.
-    """
-
-    registered: Buffers
-    name: str
-    buffer: Tensor | None
-    version: list[int] | None
-    copied: Tensor | None
-
-    def has_changed(self) -> bool:
-        """Return whether the buffer was changed or replaced since."""
-        if self.registered.get(self.name) is not self.buffer:
-            return True
-        return _version(self.buffer) != self.version
-
-
-def _version(buffer: Tensor | None) -> list[int] | None:
-    if buffer is None:
-        return None
-    return versions([buffer])
+            attributes.restore()
+            buffers.restore()
+            if self._generators is not None:
+                generators.restore()
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:
     if buffer is None:
         return None
     return buffer.detach().clone()
-
-
-def _numpy_state() -> Any:
-    """Return the state of numpy's global generator; None if numpy is not imported."""
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is None:
-        return None
-    return numpy.get_state(legacy=False)
-
-
-def _are_equal(state: Any, present: Any) -> bool:
-    """Return whether two states of numpy's generator are equal."""
-    if isinstance(state, dict):
-        return all(_are_equal(value, present[name]) for name, value in state.items())
-    same = state == present
-    # Arrays are compared item by item.
-    if hasattr(state, "all"):
-        return bool(same.all())
-    return bool(same)

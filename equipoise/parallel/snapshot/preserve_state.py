@@ -5,21 +5,22 @@ generators of torch on all devices, of Python and of numpy; and the generators i
 its samplers, its data and their transforms. Parameters and gradients are not restored: nothing here changes them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from equipoise.parallel.snapshot import random_state
+from equipoise.parallel.snapshot.attributes import Attributes, Containers
 from equipoise.parallel.snapshot.generators import find_generators, linked, restorer, samplers_of
-from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
+from equipoise.parallel.snapshot.state_snapshot import StatePart, StateSnapshot, StepSnapshot
 
 __all__ = ["preserve_state"]
 
 
 @contextmanager
-def preserve_state(module: nn.Module, *holders: Any) -> Iterator[None]:
+def preserve_state(module: nn.Module, *holders: Any, containers: bool = False) -> Iterator[None]:
     """Restore the state of a module, of loaders and of all random generators at the end of a `with` block.
 
     An object in an attribute may still be changed in place, as by `self.outputs.append(...)`: that stays. Buffers are
@@ -29,6 +30,8 @@ def preserve_state(module: nn.Module, *holders: Any) -> Iterator[None]:
         module: The module.
         holders: Loaders and the like. The attributes of their samplers are restored, and all generators that
             `find_generators` finds in loaders, samplers, data and transforms.
+        containers: Restore the contents of lists, dictionaries, sets and deques in public attributes of the module,
+            too. Default: False.
 
     Example:
         >>> import torch
@@ -39,16 +42,16 @@ def preserve_state(module: nn.Module, *holders: Any) -> Iterator[None]:
         [True, False]
     """
     parts = list(module.modules())
-    modules = []
-    for part in parts:
-        attributes = dict(vars(part))
-        modules.append((part, part.training, attributes))
-    # A sampler may count its epochs.
-    samplers = []
-    for sampler in samplers_of(holders):
-        attributes = dict(vars(sampler))
-        samplers.append((sampler, attributes))
-    snapshot = StepSnapshot(module, ())
+    state: list[StatePart] = [
+        _ModuleAttributes(parts),
+        # A sampler may count its epochs.
+        Attributes(samplers_of(holders)),
+        StepSnapshot(module, ()),
+    ]
+    if containers:
+        # First, while the attributes may still name other objects.
+        state.insert(0, Containers(module))
+    snapshot = StateSnapshot(state)
     with random_state.isolated():
         snapshot.mark()
         generators = find_generators(parts, depth=1)
@@ -57,30 +60,30 @@ def preserve_state(module: nn.Module, *holders: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            _restore_modules(modules)
-            for sampler, attributes in samplers:
-                _restore_attributes(sampler, attributes)
             snapshot.restore()
             for restore in restore_generators:
                 restore()
 
 
-def _restore_modules(modules: Iterable[tuple[nn.Module, bool, dict[str, Any]]]) -> None:
-    """Restore the training modes and attributes of modules."""
-    # 1. An override may do more than set the mode: it may separate weights that it merged for an evaluation.
-    for module, mode, _ in modules:
-        overrides_train = type(module).train is not nn.Module.train
-        if overrides_train and module.training != mode:
-            module.train(mode)
-    # 2. A scripted module has its mode outside of its attributes.
-    for module, mode, attributes in modules:
-        _restore_attributes(module, attributes)
-        module.training = mode
+class _ModuleAttributes(Attributes):
+    """Notes the training modes and attributes of modules, and restores them."""
 
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(modules)
+        self._modules = modules
+        self._modes: list[bool] = []
 
-def _restore_attributes(holder: Any, attributes: dict[str, Any]) -> None:
-    present = vars(holder)
-    added = present.keys() - attributes.keys()
-    for name in added:
-        del present[name]
-    present.update(attributes)
+    def mark(self) -> None:
+        super().mark()
+        self._modes = [module.training for module in self._modules]
+
+    def restore(self) -> None:
+        # 1. An override may do more than set the mode: it may separate weights that it merged for an evaluation.
+        for module, mode in zip(self._modules, self._modes, strict=True):
+            overrides_train = type(module).train is not nn.Module.train
+            if overrides_train and module.training != mode:
+                module.train(mode)
+        # 2. The attributes; a scripted module has its mode outside of them.
+        super().restore()
+        for module, mode in zip(self._modules, self._modes, strict=True):
+            module.training = mode

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from equipoise.errors import CheckpointError
 
-__all__ = ["RandomState", "capture", "isolated"]
+__all__ = ["HostGenerators", "RandomState", "capture", "isolated"]
 
 _GENERATORS_OF_NUMPY = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
@@ -146,10 +146,9 @@ def capture() -> RandomState:
     mps = None
     if torch.backends.mps.is_available():
         mps = torch.mps.get_rng_state()
-    numpy = None
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy = _tensors(numpy_random.get_state(legacy=False))
+    numpy = _numpy_state()
+    if numpy is not None:
+        numpy = _tensors(numpy)
     return RandomState(
         cpu=torch.get_rng_state(),
         cuda=tuple(cuda),
@@ -176,6 +175,57 @@ def isolated() -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+class HostGenerators:
+    """States of the global generators of Python and numpy at one moment. Numpy has none before it is imported.
+
+    Example:
+        >>> noted = HostGenerators()
+        >>> first = random.random()
+        >>> noted.have_moved()
+        True
+        >>> noted.restore()
+        >>> random.random() == first
+        True
+    """
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def have_moved(self) -> bool:
+        """Return True if numbers were drawn since."""
+        if random.getstate() != self._python:
+            return True
+        if self._numpy is None:
+            return False
+        return not _are_equal(self._numpy, _numpy_state())
+
+    def restore(self) -> None:
+        """Restore both."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+
+
+def _numpy_state() -> Any:
+    """Return the state of numpy's global generator; None if numpy is not imported."""
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    return numpy.get_state(legacy=False)
+
+
+def _are_equal(state: Any, present: Any) -> bool:
+    """Return True if two states of numpy's generator are equal."""
+    if isinstance(state, dict):
+        return all(_are_equal(value, present[name]) for name, value in state.items())
+    same = state == present
+    # Arrays are compared item by item.
+    if hasattr(state, "all"):
+        return bool(same.all())
+    return bool(same)
 
 
 def _cuda_in_use() -> bool:

@@ -5,9 +5,8 @@ the output of the profile of the network's calls. Changes in the module are undo
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,13 +27,12 @@ from equipoise.pipeline.planning.activation_memory import peak_bytes
 from equipoise.pipeline.planning.stage_costs import Block
 from equipoise.pipeline.planning.traced_calls import now, used_tensors
 
-__all__ = ["LossProfile", "preserve_containers"]
+__all__ = ["LossProfile"]
 
 # Number of passes, of which the quickest counts. The first pass also measures the peak of memory.
 _PASSES = 3
 # Seconds after which no pass begins.
 _SECONDS = 2.0
-_CONTAINERS = (list, dict, set, deque)
 
 
 class LossProfile:
@@ -95,7 +93,7 @@ class LossProfile:
                 if count > 1 and time.perf_counter() - begin > _SECONDS:
                     break
                 self._contents.restore()
-                with preserve_state(self._module), preserve_containers(self._module), self._caught():
+                with preserve_state(self._module, containers=True), self._caught():
                     block = self._run_pass(measures_peak=count == 0)
                 if block is None:
                     return
@@ -206,35 +204,3 @@ def _address(tensor: Tensor) -> int:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-@contextmanager
-def preserve_containers(module: nn.Module) -> Iterator[None]:
-    """Restore the contents of lists, dictionaries and sets in the public attributes of modules afterwards.
-
-    Args:
-        module: The module; its submodules count, too.
-
-    Example:
-        >>> module = nn.Identity()
-        >>> module.seen = [1]
-        >>> with preserve_containers(module):
-        ...     module.seen.append(2)
-        >>> module.seen
-        [1]
-    """
-    containers: list[Any] = []
-    for submodule in module.modules():
-        for name, value in vars(submodule).items():
-            if type(value) in _CONTAINERS and not name.startswith("_"):
-                containers.append(value)
-    contents = [container.copy() for container in containers]
-    try:
-        yield
-    finally:
-        for container, content in zip(containers, contents, strict=True):
-            container.clear()
-            if isinstance(container, list | deque):
-                container.extend(content)
-            else:
-                container.update(content)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.interop.torch.modules import versions
-from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
+from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from equipoise.pipeline.graph.call_names import names_of
 from equipoise.pipeline.graph.forward_effects import ForwardEffects
 from equipoise.pipeline.graph.split_backward import SplitBackward

@@ -24,7 +24,6 @@ from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.tracing import Traced
 from equipoise.pipeline.graph.user_lines import line_of_user
-from equipoise.pipeline.planning.loss_profile import preserve_containers
 from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.verification.layer_lending import is_of_torch, lent, lent_when_called
 from equipoise.pipeline.verification.output_comparison import Output, fingerprints_of
@@ -152,7 +151,7 @@ class Comparison:
 
     def _compute(self, compute: Callable[[], Any]) -> Output:
         """Compute from the same state every time, and restore that."""
-        with preserve_state(self._module), preserve_containers(self._module), ExitStack() as stack:
+        with preserve_state(self._module, containers=True), ExitStack() as stack:
             if not self._keeps_saved_tensors:
                 stack.enter_context(saved_tensors_hooks(_drop, _refuse))
             value = compute()

@@ -22,7 +22,7 @@ from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.snapshot.batch_contents import BatchContents
-from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
+from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
 from equipoise.trainer.recovery.micro_batching import Measure, MicroBatcher

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
-from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
+from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from tests.conftest import ignoring
 from tests.test_transparency import (
     CLASSES,

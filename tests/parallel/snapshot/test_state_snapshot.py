@@ -10,7 +10,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
-from equipoise.parallel.snapshot.step_snapshot import StepSnapshot
+from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 
 CPU = [torch.device("cpu")]
 

@@ -1,20 +1,65 @@
-"""Snapshots of the global Mersenne twisters of Python and numpy, read as seldom as possible.
+"""Snapshots of the global generators, for every step: Python's and numpy's are read only if they have moved.
 
-A snapshot of numpy's generator takes 30 µs, so it is taken again only if the generator's memory has changed.
+Reading the state of Python's Mersenne twister takes 9 µs, and of numpy's 35 µs: together a sixth of a small network's
+whole step. So they are read again only if the generator's memory has changed.
 """
 
 import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-__all__ = ["GlobalTwister", "numpy_twister", "python_twister"]
+import torch
+
+__all__ = ["GlobalGenerators", "GlobalTwister", "numpy_twister", "python_twister"]
 
 # Words of a Mersenne twister: its state of 624, and a position.
 _WORDS = 625
+
+
+class GlobalGenerators:
+    """Notes the global generators of torch, Python and numpy, and restores them.
+
+    Args:
+        devices: The devices whose generators are noted, beside that of the CPU.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        cuda_indices = set()
+        for device in devices:
+            if device.type == "cuda":
+                cuda_indices.add(device.index or 0)
+        self._cuda = sorted(cuda_indices)
+        self._python = python_twister()
+        self._bit_generator, self._numpy = numpy_twister()
+
+    def mark(self) -> None:
+        """Note the present states."""
+        self._cpu_state = torch.get_rng_state()
+        self._cuda_states = [torch.cuda.get_rng_state(index) for index in self._cuda]
+        self._python.mark()
+        numpy: Any = sys.modules.get("numpy.random")
+        if numpy is not None:
+            # It may have been imported or exchanged since.
+            if numpy.get_bit_generator() is not self._bit_generator:
+                self._bit_generator, self._numpy = numpy_twister()
+            self._numpy.mark()
+
+    def restore(self) -> None:
+        """Restore the states at the last mark."""
+        torch.set_rng_state(self._cpu_state)
+        cuda_states = zip(self._cuda, self._cuda_states, strict=True)
+        for index, state in cuda_states:
+            torch.cuda.set_rng_state(state, index)
+        random.setstate(self._python.state)
+        if self._numpy.state is not None:
+            numpy: Any = sys.modules["numpy.random"]
+            if numpy.get_bit_generator() is not self._bit_generator:
+                numpy.set_bit_generator(self._bit_generator)
+            numpy.set_state(self._numpy.state)
 
 
 class GlobalTwister:
