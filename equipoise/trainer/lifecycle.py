@@ -205,8 +205,14 @@ def make_context(trainer: "Trainer", request: Request) -> RunContext:
     module, datamodule = request.module, request.datamodule
     owner = module if datamodule is None else datamodule
     sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in ("train", "val", "test", "predict")}
-    hooks = Hooks(trainer=trainer, module=module, datamodule=datamodule, profiler=trainer.profiler)
     strategy, precision = trainer.connected_strategy, trainer.precision_in_use
+    hooks = Hooks(
+        trainer=trainer,
+        state=trainer.run_state,
+        module=module,
+        datamodule=datamodule,
+        strategy_name=type(strategy).__name__,
+    )
     return RunContext(
         trainer=trainer,
         state=trainer.run_state,

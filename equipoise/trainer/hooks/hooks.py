@@ -5,7 +5,7 @@ current hook, which `self.log` reads, and returns the module's result. A hook th
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -67,35 +67,51 @@ def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
     return True
 
 
+class HasCallbacks(Protocol):
+    """Part of a run's state that hooks read.
+
+    Attributes:
+        callbacks: The callbacks, in order. The list may change during a run.
+        profiler: Profiler that measures every hook. A `PassThroughProfiler` measures none.
+    """
+
+    callbacks: list[LightningCallback]
+    profiler: Profiler
+
+
 class Hooks:
     """Hooks of one run.
 
     Args:
-        trainer: First argument of the callbacks' hooks; its list of callbacks may change during a run.
+        trainer: First argument of the callbacks' hooks.
+        state: Contains the callbacks and the profiler.
         module: The user's module.
         datamodule: The user's data module, or None.
-        profiler: Profiler that measures every hook. A `PassThroughProfiler` measures none.
+        strategy_name: Name of the strategy's class, for the profile.
     """
 
     def __init__(
         self,
         *,
-        trainer: Any,
+        trainer: object,
+        state: HasCallbacks,
         module: LightningModule,
         datamodule: LightningDataModule | None,
-        profiler: Profiler,
+        strategy_name: str,
     ) -> None:
         self.trainer = trainer
+        self.state = state
         self.module = module
         self.datamodule = datamodule
-        self.profiler = profiler
-        self._name = type(module).__name__
-        self.is_profiled = not is_a(profiler, PassThroughProfiler)
+        self.profiler: Profiler = state.profiler
+        self._module_name = type(module).__name__
+        self._strategy_name = strategy_name
+        self.is_profiled = not is_a(self.profiler, PassThroughProfiler)
 
     @property
     def callbacks(self) -> list[LightningCallback]:
         """All callbacks, in order."""
-        return self.trainer.callbacks  # type: ignore[no-any-return]
+        return self.state.callbacks
 
     # Hooks that are bound once and called often
 
@@ -197,7 +213,7 @@ class Hooks:
 
     def action_of_strategy(self, name: str) -> str:
         """Return the name of an action of the strategy in a profile."""
-        return f"[Strategy]{self.trainer.strategy.__class__.__name__}.{name}"
+        return f"[Strategy]{self._strategy_name}.{name}"
 
     # Hooks that are called once or a few times in a run
 
@@ -219,7 +235,7 @@ class Hooks:
         method = getattr(self.module, name)
         if not callable(method):
             return None
-        hook = self.profiled(method, f"[LightningModule]{self._name}.{name}")
+        hook = self.profiled(method, f"[LightningModule]{self._module_name}.{name}")
         fire = self._fire(name, [], hook)
         if fire is None:
             return None
@@ -279,7 +295,7 @@ class Hooks:
         if not overrides(self.module, name, LightningModule):
             return None
         method = getattr(self.module, name)
-        return self.profiled(method, f"[LightningModule]{self._name}.{name}")
+        return self.profiled(method, f"[LightningModule]{self._module_name}.{name}")
 
     def profiled(self, method: Hook, action: str) -> Hook:
         """Return a function that measures a function; the function itself without a profiler.

@@ -34,7 +34,7 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
     owners: list[tuple[Any, type]] = [(context.module, LightningModule)]
     if context.datamodule is not None:
         owners.append((context.datamodule, LightningDataModule))
-    owners += [(callback, Callback) for callback in context.trainer.callbacks]
+    owners += [(callback, Callback) for callback in context.state.callbacks]
     suspects: list[tuple[type, type, FunctionType]] = []
     for owner, base in owners:
         suspects += _unknown_hooks(type(owner), base)
@@ -44,8 +44,9 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
     kinds = [type(owner) for owner, _ in owners]
     used_names = set(_names_in(kinds))
     for kind, base, method in suspects:
+        is_called = method.__name__ in used_names
         similar = get_close_matches(method.__name__, _hooks(base), n=1, cutoff=_MIN_SIMILARITY)
-        if similar and method.__name__ not in used_names:
+        if similar and not is_called:
             warn_of_method(
                 method,
                 f"`{kind.__name__}.{method.__name__}` is called by no trainer, because no hook has that name; did you"

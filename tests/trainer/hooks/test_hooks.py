@@ -1,18 +1,20 @@
 """Who overrides a hook is called, however they do it, in Lightning's order; nobody else costs anything."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, Timer
 from lightning.pytorch.core.hooks import ModelHooks
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from equipoise import Callback, Trainer
 from equipoise.trainer.hooks.hooks import Hooks, overrides
+from equipoise.trainer.state.run_state import RunState
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, loader, trainer
 
@@ -36,9 +38,11 @@ def functions(cls: type) -> list[str]:
     return [name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
 
 
-def hooks_of(module: L.LightningModule, *callbacks: L.Callback, datamodule: Any = None) -> Hooks:
-    run = trainer(callbacks=list(callbacks))
-    return Hooks(trainer=run, module=module, datamodule=datamodule, profiler=PassThroughProfiler())
+def hooks_of(
+    module: L.LightningModule, *callbacks: L.Callback, datamodule: Any = None, profiler: Profiler | None = None
+) -> Hooks:
+    state = RunState(callbacks=list(callbacks), profiler=profiler or PassThroughProfiler())
+    return Hooks(trainer="trainer", state=state, module=module, datamodule=datamodule, strategy_name="SomeStrategy")
 
 
 # The ways to override a hook: each gives `owner` a hook that calls `note` with its arguments.
@@ -226,6 +230,157 @@ def test_a_hook_knows_who_overrides_it() -> None:
         assert notes == called
 
 
+def test_arguments_of_callbacks_and_modules() -> None:
+    module, callback, calls = Small(), L.Callback(), []
+    for owner in (callback, module):
+        by_attribute(owner, "on_train_batch_start", lambda *args, **kwargs: calls.append((args, kwargs)))
+    fire = hooks_of(module, callback).bind("on_train_batch_start")
+    assert fire is not None
+    fire("batch", batch_idx=3)
+    assert calls == [(("trainer", module, "batch"), {"batch_idx": 3}), (("batch",), {"batch_idx": 3})]
+
+
+class Joint(Callback):
+    """A callback that acts together with those of other processes."""
+
+    fires_without_batch = True
+
+
+def test_callbacks_that_act_together_over_processes() -> None:
+    callbacks = [L.Callback(), Checkpoint(), Timer(), Joint(), EarlyStopping("loss")]
+    names: list[str] = []
+    for callback in callbacks:
+        by_attribute(callback, "on_train_batch_end", lambda *args, who=callback: names.append(type(who).__name__))
+    fire = hooks_of(Small(), *callbacks).bind_deciders("on_train_batch_end")
+    assert fire is not None
+    fire()
+    assert names == ["Checkpoint", "Timer", "Joint"]
+
+
+class Named(Checkpoint):
+    """A checkpoint callback with a state key of its own."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    @property
+    def state_key(self) -> str:
+        return self.key
+
+
+@pytest.mark.parametrize(("key", "called"), [("a", ["b", "c"]), ("b", ["c"]), ("c", None), ("unknown", None)])
+def test_checkpoints_after_one_of_them(key: str, called: list[str] | None) -> None:
+    callbacks = [Named("a"), L.Callback(), Named("b"), Named("c")]
+    keys: list[str] = []
+    for callback in callbacks:
+        by_attribute(callback, "on_train_end", lambda *args, who=callback: keys.append(who.state_key))
+    fire = hooks_of(Small(), *callbacks).bind_checkpoints_after("on_train_end", key)
+    if called is None:
+        assert fire is None
+    else:
+        assert fire is not None
+        fire()
+        assert keys == called
+
+
+def test_the_current_hook_is_set_for_callbacks_and_steps_within_each_other() -> None:
+    module, current = Small(), []
+    note = lambda *args: current.append(module._current_fx_name)  # noqa: E731
+    by_attribute(module, "on_train_start", lambda: note() or hooks.call("on_save_checkpoint", {}) or note())
+    by_attribute(module, "on_save_checkpoint", note)
+    by_attribute(module, "training_step", note)
+    hooks = hooks_of(module)
+    hooks.call("on_train_start")
+    hooks.bind_step("training_step")("batch", 0)
+    assert current == ["on_train_start", "on_save_checkpoint", "on_train_start", "training_step"]
+    assert module._current_fx_name is None
+
+
+def test_a_callback_that_is_added_later_is_bound_later() -> None:
+    hooks, late = hooks_of(Small()), L.Callback()
+    by_attribute(late, "on_train_batch_end", lambda *args: None)
+    assert hooks.bind("on_train_batch_end") is None
+    hooks.callbacks.append(late)
+    assert hooks.bind("on_train_batch_end") is not None
+
+
+# Profiles
+
+
+class Recorder(Profiler):
+    """A profiler that notes which actions begin and end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[None]:
+        self.notes.append(action_name)
+        yield
+        self.notes.append("end")
+
+    def start(self, action_name: str) -> None: ...
+
+    def stop(self, action_name: str) -> None: ...
+
+
+class Profiled(Small):
+    def on_train_start(self) -> str:
+        return "value of the module"
+
+
+class ProfiledCallback(L.Callback):
+    state_key = "ProfiledCallback{'x': 1}"
+
+    def on_train_start(self, *args: Any) -> None: ...
+
+
+class ProfiledData(TrainingData):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+def test_every_hook_is_profiled_under_lightnings_name() -> None:
+    recorder = Recorder()
+    hooks = hooks_of(Profiled(), ProfiledCallback(), datamodule=ProfiledData(1), profiler=recorder)
+    assert hooks.is_profiled
+    assert hooks.call("on_train_start") == "value of the module"
+    assert recorder.notes == [
+        "[Callback]ProfiledCallback{'x': 1}.on_train_start",
+        "end",
+        "[LightningModule]Profiled.on_train_start",
+        "end",
+    ]
+    recorder.notes.clear()
+    transfer = hooks.bind_data("on_after_batch_transfer")
+    assert transfer is not None
+    assert transfer("batch", 0) == "batch"
+    hooks.call_datamodule("prepare_data")
+    assert recorder.notes[::2] == [
+        "[LightningDataModule]ProfiledData.on_after_batch_transfer",
+        "[LightningDataModule]ProfiledData.prepare_data",
+    ]
+
+
+def test_the_steps_of_the_module_are_profiled_and_those_of_copies_are_not() -> None:
+    recorder = Recorder()
+    module, copy = Small(), Small()
+    for owner in (module, copy):
+        by_attribute(owner, "training_step", lambda batch, batch_idx: batch + batch_idx)
+    hooks = hooks_of(module, profiler=recorder)
+    assert hooks.bind_step("training_step", copy)(40, 2) == 42
+    assert recorder.notes == []
+    assert hooks.bind_step("training_step")(40, 2) == 42
+    assert recorder.notes == ["[Strategy]SomeStrategy.training_step", "end"]
+
+
+def test_without_a_profiler_hooks_are_called_directly() -> None:
+    hooks = hooks_of(Profiled())
+    assert not hooks.is_profiled
+    assert hooks.profiled(print, "action") is print
+
+
 def test_nothing_is_looked_up_in_a_step() -> None:
     lookups: list[str] = []
 
@@ -269,20 +424,48 @@ class OwnHookAndWord(OwnHook):
 class Heir(Collects): ...
 
 
-@pytest.mark.parametrize(("cls", "are_made"), [(Collects, 0), (Heir, 0), (OwnHook, 2), (OwnHookAndWord, 0)])
-def test_outputs_that_nobody_uses_are_not_made(cls: Any, are_made: int) -> None:
-    """A class says so of its own hook, not of one that overrides it."""
-    callback = cls()
-    trainer(callbacks=[callback]).fit(Small(), loader(2))
-    assert sum(map(bool, callback.outputs)) == are_made
-    assert len(callback.outputs) == 2
+class OwnReport(LearningRateMonitor):
+    def on_train_batch_end(self, *args: Any) -> None: ...
 
 
-def test_a_hook_of_an_instance_is_given_outputs() -> None:
-    callback, own = Collects(), []
-    callback.on_train_batch_end = lambda trainer, module, outputs, *batch: own.append(outputs)  # type: ignore[method-assign]
-    trainer(callbacks=[callback]).fit(Small(), loader(2))
-    assert [set(outputs) for outputs in own] == [{"loss"}] * 2
+@pytest.mark.parametrize(
+    ("cls", "uses"), [(L.Callback, False), (Collects, False), (Heir, False), (OwnHook, True), (OwnHookAndWord, False)]
+)
+def test_a_class_says_for_its_own_hook_whether_it_uses_outputs(cls: Any, uses: bool) -> None:
+    """The flag is not for the hook of a derived class."""
+    assert hooks_of(Small(), cls()).uses_outputs() is uses
+
+
+def test_hooks_of_modules_and_instances_use_outputs() -> None:
+    module, callback = Small(), Collects()
+    assert not hooks_of(module, callback).uses_outputs()
+    by_attribute(callback, "on_train_batch_end", print)
+    assert hooks_of(module, callback).uses_outputs()
+    by_attribute(module, "on_train_batch_end", print)
+    assert hooks_of(module).uses_outputs()
+
+
+def test_outputs_that_no_hook_uses_are_not_prepared() -> None:
+    without, with_outputs = Collects(), OwnHook()
+    trainer(callbacks=[without]).fit(Small(), loader(2))
+    trainer(callbacks=[with_outputs]).fit(Small(), loader(2))
+    assert without.outputs == [{}] * 2
+    assert [set(outputs) for outputs in with_outputs.outputs] == [{"loss"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("cls", "reads"), [(L.Callback, False), (LearningRateMonitor, False), (OwnReport, True), (OwnHook, True)]
+)
+def test_callbacks_of_libraries_read_only_the_loss(cls: Any, reads: bool) -> None:
+    assert hooks_of(Small(), cls()).reads_outputs("on_train_batch_end") is reads
+
+
+def test_a_module_that_overrides_a_hook_reads_its_outputs() -> None:
+    module = Small()
+    by_class(module, "on_validation_batch_end", print)
+    hooks = hooks_of(module)
+    assert hooks.reads_outputs("on_validation_batch_end")
+    assert not hooks.reads_outputs("on_test_batch_end")
 
 
 @BOTH
