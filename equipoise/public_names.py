@@ -38,7 +38,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.strategies": {
         "equipoise.parallel.step_protocols": ("StepResult",),
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
-        "equipoise.strategies.pipeline": ("PipelineStrategy",),
+        "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),
         "equipoise.strategies.replicated.balanced": ("BalancedDataParallelStrategy",),
         "equipoise.strategies.replicated.data_parallel": ("DataParallelStrategy",),
         "equipoise.strategies.single_device": ("SingleDeviceStrategy",),
@@ -46,6 +46,9 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "equipoise.strategies.ddp": {
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
+    },
+    "equipoise.strategies.pipeline": {
+        "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),
     },
     "equipoise.trainer": {
         "equipoise.trainer.cli_trainer": ("CLITrainer",),

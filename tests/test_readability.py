@@ -48,6 +48,7 @@ SQUEEZED = {
     "pipeline/processes",
     "strategies",
     "strategies/ddp",
+    "strategies/pipeline",
     "strategies/replicated",
     "trainer",
     "trainer/loops",

@@ -6,7 +6,7 @@ here waits for a device.
 
 import os
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ __all__ = [
     "DeviceInfo",
     "MemoryReading",
     "PeakMeter",
+    "empty_cache",
     "format_bytes",
     "free_memory",
     "list_devices",
@@ -241,6 +242,16 @@ def free_memory(device: str | torch.device) -> int | None:
     reading = read_memory(device)
     cached = (reading.reserved or 0) - reading.allocated
     return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def empty_cache(devices: Iterable[torch.device]) -> None:
+    """Return the reserved memory of torch's allocators to the devices, so that other programs can use it.
+
+    Args:
+        devices: The devices; nothing is done for a CPU.
+    """
+    if any(device.type == "cuda" for device in devices):
+        torch.cuda.empty_cache()
 
 
 def format_bytes(count: float) -> str:

@@ -130,7 +130,13 @@ class TrainingStep(PartwiseStep, Protocol):
 
 
 class EvaluationStep(PartwiseStep, Protocol):
-    """The user's step without gradients, for strategies."""
+    """The user's step without gradients, for strategies.
+
+    Attributes:
+        in_micro_batches: True while a batch is computed in micro-batches after an out-of-memory error.
+    """
+
+    in_micro_batches: bool
 
     def __call__(self, part: Any) -> Any:
         """Run the step on a whole batch and return its output."""

@@ -7,7 +7,7 @@ from equipoise.public_names import lazy_dir, lazy_getattr, names_of
 if TYPE_CHECKING:
     from equipoise.parallel.step_protocols import StepResult as StepResult
     from equipoise.strategies.ddp.strategy import DDPStrategy as DDPStrategy
-    from equipoise.strategies.pipeline import PipelineStrategy as PipelineStrategy
+    from equipoise.strategies.pipeline.strategy import PipelineStrategy as PipelineStrategy
     from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy as BalancedDataParallelStrategy
     from equipoise.strategies.replicated.data_parallel import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy

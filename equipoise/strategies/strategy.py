@@ -18,16 +18,17 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch import foreach
-from equipoise.parallel.batches.shares import even_sizes
-from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.communication.processes import Processes, SingleProcess
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.precision import Precision
+from equipoise.strategies.recovery_support import RecoverySupport
 
 __all__ = ["Strategy", "Transfer"]
+
+_NEUTRAL_RECOVERY = RecoverySupport()
 
 Transfer = Callable[[Any, torch.device], Any]
 
@@ -59,8 +60,19 @@ class Strategy:
     processes: Processes = SingleProcess()
     joins_processes: bool = False
 
-    # The module, while it is on the devices.
-    _placed: nn.Module | None = None
+    # State of a run in this process, which copies of the strategy do not take along: the module, while it is on the
+    # devices, and whatever else a subclass holds.
+    _module: nn.Module | None = None
+    _run: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options. State of a run stays in its process."""
+        return {**self.__dict__, "_module": None, "_run": None}
+
+    @property
+    def recovery(self) -> RecoverySupport:
+        """Support for steps that are repeated after an out-of-memory error."""
+        return _NEUTRAL_RECOVERY
 
     # Where it runs.
 
@@ -110,7 +122,7 @@ class Strategy:
         """Convert and place the module; called before optimisers are made."""
         precision.convert_module(module)
         module.to(self.root_device)
-        self._placed = module
+        self._module = module
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Let BatchNorm layers compute over all processes (`sync_batchnorm`); called after `setup`."""
@@ -121,9 +133,9 @@ class Strategy:
         Args:
             error: The error that ended the run; None if there was none.
         """
-        if self._placed is not None:
-            self._placed.cpu()
-            self._placed = None
+        if self._module is not None:
+            self._module.cpu()
+            self._module = None
 
     # Data.
 
@@ -230,66 +242,6 @@ class Strategy:
     def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step an optimiser unless one of its gradients, unscaled or not yet, is not finite."""
         return scaler.step(optimizer, **kwargs)
-
-    def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
-        """Split a placed batch into micro-batches, because it does not fit into memory at once.
-
-        Args:
-            parts: The parts that `place` has returned.
-            count: The number of micro-batches, at most as many as the largest part has samples.
-            splitter: The splitter of batches.
-
-        Returns:
-            The micro-batches, each like a result of `place`. The last ones lack parts of few samples.
-        """
-        micro_batches: list[list[Any]] = [[] for _ in range(count)]
-        for part in parts:
-            part_size = splitter.size_to_cut(part)
-            sizes = [size for size in even_sizes(part_size, count) if size]
-            for micro_batch, samples in zip(micro_batches, splitter.parts(part, sizes), strict=False):
-                micro_batch.append(samples)
-        return [tuple(micro_batch) for micro_batch in micro_batches if micro_batch]
-
-    def arm_recovery(self) -> None:
-        """Prepare for steps that are repeated; called before the first step."""
-
-    def obstacle(self, *, training: bool, leave_out: bool) -> str:
-        """Return why a step that ran out of memory cannot be repeated, or left out; empty if it can.
-
-        Args:
-            training: Whether the step trains.
-            leave_out: Whether the batch is to be left out.
-        """
-        return ""
-
-    def failed_device(self, named: str | None) -> torch.device:
-        """Return the device that ran out of memory in the last computation; the root device if unknown.
-
-        Args:
-            named: The device in the allocator's message; None if the message names none.
-        """
-        if named is None:
-            return self.root_device
-        return torch.device(named)
-
-    def relieve(self) -> None:
-        """Reduce the share of the failed device from now on, where batches are shared out unequally.
-
-        Called in training, after `failed_device`. The present batch keeps its parts.
-        """
-
-    def discard_gradients(self) -> bool:
-        """Discard gradients of a failed attempt, except those in the module's own parameters.
-
-        Returns:
-            Whether other processes have received some of them already. The next attempt then completes them.
-        """
-        return False
-
-    def empty_cache(self) -> None:
-        """Return the reserved memory of the allocators to the devices."""
-        if any(device.type == "cuda" for device in self.devices):
-            torch.cuda.empty_cache()
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step without gradients and return its output."""

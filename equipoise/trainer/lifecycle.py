@@ -25,6 +25,7 @@ from equipoise.interop.lightning.classes import is_a, is_overridden, takes_itera
 from equipoise.interop.lightning.loggers import log_hyperparams
 from equipoise.interop.lightning.modules import attach_profiler, forget_run, pretend_device
 from equipoise.interop.lightning.self_log import bind_log, unbind_log
+from equipoise.memory.devices import empty_cache
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.activation_checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.batches.splitting import Splitter
@@ -389,7 +390,7 @@ def _release(trainer: "Trainer", module: LightningModule, error: BaseException |
     if trainer.activation_checkpointing:
         steps.append(partial(keep_activations, module))
     steps.append(partial(_move_states_to_cpu, trainer))
-    steps.append(strategy.empty_cache)  # for others; what a run needs again it takes again
+    steps.append(partial(empty_cache, strategy.devices))  # for others; what a run needs again it takes again
     call_all(steps)
 
 

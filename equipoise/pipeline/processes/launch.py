@@ -28,7 +28,7 @@ from equipoise.pipeline.processes.stage_worker import StageWorker
 __all__ = ["StageLaunch"]
 
 T = TypeVar("T")
-preload("equipoise.strategies.pipeline")
+preload("equipoise.strategies.pipeline.strategy")
 # Seconds that the failed main process has to end before the workers do.
 _FAREWELL = 10.0
 # torch's error for writing to a parameter of another process, which is a `placeholder`.

@@ -6,15 +6,20 @@ at all, and the others would read it as another exchange. So the guard detects s
 ends the run with a message, and with it the other processes, which would wait forever.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import nn
 
 from equipoise.errors import StepError
 from equipoise.interop.torch.processes import collective_count
+from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange
+from equipoise.strategies.ddp.sample_shares import ProcessShares
+from equipoise.strategies.recovery_support import RecoverySupport
 
-__all__ = ["CollectiveGuard"]
+__all__ = ["CollectiveGuard", "DDPRecovery"]
 
+T = TypeVar("T")
 _WAY_OUT = "Take a smaller batch_size with accumulate_grad_batches, or leave the communication (sync_batchnorm) out."
 
 
@@ -31,40 +36,37 @@ class CollectiveGuard:
         self._communicates = {True: synchronised, False: False}
         self._has_completed_step = {True: False, False: False}
 
-    def watched(self, step: Any, *, training: bool) -> Any:
-        """Return the same step, whose calls go through `run`."""
-        return _Watched(self, step, training)
-
-    def run(self, step: Any, part: Any, *, training: bool) -> Any:
-        """Run a step on a batch or micro-batch.
+    def run(self, compute: Callable[[], T], *, training: bool, in_micro_batches: bool) -> T:
+        """Run the forward of a step on a batch or micro-batch.
 
         Args:
-            step: The step.
-            part: The batch or micro-batch.
+            compute: Function that computes the forward.
             training: Whether the step trains.
+            in_micro_batches: Whether it computes a micro-batch.
 
         Returns:
-            The result of the step.
+            The result of the function.
 
         Raises:
             StepError: If the step communicates, but computes a micro-batch while others compute their full batch.
         """
         count_before = collective_count()
         try:
-            result = step(part)
+            result = compute()
         finally:
             if collective_count() != count_before:
                 self._communicates[training] = True
         self._has_completed_step[training] = True
-        if step.in_micro_batches and self._communicates[training]:
+        if in_micro_batches and self._communicates[training]:
+            kind = "a training" if training else "an evaluation"
             raise StepError(
                 "A batch is computed in parts since it ran out of memory, but all processes communicate in the forward"
-                f" of {'a training' if training else 'an evaluation'} step, and the others compute theirs as a whole."
+                f" of {kind} step, and the others compute theirs as a whole."
                 f" {_WAY_OUT}"
             )
         return result
 
-    def obstacle(self, *, training: bool, leave_out: bool) -> str:
+    def why_not(self, *, training: bool, leave_out: bool) -> str:
         """Return why a step that ran out of memory cannot be repeated; empty if it can.
 
         Args:
@@ -81,16 +83,37 @@ class CollectiveGuard:
         return ""
 
 
-class _Watched:
-    """A step whose calls go through the guard."""
+class DDPRecovery(RecoverySupport):
+    """Repeats the steps of one process, while the other processes wait for its gradients.
 
-    def __init__(self, guard: CollectiveGuard, step: Any, training: bool) -> None:
-        self._guard = guard
-        self._step = step
-        self._training = training
+    Args:
+        module: The user's module.
+        exchange: The exchange of gradients.
+        shares: The shares of the processes.
 
-    def __call__(self, part: Any) -> Any:
-        return self._guard.run(self._step, part, training=self._training)
+    Attributes:
+        guard: Detects communication in steps; None unless steps may be repeated.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
+    def __init__(self, module: nn.Module, exchange: GradientExchange, shares: ProcessShares) -> None:
+        self.guard: CollectiveGuard | None = None
+        self._module = module
+        self._exchange = exchange
+        self._shares = shares
+
+    def enable(self) -> None:
+        """Exchange gradients by the native engine from now on, which can repeat a step; see `RecoverySupport`."""
+        if self.guard is None:
+            self.guard = CollectiveGuard(self._module)
+            self._exchange.repeat_steps()
+
+    def why_not(self, *, training: bool, leave_out: bool) -> str:
+        """Return why a step cannot be repeated: it communicates in its forward; see `RecoverySupport.why_not`."""
+        if self.guard is None:
+            return ""
+        return self.guard.why_not(training=training, leave_out=leave_out)
+
+    def discard(self) -> bool:
+        """Interrupt an exchange, which the next attempt completes; see `RecoverySupport.discard`."""
+        self._shares.begin_again()
+        return self._exchange.break_off()

@@ -15,7 +15,6 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.batches.shares import DeviceTimes, are_shares, even_sizes, finish_together, sizes_by_shares
 from equipoise.parallel.batches.splitting import infer_batch_size
-from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.ddp.loaders import Sizes, why_not_by_shares
 
 __all__ = ["ProcessShares", "check_shares", "check_shares_count"]
@@ -157,19 +156,21 @@ class ProcessShares:
             return even_sizes(size, self._processes)
         return self._plan.sizes(size, self._measured_before_epoch + step)
 
-    def timed(self, step: TrainingStep) -> TrainingStep:
-        """Return the same step, measured while shares are measured, and slowed down if the device is simulated."""
-        if not self.is_measuring and self._simulated is None:
-            return step
-        return _Timed(step, self._compute)
-
     @property
     def is_measuring(self) -> bool:
         """Whether steps are measured: only where `sizes` divides them."""
         return self.measures and self.shares is None and self._largest_step >= 4 * self._processes
 
-    def _compute(self, function: Callable[[], _T], part: Any, batch_idx: int) -> _T:
-        """Run the computation of a step, simulated and measured as far as that applies."""
+    def run(self, function: Callable[[], _T], part: Any, batch_idx: int) -> _T:
+        """Run the forward of a step, measured while shares are measured, and slowed down if the device is simulated.
+
+        Args:
+            function: Function that computes the forward.
+            part: The batch of this process.
+            batch_idx: The number of the batch.
+        """
+        if not self.is_measuring and self._simulated is None:
+            return function()
         planned = self._planned.pop(batch_idx, None)
         size = infer_batch_size(part)
         if size is None:
@@ -236,22 +237,3 @@ class ProcessShares:
 def _simulate(device: SimulatedDevice, function: Callable[[], _T], size: int) -> Callable[[], _T]:
     """Return the function as the simulated device computes it."""
     return lambda: device.compute(function, size)
-
-
-class _Timed:
-    """A training step whose computation goes through another function.
-
-    Args:
-        step: The step.
-        compute: The function. It receives the computation, the batch and the number of the batch.
-    """
-
-    def __init__(self, step: TrainingStep, compute: Callable[[Callable[[], StepResult], Any, int], StepResult]) -> None:
-        self._step = step
-        self._compute = compute
-
-    def __call__(self, part: Any) -> StepResult:
-        return self._compute(lambda: self._step(part), part, self._step.batch_idx)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)

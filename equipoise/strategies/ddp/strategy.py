@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,26 +17,36 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
-from equipoise.strategies.ddp.gradient_exchange import (
-    Engine,
-    NativeEngine,
-    check_engine_options,
-    make_engine,
-    trainable_parameters_differ,
-)
+from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange, check_engine_options
 from equipoise.strategies.ddp.loaders import count_of_rank, is_dealt, refuse_missing_batch, share_loader
 from equipoise.strategies.ddp.metric_sync import synchronise_metrics
 from equipoise.strategies.ddp.module_sync import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp.processes import ProcessGroup
-from equipoise.strategies.ddp.recovery import CollectiveGuard
+from equipoise.strategies.ddp.recovery import DDPRecovery
 from equipoise.strategies.ddp.sample_shares import ProcessShares, check_shares, check_shares_count
+from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
 
 __all__ = ["DDPStrategy"]
 
 preload(__name__)
-# Fields that belong to a run and stay in its process; all of them are None outside a run.
-_RUN_FIELDS = ("_engine", "_guard", "_placed", "_restore_layers", "_restore_metrics")
+
+
+@dataclass
+class _Run:
+    """State of a run in this process, where several compute together.
+
+    Attributes:
+        exchange: The exchange of gradients.
+        recovery: Support for steps that are repeated.
+        restores: Functions that restore the module at the end.
+        shares_statistics: True if layers compute batch statistics over all processes.
+    """
+
+    exchange: GradientExchange
+    recovery: DDPRecovery
+    restores: list[Callable[[], None]]
+    shares_statistics: bool = False
 
 
 class DDPStrategy(Strategy):
@@ -107,14 +119,7 @@ class DDPStrategy(Strategy):
         # The processes, once the devices are known.
         self._group: ProcessGroup | None = None
         self._shares: ProcessShares | None = None
-        self._engine: Engine | None = None
-        # The parameters for which the engine was constructed, and whether each was trainable then.
-        self._parameters: list[nn.Parameter] = []
-        self._trainable: list[bool] = []
-        # Set where steps may be repeated.
-        self._guard: CollectiveGuard | None = None
-        self._restore_metrics: Callable[[], None] | None = None
-        self._restore_layers: Callable[[], None] | None = None
+        self._run: _Run | None = None
 
     # Where it runs.
 
@@ -146,6 +151,11 @@ class DDPStrategy(Strategy):
         self._shares.restore(shares_before)
 
     @property
+    def _current_shares(self) -> ProcessShares:
+        assert self._shares is not None
+        return self._shares
+
+    @property
     def shares(self) -> list[float] | None:
         """The shares in use; None where they are even, or not measured yet."""
         if self._shares is not None:
@@ -161,30 +171,29 @@ class DDPStrategy(Strategy):
             return
         check_same_modules(module)
         copy_from_first((*module.parameters(), *module.buffers()))
-        self._restore_metrics = synchronise_metrics(module)
+        restore_metrics = synchronise_metrics(module)
         # A process that the trainer has started did not have its rank in `connect`.
         self._create_shares()
+        exchange = GradientExchange(self.engine, module, self.root_device, self._engine_options)
+        recovery = DDPRecovery(module, exchange, self._current_shares)
+        self._run = _Run(exchange, recovery, restores=[restore_metrics])
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Replace BatchNorm layers while the run lasts; see `Strategy.share_batch_statistics`."""
-        if self.processes.world_size > 1:
-            self._restore_layers = share_batch_statistics(module, self.root_device)
+        if self._run is not None:
+            self._run.restores.append(share_batch_statistics(module, self.root_device))
+            self._run.shares_statistics = True
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Release hooks and buckets; see `Strategy.teardown`."""
-        # The fields are reset first, so that an error below leaves none of a run behind.
-        engine = self._engine
-        restores = (self._restore_metrics, self._restore_layers)
-        self._engine = None
-        self._restore_metrics = None
-        self._restore_layers = None
-        self._guard = None
+        # The field is reset first, so that an error below leaves no state of the run behind.
+        run = self._run
+        self._run = None
         if self._group is not None:
             self._group.forget_failure()
-        if engine is not None:
-            engine.close()
-        for restore in restores:
-            if restore is not None:
+        if run is not None:
+            run.exchange.close()
+            for restore in run.restores:
                 restore()
         super().teardown(error)
 
@@ -199,8 +208,7 @@ class DDPStrategy(Strategy):
         training = stage == "train"
         sizes = None
         if training:
-            assert self._shares is not None
-            sizes = self._shares.sizes_for(loader)
+            sizes = self._current_shares.sizes_for(loader)
         rank, world_size = self.processes.rank, self.processes.world_size
         return share_loader(loader, rank, world_size, seed, training=training, sizes=sizes)
 
@@ -214,89 +222,71 @@ class DDPStrategy(Strategy):
 
     def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy a batch to the device; see `Strategy.place`."""
-        refuse_missing_batch(batch, shares_statistics=self._restore_layers is not None)
+        refuse_missing_batch(batch, shares_statistics=self._run is not None and self._run.shares_statistics)
         if batch is NO_BATCH:
             return ()
         return (transfer(batch, self.devices[0]),)
 
     def begin_evaluation(self) -> None:
         """Copy the buffers of rank 0, which checkpoints hold, to all processes; see `Strategy.begin_evaluation`."""
-        if self._group is not None and self._group.is_connected and self._placed is not None:
-            copy_from_first(self._placed.buffers())
+        if self._group is not None and self._group.is_connected and self._module is not None:
+            copy_from_first(self._module.buffers())
 
     # Computation.
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Compute the gradients of a batch, or join the exchange without one; see `Strategy.forward_backward`."""
-        if self.processes.world_size == 1:
+        if self._run is None:
             return super().forward_backward(step, parts, last)
-        assert self._shares is not None
-        if self._guard is not None:
-            step = self._guard.watched(step, training=True)
         if self._user_shares is not None or self.simulated:
-            self._shares.begin_step(step.batch_idx, self.processes.gather_objects)
-            step = self._shares.timed(step)
-        return self._current_engine().forward_backward(step, parts, last)
+            self._current_shares.begin_step(step.batch_idx, self.processes.gather_objects)
+            step.run_inside(partial(self._run_forward, step))
+        elif self._run.recovery.guard is not None:
+            step.run_inside(partial(self._run_forward, step))
+        return self._run.exchange.forward_backward(step, parts, last)
 
-    def arm_recovery(self) -> None:
-        """Exchange gradients by the native engine from now on, which can repeat a step; see the interface."""
-        if self._guard is None and self.processes.world_size > 1 and self._placed is not None:
-            self._guard = CollectiveGuard(self._placed)
+    def _run_forward(self, step: TrainingStep, compute: Callable[[], Any], part: Any) -> Any:
+        """Run the forward of a training step, watched if it may be repeated, and measured as far as that applies."""
+        assert self._run is not None
+        guard = self._run.recovery.guard
+        run = compute
+        if guard is not None:
+            run = partial(guard.run, compute, training=True, in_micro_batches=step.in_micro_batches)
+        return self._current_shares.run(run, part, step.batch_idx)
+
+    @property
+    def recovery(self) -> RecoverySupport:
+        """Support for steps that are repeated; see `Strategy.recovery`."""
+        if self._run is None:
+            return super().recovery
+        return self._run.recovery
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step; see `Strategy.evaluate`."""
-        if self._guard is None:
+        guard = None if self._run is None else self._run.recovery.guard
+        if guard is None:
             return step(parts[0])
-        return self._guard.run(step, parts[0], training=False)
-
-    def obstacle(self, *, training: bool, leave_out: bool) -> str:
-        """Return why a step cannot be repeated: it communicates in its forward; see `Strategy.obstacle`."""
-        if self._guard is None:
-            return ""
-        return self._guard.obstacle(training=training, leave_out=leave_out)
-
-    def discard_gradients(self) -> bool:
-        """Interrupt an exchange, which the next attempt completes; see `Strategy.discard_gradients`."""
-        if self._shares is not None:
-            self._shares.begin_again()
-        return isinstance(self._engine, NativeEngine) and self._engine.break_off()
-
-    def _current_engine(self) -> Engine:
-        """Return the engine, another one if parameters were frozen or unfrozen since the last step."""
-        module = self._placed
-        assert module is not None
-        if self._engine is not None and trainable_parameters_differ(module, self._parameters, self._trainable):
-            self._engine.close()
-            self._engine = None
-        if self._engine is None:
-            self._parameters = list(module.parameters())
-            self._trainable = [parameter.requires_grad for parameter in self._parameters]
-            repeats = self._guard is not None
-            options = self._engine_options
-            self._engine = make_engine(self.engine, module, self.root_device, options, repeats_steps=repeats)
-        return self._engine
+        compute = partial(step, parts[0])
+        return guard.run(compute, training=False, in_micro_batches=step.in_micro_batches)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run one backward; see `Strategy.backward`."""
-        if self.processes.world_size > 1 and not getattr(self._placed, "automatic_optimization", True):
-            engine = self._current_engine()
-            # The other engine is for automatic optimisation.
-            assert isinstance(engine, NativeEngine)
-            engine.manual_backward(loss, *args, **kwargs)
-        else:
+        automatic = getattr(self._module, "automatic_optimization", True)
+        if self._run is None or automatic:
             super().backward(loss, *args, **kwargs)
+        else:
+            self._run.exchange.manual_backward(loss, *args, **kwargs)
 
     def collect_gradients(self) -> None:
         """Complete the exchange of a window's last backward; see `Strategy.collect_gradients`."""
-        if self._engine is not None:
-            self._engine.collect()
+        if self._run is not None:
+            self._run.exchange.collect()
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the gradients of a window into their weighted mean over all processes; see the interface."""
-        if self.processes.world_size == 1:
+        if self._run is None:
             return super().finish_gradients(window, optimizer)
-        assert self._engine is not None
-        return self._engine.finish(window, optimizer)
+        return self._run.exchange.finish(window, optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measured shares."""
@@ -308,7 +298,3 @@ class DDPStrategy(Strategy):
         """Restore measured shares, if they are for as many processes; otherwise they are measured."""
         if self._shares is not None:
             self._shares.restore(state.get("shares"))
-
-    def __getstate__(self) -> Mapping[str, Any]:
-        """Return the options, and nothing that belongs to a run."""
-        return {**vars(self), **dict.fromkeys(_RUN_FIELDS)}

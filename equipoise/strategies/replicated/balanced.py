@@ -16,32 +16,34 @@ from equipoise.strategies.replicated.base import Parallelize, ReplicatedStrategy
 
 __all__ = ["BalancedDataParallelStrategy"]
 
-_LESS = 0.75  # of what a device had when its memory ran out
-_LEAST = 0.01  # of the largest share; less helps nobody
+# The part of its samples that a device keeps when its memory has run out.
+_LESS = 0.75
+# The smallest share after a reduction, relative to the largest one. A smaller one would save no more memory.
+_LEAST = 0.01
 
 
 class BalancedDataParallelStrategy(ReplicatedStrategy):
-    """Computes every batch in unequal parts on several devices of one machine, in one process; gradients are exact.
+    """Compute every batch in unequal parts on several devices of one machine, in one process; gradients are exact.
 
     With `OOMRecovery`, a device that ran out of memory in training gets a quarter less from then on.
 
     Args:
         shares: A number from 0 for each device, relative to one another: `[2, 3, 3]`. A device with a share of 0 takes
             no part in the computation. "auto": measured in the first steps, so that all devices finish together and
-            none exceeds its memory; then told, to be pinned, and saved in checkpoints. Default: "auto", unless
+            none exceeds its memory; then logged, to be pinned, and saved in checkpoints. Default: "auto", unless
             `first_device_batch_size` is given.
-        first_device_batch_size: Samples for the first device, from 0, the rest going to the others evenly; the sizes of
-            BalancedDataParallel (`gpu0_bsz // acc_grad` there). Where the others would get no more than the first, the
-            batch is cut evenly, and a warning says so.
-        parallelize: "step": the whole `training_step` runs on every device. "forward": only the module's forward does.
-            Default: "step".
+        first_device_batch_size: Samples for the first device, from 0; the other devices share the remaining samples
+            evenly. These are the sizes of BalancedDataParallel (`gpu0_bsz // acc_grad` there). Where the other devices
+            would get no more than the first, the batch is divided evenly, with a warning.
+        parallelize: "step": the complete `training_step` runs on every device. "forward": only the module's forward
+            does. Default: "step".
         output_device: For "forward": where outputs are gathered, an index into the devices or a device. Default: the
             first device.
         dim: The dimension of the samples. Default: 0, the first.
-        simulated: Devices, by their index, that are to be slower or smaller than they are; for trying things out.
+        simulated: Devices, by their index, that are to be slower or smaller than they are; for experiments.
 
     Raises:
-        ConfigurationError: If an argument cannot be right, or does not fit the devices.
+        ConfigurationError: If an argument is out of range or does not fit the devices.
 
     Example:
         >>> from equipoise import BalancedDataParallelStrategy, Trainer
@@ -69,19 +71,14 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
                 f"shares={shares!r} and first_device_batch_size={first_device_batch_size!r} both say how batches are"
                 " cut. Give one of them."
             )
-        if first_device_batch_size is not None and (
-            isinstance(first_device_batch_size, bool)
-            or not isinstance(first_device_batch_size, int)
-            or first_device_batch_size < 0
-        ):
-            raise ConfigurationError(
-                f"first_device_batch_size is a number of samples, from 0, not {first_device_batch_size!r}."
-            )
+        if first_device_batch_size is not None:
+            _check_first_size(first_device_batch_size)
         self.first_device_batch_size = first_device_batch_size
         self.measures = first_device_batch_size is None and shares in (None, "auto")
         self.simulated = dict(simulated or {})
         self._shares: list[float] | None = None
-        self._given: list[float] | int | None = first_device_batch_size  # by the user, whatever was learned since
+        # The user's setting, which stays when shares are measured or reduced.
+        self._user_setting: list[float] | int | None = first_device_batch_size
         self._calibration: Calibration | None = None
         self._warned = False
         if not self.measures and shares is not None:
@@ -89,7 +86,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     @property
     def shares(self) -> list[float] | None:
-        """The shares in use; None before they were measured, or where `first_device_batch_size` says it instead.
+        """The shares in use; None before they were measured, or where `first_device_batch_size` replaces them.
 
         They may be set at any time, also while training.
         """
@@ -97,11 +94,12 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     @shares.setter
     def shares(self, shares: Any) -> None:
-        self._take(shares)
+        self._use(shares)
         if not self.measures:
-            self._given = self._shares
+            self._user_setting = self._shares
 
-    def _take(self, shares: Any) -> None:
+    def _use(self, shares: Any) -> None:
+        """Check shares and use them from the next batch on, which ends a measurement."""
         if not are_shares(shares):
             raise ConfigurationError(
                 f"shares must be 'auto' or a number from 0 for each device, not all of them 0, such as [2, 3, 3]; not"
@@ -112,40 +110,54 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
                 f"shares={list(shares)!r} are {len(shares)} numbers, but there are {len(self.devices)} devices:"
                 f" {', '.join(map(str, self.devices))}. Give a number for each."
             )
-        self._shares, self._calibration = list(shares), None
+        self._shares = list(shares)
+        self._calibration = None
 
     def measure_again(self) -> None:
-        """The next steps measure the devices anew, for instance because others use them now.
+        """Measure the devices again in the next steps, for instance because other programs use them now.
 
         Raises:
-            ConfigurationError: If the shares were given.
+            ConfigurationError: If the user has set the shares.
         """
         if not self.measures:
             raise ConfigurationError("Only shares='auto' are measured, but these were given; leave them out.")
         self._shares = None
-        self._calibration = Calibration(self.devices, self.simulated) if self.devices else None
+        self._calibration = None
+        if self.devices:
+            self._calibration = Calibration(self.devices, self.simulated)
 
     # Where it runs.
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Takes the devices; see `Strategy.connect`."""
+        """Use the devices; see `Strategy.connect`."""
         if self.first_device_batch_size is not None and len(devices) == 1:
             raise ConfigurationError(
                 f"first_device_batch_size={self.first_device_batch_size} shares batches out among several devices, but"
                 " there is one. Give more devices, or take strategy='single_device'."
             )
         super().connect(devices, num_nodes)
-        self._calibration = None  # of other devices
-        if wrong := [index for index in self.simulated if not 0 <= index < len(devices)]:
-            raise ConfigurationError(f"simulated names the device {wrong[0]}, but there are {len(devices)} devices.")
-        learned = None if self._shares is self._given else self._shares
-        if learned is not None and len(learned) != len(devices):
-            self._shares = self._given if isinstance(self._given, list) else None
+        # A calibration holds for the devices that it has measured.
+        self._calibration = None
+        for index in self.simulated:
+            if not 0 <= index < len(devices):
+                raise ConfigurationError(f"simulated names the device {index}, but there are {len(devices)} devices.")
+        self._drop_shares_of_other_devices()
         if self._shares is not None:
-            self._take(self._shares)  # which checks their number
+            # `_use` checks that there is a number for each device.
+            self._use(self._shares)
+
+    def _drop_shares_of_other_devices(self) -> None:
+        """Return to the user's shares if measured or reduced ones are for another number of devices."""
+        if self._shares is None or self._shares is self._user_setting:
+            return
+        if len(self._shares) == len(self.devices):
+            return
+        self._shares = None
+        if isinstance(self._user_setting, list):
+            self._shares = self._user_setting
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
-        """Places the module on the first device; see `Strategy.setup`."""
+        """Place the module on the first device; see `Strategy.setup`."""
         super().setup(module, precision)
         if self.measures and self._shares is None and self._calibration is None and len(self.devices) > 1:
             self.measure_again()
@@ -153,70 +165,108 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
     # How a batch is shared out.
 
     def sizes(self, batch_size: int) -> list[int]:
-        """The number of samples for each device."""
-        devices = len(self.devices)
+        """Return the number of samples for each device."""
         if self.first_device_batch_size is not None and self._shares is None:
-            sizes, as_asked = first_device_sizes(batch_size, devices, self.first_device_batch_size)
-            if not as_asked and not self._warned:
-                self._warned = True
-                rank_zero_warn(
-                    f"first_device_batch_size={self.first_device_batch_size} is too much for a batch of {batch_size}:"
-                    f" the others would get no more than the first. It is cut evenly, into {sizes}."
-                )
-            return sizes
-        if self._calibration is not None and self._training and self._is_measurable(batch_size):
+            return self._sizes_by_first(batch_size, self.first_device_batch_size)
+        if self._calibration is not None and self._is_training and self._is_measurable(batch_size):
             return self._calibration.sizes(batch_size)
-        return even_sizes(batch_size, devices) if self._shares is None else sizes_by_shares(batch_size, self._shares)
+        if self._shares is None:
+            return even_sizes(batch_size, len(self.devices))
+        return sizes_by_shares(batch_size, self._shares)
+
+    def _sizes_by_first(self, batch_size: int, first: int) -> list[int]:
+        """Return the sizes with `first` samples for the first device; warn once where they do not fit."""
+        sizes, fits = first_device_sizes(batch_size, len(self.devices), first)
+        if not fits and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"first_device_batch_size={first} is too much for a batch of {batch_size}:"
+                f" the others would get no more than the first. It is cut evenly, into {sizes}."
+            )
+        return sizes
 
     def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
-        work = [(index, self._simulate(index, run, size)) for (index, run), size in zip(functions, sizes, strict=True)]
+        """Compute every part on its device; simulate and measure the devices as far as that applies."""
+        batch_size = sum(sizes)
         calibration = self._calibration
-        if calibration is None or not self._training or not self._is_measurable(sum(sizes)):
-            return super()._compute(work, sizes)
-        work = [(index, calibration.measured(index, run, n)) for (index, run), n in zip(work, sizes, strict=True)]
-        answers = super()._compute(work, sizes)
-        calibration.end_step(sum(sizes))
-        if calibration.is_done:
-            self._take(calibration.result())
-            rank_zero_info(f"Measured shares of {', '.join(map(str, self.devices))}: shares={self._shares} pins them.")
-        return answers
+        if not self._is_training or not self._is_measurable(batch_size):
+            calibration = None
 
-    def relieve(self) -> None:
-        """Takes a quarter of its share from the device that ran out of memory; see `Strategy.relieve`."""
-        index, devices = self._failed, range(len(self.devices))
-        if index is None or index not in self._computed:
-            return
-        name = f"{self.devices[index]}{f' (number {index})' if self.devices.count(self.devices[index]) > 1 else ''}"
-        if self._calibration is not None and self._is_measurable(sum(self._computed.values())):
-            most = max(1, int(_LESS * self._computed[index]))
+        work = []
+        for (index, function), size in zip(functions, sizes, strict=True):
+            run = self._simulated_run(index, function, size)
+            if calibration is not None:
+                run = calibration.measured(index, run, size)
+            work.append((index, run))
+        results = super()._compute(work, sizes)
+
+        if calibration is not None:
+            calibration.end_step(batch_size)
+            if calibration.is_done:
+                self._use(calibration.result())
+                devices = ", ".join(map(str, self.devices))
+                rank_zero_info(f"Measured shares of {devices}: shares={self._shares} pins them.")
+        return results
+
+    def _reduce_share(self, index: int, computed: Mapping[int, int]) -> None:
+        """Reduce the share of the device that ran out of memory by a quarter; see `ReplicatedRecovery`."""
+        if self._calibration is not None and self._is_measurable(sum(computed.values())):
+            most = max(1, int(_LESS * computed[index]))
             self._calibration.limit(index, most)
+            name = self._name_of(index)
             rank_zero_warn(f"Measuring goes on with at most {most} samples for {name}, which ran out of memory.")
             return
-        shares = list(self._shares or [float(self._computed.get(each, 0)) for each in devices])
-        if len(self.devices) > 1 and _LESS * shares[index] >= _LEAST * max(shares):
-            shares[index] = float(f"{_LESS * shares[index]:.3g}")
-            self._take(shares)
-            rank_zero_warn(f"{name} ran out of memory and gets less from now on: shares={shares}.")
+        if self._shares:
+            shares = list(self._shares)
+        else:
+            shares = [float(computed.get(device, 0)) for device in range(len(self.devices))]
+        reduced = _LESS * shares[index]
+        # A device that is alone, or would get hardly any samples, keeps its share.
+        if len(self.devices) == 1 or reduced < _LEAST * max(shares):
+            return
+        shares[index] = float(f"{reduced:.3g}")
+        self._use(shares)
+        rank_zero_warn(f"{self._name_of(index)} ran out of memory and gets less from now on: shares={shares}.")
+
+    def _name_of(self, index: int) -> str:
+        """Return the name of a device, with its index if several have that name."""
+        device = self.devices[index]
+        if self.devices.count(device) > 1:
+            return f"{device} (number {index})"
+        return str(device)
 
     def _is_measurable(self, batch_size: int) -> bool:
-        """Whether a batch is large enough for every device to get a part, and a larger and a smaller one."""
+        """Return whether a batch is large enough to give every device parts of several sizes."""
         return batch_size >= 4 * len(self.devices)
 
-    def _simulate(self, index: int, function: Callable[[], Any], size: int) -> Callable[[], Any]:
+    def _simulated_run(self, index: int, function: Callable[[], Any], size: int) -> Callable[[], Any]:
+        """Return the function as the device computes it, slower or smaller where it is simulated."""
         device = self.simulated.get(index)
-        return function if device is None else lambda: device.compute(function, size)
+        if device is None:
+            return function
+        return lambda: device.compute(function, size)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The shares that were measured, or reduced where memory ran out; then also those that they replace."""
-        if self._shares is None or self._shares is self._given:
+        """Return shares that were measured, or reduced after an error of memory; then also the user's setting."""
+        if self._shares is None or self._shares is self._user_setting:
             return {}
-        return {"shares": self._shares, **({} if self.measures else {"instead_of": self._given})}
+        state: dict[str, Any] = {"shares": self._shares}
+        if not self.measures:
+            state["instead_of"] = self._user_setting
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes shares back, if they are for as many devices and what was given is as it was."""
+        """Restore shares, if they are for as many devices and the user's setting is the same."""
         shares = state.get("shares")
-        same = self.measures or state.get("instead_of", ()) == self._given
-        if same and shares is not None and len(shares) == len(self.devices):
-            self._take(shares)
+        same_setting = self.measures or state.get("instead_of", ()) == self._user_setting
+        if same_setting and shares is not None and len(shares) == len(self.devices):
+            self._use(shares)
+
+
+def _check_first_size(size: Any) -> None:
+    """Check the user's number of samples for the first device."""
+    is_number = isinstance(size, int) and not isinstance(size, bool)
+    if not is_number or size < 0:
+        raise ConfigurationError(f"first_device_batch_size is a number of samples, from 0, not {size!r}.")

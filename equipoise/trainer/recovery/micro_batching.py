@@ -12,7 +12,7 @@ from torch import Tensor
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.memory.devices import free_memory
+from equipoise.memory.devices import empty_cache, free_memory
 from equipoise.memory.footprint import footprint_of
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Phase, Split, device_of, free_bytes, requested_bytes
 from equipoise.parallel.batches.gathering import PartialOutputs
@@ -138,7 +138,7 @@ class MicroBatcher:
             parts: The batch, as the strategy has placed it.
             count: In how many parts.
         """
-        pieces = self.strategy.cut(parts, count, self.splitter)
+        pieces = self.strategy.recovery.split(parts, count, self.splitter)
         sizes = [self.size(piece) for piece in pieces]  # before a step takes something out of them
         results: list[StepResult] = []
         device, dim = self.strategy.root_device, self.strategy.dim
@@ -170,7 +170,7 @@ class MicroBatcher:
             refusal: Why it cannot be done again, whatever callbacks say; empty if it can.
         """
         size, most, obstacle = self.most(parts)
-        device = str(self.strategy.failed_device(device_of(failure.message)))
+        device = str(self.strategy.recovery.device_of_failure(device_of(failure.message)) or self.strategy.root_device)
         failure.held = footprint_of(self.context.module, self.context.trainer.optimizers, device)
         free = free_bytes(failure.message)
         return OutOfMemoryEvent(
@@ -206,7 +206,7 @@ class MicroBatcher:
     def let_go(self) -> None:
         """Frees what the failed attempt held, in cycles and in the allocator's cache."""
         gc.collect()
-        self.strategy.empty_cache()
+        empty_cache(self.strategy.devices)
 
 
 def _split(answer: Any, callback: Any) -> Split:

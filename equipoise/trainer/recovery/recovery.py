@@ -69,7 +69,7 @@ class Recovery:
     def __init__(self, context: "RunContext", step: Any) -> None:
         self.context, self.step, self.window = context, step, step.window
         self.logs, self.strategy = context.logs, context.strategy
-        self.strategy.arm_recovery()
+        self.strategy.recovery.enable()
         self.rewind = StepSnapshot(context.module, context.strategy.devices)
         self.parts = MicroBatcher(context, self._compute)
         self._open = _Window()
@@ -148,20 +148,20 @@ class Recovery:
         batch, step = self._running, self.step
         for each in self._open.batches:
             each.contents.restore()
-        refusal = self.strategy.obstacle(training=True, leave_out=False)
+        refusal = self.strategy.recovery.why_not(training=True, leave_out=False)
         event = self.parts.event(failure, step.phase, batch.batch_idx, batch.parts, batch.count, refusal)
         answer = self.parts.ask(event)
         sent = self._roll_back()
         if answer is None:
             raise_with_advice(failure, event, refusal)
-        obstacle = self.strategy.obstacle(training=True, leave_out=not answer.parts)
+        obstacle = self.strategy.recovery.why_not(training=True, leave_out=not answer.parts)
         if sent and not answer.parts and not obstacle:
             obstacle = (
                 "It cannot be left out: others have a part of its gradients. OOMRecovery(policy='split') can cut it."
             )
         if obstacle:
             raise_with_advice(failure, event, obstacle)
-        self.strategy.relieve()
+        self.strategy.recovery.reduce_share()
         batch.count = answer.parts
         if answer.parts > 1:
             self.parts.failed(batch.parts, answer)
@@ -185,7 +185,7 @@ class Recovery:
         elif not step.begins_window:  # else the gradients are still those that the zeroing is to find
             for parameter in self._parameters():
                 parameter.grad = None
-        return self.strategy.discard_gradients()
+        return self.strategy.recovery.discard()
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for optimizer in self.context.trainer.optimizers for p in optimizer_parameters(optimizer)]
@@ -292,7 +292,7 @@ class EvaluationRecovery:
 
     def __init__(self, context: "RunContext", name: str) -> None:
         self.strategy, self.logs = context.strategy, context.logs
-        self.strategy.arm_recovery()
+        self.strategy.recovery.enable()
         self.rewind = StepSnapshot(context.module, context.strategy.devices)
         self.parts = MicroBatcher(context, self._compute, name)
 
@@ -318,7 +318,7 @@ class EvaluationRecovery:
                     raise
                 failure = CapturedError.of(error)
             contents.restore()
-            refusal = self.strategy.obstacle(training=False, leave_out=False)
+            refusal = self.strategy.recovery.why_not(training=False, leave_out=False)
             event = self.parts.event(failure, "evaluation", step.indices[0], parts, count, refusal)
             answer = self.parts.ask(event)
             del self.logs.pending[pending:]

@@ -17,7 +17,7 @@ from equipoise.interop.lightning.modules import empty_init
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.precision import Precision
 from equipoise.strategies.ddp.strategy import DDPStrategy
-from equipoise.strategies.pipeline import PipelineStrategy
+from equipoise.strategies.pipeline.strategy import PipelineStrategy
 from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy
 from equipoise.strategies.replicated.data_parallel import DataParallelStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
-from equipoise.strategies.ddp import gradient_exchange, window_totals
+from equipoise.strategies.ddp.exchange import torch_engine, window_totals
 from tests.conftest import ignoring
 from tests.strategies.ddp.test_faults import HOW, Mistake, hangs, raises
 from tests.support.waiting import blame_early, wait_briefly
@@ -488,7 +488,7 @@ class OnADevice(Numbered):
 
     def setup(self, stage: str) -> None:
         if self.trainer.world_size > 1:
-            gradient_exchange.reading_waits = window_totals.reading_waits = lambda device: True
+            torch_engine.reading_waits = window_totals.reading_waits = lambda device: True
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx in self.skipped:

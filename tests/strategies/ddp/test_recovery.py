@@ -227,8 +227,8 @@ def test_communication_in_an_evaluation() -> None:
 
 def test_layers_that_are_known_to_communicate() -> None:
     guard = CollectiveGuard(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
-    assert guard.obstacle(training=True, leave_out=False).startswith(REASON)
-    assert not guard.obstacle(training=False, leave_out=False)  # with running statistics
+    assert guard.why_not(training=True, leave_out=False).startswith(REASON)
+    assert not guard.why_not(training=False, leave_out=False)  # with running statistics
 
 
 def test_measuring_goes_on_while_windows_are_done_again() -> None:

@@ -268,7 +268,7 @@ def test_nothing_is_left_in_the_module() -> None:
         run.fit(module, loader(), loader())
         assert set(vars(module)) - before <= {"_trainer"}
         assert module.forward.__func__ is Module.forward
-        assert run.connected_strategy._replicas is None
+        assert run.connected_strategy._run is None
 
 
 def test_gradients_are_whole_in_every_hook() -> None:

@@ -1,6 +1,6 @@
 """Base of the pipeline strategy: duties that the other processes share, where there are any."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from equipoise.strategies.strategy import Strategy
 
 __all__ = ["StagedStrategy"]
 
-_OF_A_RUN = ("_network", "_placed", "_split", "timeline")
+_OF_A_RUN = ("_network", "_split", "timeline")
 
 
 class StagedStrategy(Strategy):
@@ -27,17 +27,6 @@ class StagedStrategy(Strategy):
     _split: ProcessBackend | None = None  # while other processes take part
 
     # Gradients and optimisers.
-
-    def arm_recovery(self) -> None:
-        """Other processes note what a window changes, too; see `Strategy.arm_recovery`."""
-        if self._split is not None:
-            self._split.processes.send_to_all("arm")
-
-    def discard_gradients(self) -> bool:
-        """Lets go of a failed attempt's gradients in other processes; see `Strategy.discard_gradients`."""
-        if self._split is not None:
-            self._split.processes.send_to_all("discard")
-        return False
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clips gradients over all stages; see `Strategy.clip_gradients`."""
@@ -91,6 +80,6 @@ class StagedStrategy(Strategy):
 
     # On its way to other processes.
 
-    def __getstate__(self) -> Mapping[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         """The options; nothing that belongs to a run."""
-        return {**vars(self), **dict.fromkeys(_OF_A_RUN)}
+        return {**super().__getstate__(), **dict.fromkeys(_OF_A_RUN)}

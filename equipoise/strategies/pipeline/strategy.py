@@ -27,22 +27,12 @@ from equipoise.pipeline.processes.launch import StageLaunch
 from equipoise.pipeline.schedule.schedule import check_schedule, check_stages, splits
 from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.precision import Precision
-from equipoise.strategies.staged_strategy import StagedStrategy
+from equipoise.strategies.pipeline.recovery import FinerBatch, PipelineRecovery
+from equipoise.strategies.pipeline.staged_strategy import StagedStrategy
+from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Transfer
 
 __all__ = ["PipelineStrategy"]
-
-
-class _Finer(tuple[Any, ...]):
-    """A placed batch that is to be computed in more micro-batches than usual.
-
-    Attributes:
-        factor: How many times more.
-        indices: The numbers of the micro-batches that it came to.
-    """
-
-    factor: int = 1
-    indices: Sequence[int] = ()
 
 
 class PipelineStrategy(StagedStrategy):
@@ -188,7 +178,7 @@ class PipelineStrategy(StagedStrategy):
         processes = None if self.others is None else self.others.processes
         precision.convert_module(module)
         set_device_of(module, self.root_device)
-        self._placed = module
+        self._module = module
         self._splitter = Splitter(module, self.dim)
         if processes is not None:
             self._split, processes.steps = ProcessBackend(processes, module), self._steps
@@ -217,6 +207,13 @@ class PipelineStrategy(StagedStrategy):
     def _usual_count(self, devices: int) -> int:
         return self.micro_batches or 2 * devices
 
+    @property
+    def recovery(self) -> RecoverySupport:
+        """Support for steps that are repeated; see `Strategy.recovery`."""
+        if self._network is None:
+            return super().recovery
+        return PipelineRecovery(self._network, self._split)
+
     def teardown(self, error: BaseException | None = None) -> None:
         """Lets the module be as it was; see `Strategy.teardown`."""
         network, self._network = self._network, None
@@ -241,14 +238,14 @@ class PipelineStrategy(StagedStrategy):
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Computes a batch in micro-batches; see `Strategy.forward_backward`."""
         assert self._network is not None
-        assert self._placed is not None
+        assert self._module is not None
         self._network.running = None
-        batch, module = parts[0], self._placed
+        batch, module = parts[0], self._module
         whole = self._splitter.size(batch)
-        factor = parts.factor if isinstance(parts, _Finer) else 1
+        factor = parts.factor if isinstance(parts, FinerBatch) else 1
         count = 1 if whole is None else min(whole, factor * self._usual_count(len(self._network.options.own_devices)))
         sizes = [1] if whole is None else [size for size in even_sizes(whole, count) if size]
-        if isinstance(parts, _Finer):
+        if isinstance(parts, FinerBatch):
             parts.indices = range(len(sizes))
         cut = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
         micro = [SuspendedStep(partial(step.run_on, module, part, size)) for part, size in zip(cut, sizes, strict=True)]
@@ -332,20 +329,6 @@ class PipelineStrategy(StagedStrategy):
         if self._split is not None:
             self._split.gather(optimizer, window.correction())
         return super().finish_gradients(window, optimizer)
-
-    def failed_device(self, named: str | None) -> torch.device:
-        """The stage's that failed, if the message names none; see `Strategy.failed_device`."""
-        running = None if self._network is None else self._network.running
-        stage = None if running is None else running.failed
-        return super().failed_device(named) if named is not None or stage is None else stage
-
-    def cut(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
-        """In training more micro-batches instead of pieces one after the other; see `Strategy.cut`."""
-        if not torch.is_grad_enabled():
-            return super().cut(parts, count, splitter)
-        finer = _Finer(parts)
-        finer.factor = count * (parts.factor if isinstance(parts, _Finer) else 1)
-        return [finer]
 
     # State.
 

@@ -1,0 +1,125 @@
+"""Gradient exchange of DDP: torch's DistributedDataParallel, or our reducer.
+
+Both end a window with the same gradients in all processes: Σ wᵢgᵢ / Σ wᵢ over the batches of all of them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import ConfigurationError
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.strategies.ddp.exchange.engine import Engine, has_one_backward
+from equipoise.strategies.ddp.exchange.native_engine import NativeEngine
+from equipoise.strategies.ddp.exchange.torch_engine import TorchEngine
+
+__all__ = ["GradientExchange", "check_engine_options"]
+
+
+class GradientExchange:
+    """The exchange of a run, by the engine that fits the module's trainable parameters.
+
+    The engine is constructed when the first batch is trained on, and replaced when parameters are frozen or unfrozen.
+
+    Args:
+        name: The engine that the user has chosen, "torch" or "native".
+        module: The user's module, on its device.
+        device: The device.
+        options: The options of the engine.
+    """
+
+    def __init__(self, name: str, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
+        self._name = name
+        self._module = module
+        self._device = device
+        self._options = options
+        self._repeats_steps = False
+        self._engine: TorchEngine | NativeEngine | None = None
+        # The parameters for which the engine was constructed, and whether each was trainable then.
+        self._parameters: list[nn.Parameter] = []
+        self._trainable: list[bool] = []
+
+    def repeat_steps(self) -> None:
+        """Use the native engine for the next engine that is constructed, since it can repeat a step."""
+        self._repeats_steps = True
+
+    def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
+        """Compute the gradients of a batch; without parts, join the exchange only."""
+        return self._current_engine().forward_backward(step, parts, last)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward of manual optimisation and average its gradients over the processes at once."""
+        engine = self._current_engine()
+        # The other engine is for automatic optimisation.
+        assert isinstance(engine, NativeEngine)
+        engine.manual_backward(loss, *args, **kwargs)
+
+    def collect(self) -> None:
+        """Complete the exchange of a window's last backward; see `Engine.collect`."""
+        if self._engine is not None:
+            self._engine.collect()
+
+    def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
+        """End a window; see `Engine.finish`."""
+        assert self._engine is not None
+        return self._engine.finish(window, optimizer)
+
+    def break_off(self) -> bool:
+        """End a failed attempt; return whether gradients were sent. The next attempt completes the exchange."""
+        return isinstance(self._engine, NativeEngine) and self._engine.break_off()
+
+    def close(self) -> None:
+        """Release the module."""
+        engine = self._engine
+        self._engine = None
+        if engine is not None:
+            engine.close()
+
+    def _current_engine(self) -> Engine:
+        """Return the engine, another one if parameters were frozen or unfrozen since the last step."""
+        if self._engine is not None and self._trainable_parameters_differ():
+            self.close()
+        if self._engine is None:
+            self._parameters = list(self._module.parameters())
+            self._trainable = [parameter.requires_grad for parameter in self._parameters]
+            self._engine = self._make_engine()
+        return self._engine
+
+    def _trainable_parameters_differ(self) -> bool:
+        """Return whether parameters were frozen or unfrozen, so that the engine no longer fits."""
+        # Manual optimisation freezes parameters in every step, without an effect on the exchange.
+        automatic = getattr(self._module, "automatic_optimization", True)
+        for parameter, trainable_before in zip(self._parameters, self._trainable, strict=True):
+            trainable = parameter.requires_grad
+            if trainable != trainable_before and (trainable or automatic):
+                return True
+        return False
+
+    def _make_engine(self) -> TorchEngine | NativeEngine:
+        """Return the engine for the module.
+
+        Torch's wrapper computes a step once, and runs one backward for it. In other cases the native engine takes its
+        place.
+        """
+        automatic = getattr(self._module, "automatic_optimization", True)
+        fits_wrapper = automatic and has_one_backward(self._module) and not self._repeats_steps
+        if self._name == "torch" and fits_wrapper:
+            return TorchEngine(self._module, self._device, self._options)
+        return NativeEngine(self._module, self._device, self._options)
+
+
+def check_engine_options(engine: str, bucket_megabytes: float, comm_hook: Any) -> None:
+    """Check the arguments of the strategy that choose and configure an engine.
+
+    Raises:
+        ConfigurationError: If an argument is out of range, or if two of them exclude each other.
+    """
+    if engine not in ("torch", "native"):
+        raise ConfigurationError(f"engine must be 'torch' or 'native', not {engine!r}.")
+    if comm_hook is not None and engine == "native":
+        raise ConfigurationError("comm_hook is for torch's wrapper: leave it out, or take engine='torch'.")
+    if not bucket_megabytes > 0:
+        raise ConfigurationError(f"bucket_megabytes must be positive, not {bucket_megabytes!r}.")

@@ -1,0 +1,78 @@
+"""Exchange of gradients by our own reducer, once per window in every case."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import StepError
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.gradient_reducer import GradientReducer
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.strategies.ddp.exchange.engine import NO_RESULT, average_gradients, has_one_backward
+from equipoise.strategies.ddp.exchange.window_totals import as_number
+
+__all__ = ["NativeEngine"]
+
+
+class NativeEngine:
+    """Our own reducer, which exchanges gradients once per window.
+
+    Args:
+        module: The user's module, on its device.
+        device: The device.
+        options: `bucket_cap_mb`, the size of a bucket in MiB; other entries are ignored.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
+        self._automatic = bool(getattr(module, "automatic_optimization", True))
+        # An override may run backward several times, and only the last run completes a gradient.
+        self._one_backward = has_one_backward(module)
+        self._reducer = GradientReducer(module.parameters(), options["bucket_cap_mb"])
+
+    def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
+        """See `Engine`."""
+        if not parts and not self._automatic:
+            raise StepError(
+                "Some processes have no batch in this step, but the module optimises by hand, where only its step knows"
+                " how often gradients are exchanged. Take a number of samples that all processes share evenly, or"
+                " DataLoader(drop_last=True)."
+            )
+        result = step(parts[0]) if parts else NO_RESULT
+        if last and self._automatic:
+            self._reducer.begin(step.total_with(result), eager=self._one_backward)
+        step.backward(result)
+        # A result without a loss runs no backward, after which the trainer would collect.
+        self.collect()
+        return result
+
+    def collect(self) -> None:
+        """See `Engine`."""
+        if self._reducer.is_open:
+            self._reducer.finish()
+
+    def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
+        """See `Engine`. The reducer has summed over the processes."""
+        total = as_number(self._reducer.total())
+        return average_gradients(window, optimizer, total, 1)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward and average its gradients over the processes at once."""
+        self._reducer.begin()
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._reducer.finish()
+        self._reducer.scale(1 / dist.get_world_size())
+
+    def break_off(self) -> bool:
+        """End a failed attempt; gradients that were sent stay as they are, since those were complete.
+
+        Returns:
+            Whether anything was sent.
+        """
+        return self._reducer.break_off()
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self._reducer.close()

@@ -1,0 +1,13 @@
+"""The network cut into stages on several devices."""
+
+from typing import TYPE_CHECKING
+
+from equipoise.public_names import lazy_dir, lazy_getattr, names_of
+
+if TYPE_CHECKING:
+    from equipoise.strategies.pipeline.strategy import PipelineStrategy as PipelineStrategy
+else:
+    __getattr__ = lazy_getattr(__name__)
+    __dir__ = lazy_dir(__name__)
+
+__all__ = names_of(__name__)
