@@ -18,7 +18,7 @@ from equipoise.pipeline.messaging.messages import Arrivals, Messenger, StageErro
 from equipoise.pipeline.schedule.schedule import Action, Task
 from equipoise.pipeline.schedule.timeline import Span
 
-__all__ = ["ProcessStep"]
+__all__ = ["OutputGradients", "ProcessStep"]
 
 OutputGradients = Sequence[Tensor | None] | Callable[[], None]
 
