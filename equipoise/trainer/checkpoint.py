@@ -23,7 +23,7 @@ from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.logging.csv_rows import rows_written
-from equipoise.trainer.loops.resumption import position_of, resume
+from equipoise.trainer.loops.position import position_of
 from equipoise.trainer.state.progress import BatchProgress, Progress
 
 if TYPE_CHECKING:
@@ -68,10 +68,11 @@ def dump_checkpoint(context: "RunContext", *, weights_only: bool = False, path: 
         if state := context.precision.state_dict():
             checkpoint[context.precision.checkpoint_key] = state
         if trainer.state.fn == TrainerFn.FITTING:
-            position = position_of(trainer.fit_loop_state)
+            loop = trainer.fit_loop_state
+            position = position_of(context, loop.fit, loop.val_loop)
             ours: dict[str, Any] = {"version": 1, "position": position, "strategy": strategy.state_dict()}
-            if trainer.fit_loop_state.left is not None:
-                ours["left"] = trainer.fit_loop_state.left
+            if loop.fit.left is not None:
+                ours["left"] = loop.fit.left
             writer = _writer(trainer, path)
             ours["checkpoint_callbacks"] = saving_states(trainer.callbacks, writer, path, trainer.global_step)
             hook = vars(context.module)[CURRENT_HOOK]
@@ -102,7 +103,7 @@ def _writer(trainer: "Trainer", path: str | None) -> ModelCheckpoint | None:
 def _loop_states(trainer: "Trainer") -> dict[str, Any]:
     evaluations = trainer.evaluations
     return {
-        "fit_loop": trainer.fit_loop_state.state_dict(),
+        "fit_loop": trainer.fit_loop_state.fit.state_dict(),
         "validate_loop": {"state_dict": {}, "batch_progress": evaluations["validate"].progress.state_dict()},
         "test_loop": {"state_dict": {}, "batch_progress": evaluations["test"].progress.state_dict()},
         "predict_loop": {"state_dict": {}, "batch_progress": Progress.state_dict(trainer.predict_loop.progress)},
@@ -212,7 +213,7 @@ def restore_training_state(context: "RunContext", checkpoint: dict[str, Any]) ->
         )
     loop = trainer.fit_loop_state
     try:
-        loop.progress.load_state_dict(checkpoint["loops"]["fit_loop"])
+        trainer.progress.load_state_dict(checkpoint["loops"]["fit_loop"])
         _restore_evaluations(trainer, checkpoint["loops"])
     except KeyError as error:
         raise CheckpointError(
@@ -226,7 +227,7 @@ def restore_training_state(context: "RunContext", checkpoint: dict[str, Any]) ->
     ours = checkpoint.get(OUR_KEY, {})
     context.strategy.load_state_dict(ours.get("strategy", {}))
     with loading(OUR_KEY):
-        resume(loop, checkpoint["loops"]["fit_loop"], ours)
+        loop.resume(checkpoint["loops"]["fit_loop"], ours)
         load_saving_states(trainer.callbacks, ours.get("checkpoint_callbacks", {}))
     _restore_optimizers(context, checkpoint)
 

@@ -302,7 +302,7 @@ def _run_stage(context: RunContext) -> Any:
         with random_state.isolated():
             _check_sanity(context)
         with torch.autograd.set_detect_anomaly(trainer.detect_anomaly):
-            context.logs.enter(trainer.fit_loop_state.collection)
+            context.logs.enter(trainer.fit_loop_state.fit.collection)
             trainer.fit_loop_state.run(context)
         return None
     if trainer.state.fn == TrainerFn.PREDICTING:

@@ -47,7 +47,7 @@ _LOOP = (
     "max_batches",
     "has_run",
     "last_validation",
-    "told_to_wait",
+    "waits_for_minimum",
     "left",
     "has_ended",
 )
@@ -96,7 +96,7 @@ def shared_objects(trainer: "Trainer", request: "Request") -> list[Any]:
 
 def _loops(trainer: "Trainer") -> list[Any]:
     loop = trainer.fit_loop_state
-    return [loop, loop.val_loop, *trainer.evaluations.values(), trainer.predict_loop]
+    return [loop.fit, loop.fit.data, loop.val_loop, *trainer.evaluations.values(), trainer.predict_loop]
 
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:

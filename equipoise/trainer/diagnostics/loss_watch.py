@@ -36,31 +36,32 @@ class LossWatch:
 
     Args:
         context: The run.
+        batches_done: Returns whether the epoch came to its last batch.
 
     Attributes:
         skipped: Number of calls of `training_step` that returned None.
     """
 
-    def __init__(self, context: "RunContext") -> None:
-        trainer = context.trainer
-        self._trainer = trainer
+    def __init__(self, context: "RunContext", batches_done: Callable[[], bool]) -> None:
+        self._state = context.state
+        self._batches_done = batches_done
         self._strategy = context.strategy
         self.skipped = 0
         self._has_seen_loss = False
         self._windows_without_loss = 0
         self._has_reported = False
-        self._every = max(trainer.log_every_n_steps, 1)
+        self._every = max(self._state.log_every_n_steps, 1)
         # A loss on its way to the CPU, and its place.
         self._arriving: tuple[ArrivingValue, str] | None = None
         self._outputs: NonFiniteOutputs | None = None
-        if trainer.detect_nonfinite:
+        if self._state.detect_nonfinite:
             self._outputs = NonFiniteOutputs(context.module)
             self._outputs.start()
 
     def bind(self) -> Watch | None:
         """Return the function that the loop calls after each batch; None if no loss is checked."""
-        trainer = self._trainer
-        if trainer.detect_nonfinite is False or trainer.barebones:
+        state = self._state
+        if state.detect_nonfinite is False or state.barebones:
             return None
         if self._has_reported:
             return None
@@ -131,7 +132,7 @@ class LossWatch:
 
         # 2. A few windows without a loss are allowed.
         self._windows_without_loss += 1
-        if self._windows_without_loss < _MOST_WINDOWS and not self._trainer.fit_loop_state.batches_done():
+        if self._windows_without_loss < _MOST_WINDOWS and not self._batches_done():
             return
 
         # 3. Report it once.
@@ -142,8 +143,8 @@ class LossWatch:
         )
 
     def _place(self, index: int) -> str:
-        progress = self._trainer.progress
-        epoch = self._trainer.current_epoch
+        progress = self._state.progress
+        epoch = self._state.current_epoch
         place = f"step {progress.batches_that_stepped}, batch {index} of epoch {epoch} (counted from 0)"
         if self._strategy.processes.world_size > 1:
             place += f", rank {self._strategy.processes.rank}"

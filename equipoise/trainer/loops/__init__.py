@@ -1,1 +1,1 @@
-"""The loops over epochs and batches, and the way back into them."""
+"""Training: epochs and batches, validation between them, and the resumption from a checkpoint."""

@@ -1,24 +1,29 @@
-"""The training loop: epochs and batches."""
+"""The training loop: epochs, and what happens between them.
 
-import math
-import time
+    run
+      begin_epoch        the order is drawn, on_train_epoch_start
+      epoch              batches: `training_epoch.py`, or `iterator_epoch.py`
+        validate         between two batches
+      end_epoch          on_train_epoch_end, schedulers, loggers
+
+A resumed run first completes the epoch in which its checkpoint was written.
+"""
+
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.errors import ConfigurationError
-from equipoise.notices import rank_zero_warn
-from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.trainer.data.batch_stream import BatchStream, length_of
-from equipoise.trainer.data.loader_state import has_state, random_state_of
-from equipoise.trainer.data.loaders import Loaders
+from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
-from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.loops.after_batch import AfterBatch
-from equipoise.trainer.loops.iterator_epoch import run_epoch
-from equipoise.trainer.loops.resumption import Resumption, before_validation, flat_loaders, leave_epoch
-from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
+from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.loops.iterator_epoch import IteratorEpoch
+from equipoise.trainer.loops.position import before_validation, leave_epoch
+from equipoise.trainer.loops.resumption import Resumption, resume
+from equipoise.trainer.loops.stopping import Stopping
+from equipoise.trainer.loops.training_epoch import TrainingEpoch
+from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.optimizers import Schedulers
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
@@ -26,371 +31,351 @@ from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.signals import leave_training
 
 if TYPE_CHECKING:
-    from equipoise.trainer.loops.evaluation_loop import EvaluationLoop
+    from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
     from equipoise.trainer.runtime.run_context import RunContext
-    from equipoise.trainer.trainer import Trainer
+    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["FitLoop"]
 
 
 class FitLoop:
-    """The training loop; its state outlives a run, so that a second `fit` goes on where the first ended.
+    """The training loop.
 
     Args:
-        trainer: The trainer.
+        state: The state of the trainer's runs.
         val_loop: Validates inside the fit.
 
     Attributes:
-        progress: All counters.
-        loaders: The training loaders.
-        max_batches: Batches per epoch; infinite if unknown.
-        val_check_batch: Validate every so many batches; infinite: at the epoch's end; None: by the clock.
-        window: The accumulation window.
-        skip_backward: Run the forward only (stochastic weight averaging asks for that).
-        resumption: Goes on in an epoch that an earlier process began.
-        stream: The batches of the epoch; None before its order was drawn.
+        fit: State that outlives a run, so that a second `fit` continues where the first ended.
+        resumption: Continues an epoch that an earlier process began; None if there is none.
+        optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
-        epoch_random_state: Every RNG before that.
-        workers_before_epoch: How persistent workers had started before that.
-        before_validation: What the present or last validation changes, as it was before.
-        loaded_at: The epoch in which the loaders were asked for.
-        left: What is needed to go on in the epoch that a limit has cut short; None if the last epoch was whole.
-        has_ended: Whether `on_train_end` was fired after the last batch.
     """
 
-    def __init__(self, trainer: "Trainer", val_loop: "EvaluationLoop") -> None:
-        self.trainer, self.val_loop = trainer, val_loop
-        self.progress = trainer.progress
-        self.progress.val_batch = val_loop.progress
-        self.collection = Collection(training=True)
-        self.loaders: Loaders | None = None
-        self.max_batches: float = math.inf
-        self.val_check_batch: float | None = None
-        self.window = AccumulationWindow()
-        self.skip_backward = False
+    context: "RunContext"
+    schedulers: Schedulers
+    stopping: Stopping
+    weight: BatchWeight
+    optimization: AutomaticOptimization | ManualOptimization
+
+    def __init__(self, state: "RunState", val_loop: "EvaluationLoop") -> None:
+        self.state = state
+        self.val_loop = val_loop
+        self.fit = FitState(state.progress)
         self.resumption: Resumption | None = None
-        self.epoch_random_state: dict[str, Any] = {}
-        self.workers_before_epoch: list[Any] = []
-        self.before_validation: dict[str, Any] = {}
-        self.last_validation = 0.0
-        self.told_to_wait = False
-        self.stream: BatchStream | None = None
         self.loss_watch: LossWatch | None = None
-        self.loaded_at: float = -math.inf
-        self.left: dict[str, Any] | None = None
-        self.has_ended = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what outlives a run, for another process."""
+        return {
+            "state": self.state,
+            "val_loop": self.val_loop,
+            "fit": self.fit,
+            "resumption": None,
+            "loss_watch": None,
+        }
 
     # One run.
 
+    def begin_run(self, context: "RunContext") -> None:
+        """Forget the loaders of earlier runs.
+
+        Args:
+            context: The run.
+        """
+        self.context = context
+        self.fit.data.forget()
+
+    def resume(self, loop_state: dict[str, Any], ours: dict[str, Any]) -> None:
+        """Prepare to continue from a checkpoint, once its counters are loaded.
+
+        Args:
+            loop_state: The `fit_loop` entry of the checkpoint.
+            ours: The entry under our own key; empty for a checkpoint of Lightning.
+
+        Raises:
+            ConfigurationError: If another number of processes wrote it in the middle of an epoch.
+        """
+        self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
+
     def run(self, context: "RunContext") -> None:
-        """Trains until `max_epochs`, `max_steps`, `max_time` or somebody's `should_stop`."""
-        self.context, hooks = context, context.hooks
-        self.schedulers = Schedulers(self.trainer, hooks, self.progress.scheduler)
-        self.weigh = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
+        """Train until `max_epochs`, `max_steps`, `max_time` or a request to stop.
+
+        Args:
+            context: The run.
+        """
+        hooks = context.hooks
+        # 1. Bind what belongs to this run, and request the loaders.
+        self.context = context
+        self.schedulers = Schedulers(context, self.fit.progress.scheduler)
+        self.stopping = Stopping(context, self.fit)
+        self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
         self.load_data()
-        if self.loaders is None:
+        if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
             return
-        is_finished = self.done() if self.resumption is None else self.resumption.is_finished()
-        if is_finished and (self.resumption is None or not self.resumption.lacks_end):
+        # 2. A resumed run may have nothing left to train, and yet lack the hook of the end.
+        if self.resumption is None:
+            is_finished = self.stopping.is_over()
+            lacks_end = False
+        else:
+            is_finished = self._is_resumed_finished(self.resumption)
+            lacks_end = self.resumption.lacks_end
+        if is_finished and not lacks_end:
             return
+        # 3. Train.
         if not is_finished:
             self._prepare_to_train()
         hooks.call("on_train_start")
         if not is_finished:
             self._train()
-        self.has_ended = True  # before the hooks: a resumed run must not fire them again
+        # Before the hooks: a resumed run must not call them again.
+        self.fit.end()
         hooks.call("on_train_end")
 
     def _prepare_to_train(self) -> None:
-        """Draws the first order and asks for the validation loaders, as Lightning does before `on_train_start`."""
-        trainer = self.trainer
-        self.has_ended = False
-        if trainer.current_epoch == 0 and self.resumption is None:
-            self.start_stream()  # before any hook, as in Lightning: making an iterator draws a random number
-        self.load_validation_data()
+        """Draw the first order and request the validation loaders, as Lightning does before `on_train_start`."""
+        self.fit.begin()
+        # Before any hook, as in Lightning: opening the loaders draws a random number.
+        if self.state.current_epoch == 0 and self.resumption is None:
+            self._start_stream()
+        self._load_validation_data()
         warn_of_eval_mode(self.context.module)
-        self.loss_watch = LossWatch(self.context)
+        self.loss_watch = LossWatch(self.context, self.fit.batches_done)
 
-    def load_validation_data(self) -> None:
-        """Asks for the validation loaders before the first validation, so that a progress bar knows their length."""
-        if self.validates_in_epoch() and self.trainer.val_dataloaders is None:
-            self.trainer.validating = True
+    def _load_validation_data(self) -> None:
+        """Request the validation loaders before the first validation, so that a progress bar knows their length."""
+        if self.context.validates_in_epoch and self.val_loop.loaders is None:
+            self.state.validating = True
             self.val_loop.load_data(self.context)
-            self.trainer.training = True
+            self.state.training = True
 
     def _train(self) -> None:
-        """Trains epoch by epoch; a resumed run first does what was left of its epoch."""
+        """Train epoch by epoch. A resumed run first completes its epoch."""
         if self.resumption is not None:
-            self.resumption.go_on()
+            self._complete_epoch(self.resumption)
             self.resumption = None
-        while not self.done():
-            self.begin_epoch()
+        while not self.stopping.is_over():
+            self._begin_epoch()
             with self.context.profile("run_training_epoch"):
-                run_epoch(self)
-            self.end_epoch()
-
-    def done(self) -> bool:
-        """Whether training ends here, between two epochs."""
-        trainer, epoch = self.trainer, self.progress.epoch.current
-        if 0 <= trainer.max_steps <= trainer.global_step:
-            rank_zero_info(f"`Trainer.fit` stopped: `max_steps={trainer.max_steps}` reached.")
-            return True
-        if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epoch.processed:
-            epoch.completed = epoch.processed
-            rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={trainer.max_epochs}` reached.")
-            return True
-        return bool(trainer.should_stop) and self.can_stop_early()
-
-    def can_stop_early(self) -> bool:
-        """Whether `min_epochs` and `min_steps` are met."""
-        trainer = self.trainer
-        enough_epochs = self.progress.epoch.current.processed >= (trainer.min_epochs or 0)
-        return enough_epochs and trainer.global_step >= (trainer.min_steps or 0)
+                self._run_epoch()
+            self._end_epoch()
 
     def release(self) -> None:
-        """End worker processes and let go of what belongs to the run."""
-        parts = self.loss_watch, self.stream, self.loaders
-        self.loss_watch = self.stream = None
-        call_all(part.close for part in parts if part is not None)
+        """End worker processes and release what belongs to the run."""
+        closing = [self.fit.data.close]
+        if self.loss_watch is not None:
+            closing.insert(0, self.loss_watch.close)
+        self.loss_watch = None
+        call_all(closing)
 
     # Data.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The `fit_loop` entry of a checkpoint: counters, and the states of loaders that have one."""
-        state = self.progress.state_dict()
-        if loaders := [loader.state_dict() for loader in flat_loaders(self) if has_state(loader)]:
-            state["state_dict"] = {"combined_loader": loaders}
-        return state
-
-    def forget_data(self) -> None:
-        """The loaders will be asked for anew."""
-        self.loaders, self.loaded_at = None, -math.inf
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to one run."""
-        of_a_run = ("context", "schedulers", "weigh", "optimization", "loss_watch")
-        return {
-            **{name: value for name, value in vars(self).items() if name not in of_a_run},
-            "loaders": None,
-            "stream": None,
-            "resumption": None,
-            "loss_watch": None,
-        }
-
     def load_data(self) -> None:
-        """Asks for the training loaders, at first and every `reload_dataloaders_every_n_epochs`."""
-        trainer = self.trainer
-        every = trainer.reload_dataloaders_every_n_epochs
-        if self.loaders is not None and not (every and trainer.current_epoch - self.loaded_at >= every):
+        """Request the training loaders, if that is due."""
+        state = self.state
+        data = self.fit.data
+        if not data.is_request_due(state):
             return
-        if trainer.limit_train_batches == 0:
-            return
-        again = self.loaders is not None or (trainer.current_epoch > 0 and self.resumption is None)
-        self.loaded_at = trainer.current_epoch
-        self.loaders = self.context.request_loaders(
-            "train", trainer.limit_train_batches, overfit=trainer.overfit_batches > 0
-        )
-        self.max_batches = self.loaders.length()
-        self.last_validation = time.monotonic()
-        has_length = all(length_of(loader) is not None for loader in self.loaders.flat)
-        self.val_check_batch = trainer.run_state.batches_between_validations(self.max_batches, has_length=has_length)
-        if again:
-            self.loaders.draw_seeds()  # Lightning makes an iterator here, too: shuffles would differ without its draw
-        if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
-            rank_zero_warn(
-                f"An epoch has {self.max_batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}."
-                " Set a lower value if you want to see logs of the training epoch."
-            )
+        is_repeated = data.loaders is not None or (state.current_epoch > 0 and self.resumption is None)
+        data.request(self.context)
+        self.fit.schedule_validation(state.batches_between_validations(data.max_batches, has_length=data.has_length))
+        # Lightning opens the loaders here, too: shuffles would differ without this draw.
+        if is_repeated and data.loaders is not None:
+            data.loaders.draw_seeds()
+        data.warn_of_rare_logs(state)
 
     def estimated_steps(self, context: "RunContext | None") -> int | float:
-        """The number of optimiser steps of the whole training, as far as it can be known; asks for the loaders."""
-        trainer = self.trainer
-        if trainer.max_epochs == -1:
-            return math.inf if trainer.max_steps == -1 else trainer.max_steps
-        if context is not None:
+        """Return the number of optimiser steps of the whole training, as far as it can be known.
+
+        Args:
+            context: The run, whose loaders are requested; None before the first run.
+        """
+        if context is not None and self.state.max_epochs != -1:
             self.context = context
             self.load_data()
-        if math.isinf(self.max_batches):
-            return trainer.max_steps
-        steps: int = math.ceil(self.max_batches / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 0, 1)
-        return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+        return self.fit.data.estimated_steps(self.state)
 
-    # An epoch.
-
-    def begin_epoch(self) -> None:
-        """Fires `on_train_epoch_start` and draws the epoch's order; an epoch that was begun before is only read on."""
-        progress, context = self.progress, self.context
-        self.left = None
-        self.load_data()
-        assert self.loaders is not None
-        epoch = progress.epoch.current.processed
-        self.loaders.set_epoch(epoch)
-        context.strategy.set_epoch(epoch)
-        if self.resumption is None:
-            self.window.reset()  # of an epoch that was left in the midst of it
-            progress.epoch.current.ready += 1
-            context.hooks.call("on_train_epoch_start")
-            progress.epoch.current.started += 1
-            progress.begin_epoch()
-        if self.stream is None:
-            self.start_stream()
-
-    def start_stream(self) -> None:
-        """Draw the epoch's order.
+    def _start_stream(self) -> None:
+        """Draw the epoch's order, or continue that of a resumed epoch.
 
         Raises:
             ConfigurationError: If there is no batch, and no number of epochs ends the training.
         """
-        assert self.loaders is not None
-        self.stream = self.loaders.streams()[0]
-        if self._may_weigh():
-            self.stream.count_samples(self.weigh.counts)
-        if self.resumption is not None:
-            self.resumption.start_stream(self.stream)
+        data = self.fit.data
+        data.make_stream(self.weight.counts if self._may_weigh() else None)
+        if self.resumption is None:
+            data.draw_order()
         else:
-            self.epoch_random_state = random_state_of(self.loaders.flat)
-            self.workers_before_epoch = self.loaders.workers.state_dict()
-            self.stream.start()
-        if self.stream.is_empty and self.trainer.max_epochs == -1:
-            raise ConfigurationError(
-                f"{self.stream.describe_empty()} max_epochs=-1 would repeat empty epochs for ever: give a number."
-            )
+            self.resumption.start_stream()
+        data.check_not_empty(self.state.max_epochs)
 
     def _may_weigh(self) -> bool:
-        """Return whether steps of the epoch may be put together from several batches."""
-        trainer, strategy = self.trainer, self.context.strategy
-        scheduled = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)
-        return scheduled or trainer.accumulate_grad_batches > 1 or strategy.processes.world_size > 1
+        """Return True if several batches may contribute to one step of the epoch."""
+        if self.state.accumulate_grad_batches > 1 or self.context.strategy.processes.world_size > 1:
+            return True
+        return any(isinstance(callback, GradientAccumulationScheduler) for callback in self.state.callbacks)
 
-    def epoch(self) -> None:
-        """Runs the batches of one epoch."""
-        context, progress, stream, window = (
-            self.context,
-            self.progress,
-            self.stream,
-            self.trainer.accumulate_grad_batches,
-        )
-        hooks, logs, place, transfer = context.hooks, context.logs, context.strategy.place, context.make_transfer()
-        batch_start, batch_end = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
-        idle_end, before_transfer = hooks.bind_deciders("on_train_batch_end"), hooks.bind("on_before_batch_to_device")
-        optimize, schedulers, after_batch = self.bind_optimization(), self.schedulers, AfterBatch(self)
-        watch = self.loss_watch.bind() if self.loss_watch is not None else None
-        counts, index, wanted = progress.batch.current, progress.batch.current.ready - 1, hooks.uses_outputs()
-        scheduled = self.trainer.lr_scheduler_configs  # the list itself: callbacks may add to it
-        assert stream is not None
-        if self.trainer.should_stop and after_batch.may_stop():  # a hook of the epoch's start asked for it
-            return
-        run_batch = hooks.profiled(optimize, "run_training_batch")
-        for batch in context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
-            index += 1
-            counts.ready = index + 1
-            progress.batch.is_last_batch = index + 1 == stream.length
-            if before_transfer is not None:
-                before_transfer(index)
-            parts = place(batch, transfer)
-            there = len(parts) > 0  # or only other processes have a batch: hardly a hook fires, all else happens
-            batch = parts[0] if len(parts) == 1 else batch
-            logs.begin_batch(batch)
-            if batch_start is not None and there and batch_start(batch, index) == -1:
-                self.skip_rest(index)
-                break
-            counts.started = index + 1
-            ends = progress.batch.is_last_batch or index + 1 == self.max_batches
-            last = ends or (index + 1) % window == 0
-            result = run_batch(parts, index, last)
-            counts.processed = index + 1
-            if watch is not None and there:
-                watch(result, batch, index, last)
-            if last and scheduled:
-                schedulers.after_batch(index, ends=ends)
-            outputs = optimize.outputs(result) if wanted and there else {}
-            del result  # its graph goes before others look at what is alive, and before the next batch comes
-            if batch_end is not None and there:
-                batch_end(outputs, batch, index)
-            elif not there:
-                logs.forget_steps()
-                if idle_end is not None:
-                    idle_end({}, None, index)
-            del outputs, batch, parts
-            logs.end_batch()
-            counts.completed = index + 1
-            if after_batch(index, last, ends):
-                break
+    # An epoch.
 
-    def bind_optimization(self) -> AutomaticOptimization | ManualOptimization:
-        """Asked anew each epoch, since callbacks change accumulation and optimisers between epochs."""
-        self.window.parts = self.trainer.accumulate_grad_batches
+    def _begin_epoch(self) -> None:
+        """Call `on_train_epoch_start` and draw the epoch's order. A resumed epoch only continues its stream."""
+        progress = self.fit.progress
+        data = self.fit.data
+        self.fit.leave_epoch(None)
+        # 1. The loaders, which learn the number of the epoch.
+        self.load_data()
+        assert data.loaders is not None
+        epoch = progress.epoch.current.processed
+        data.loaders.set_epoch(epoch)
+        self.context.strategy.set_epoch(epoch)
+        # 2. The hooks.
+        if self.resumption is None:
+            # An epoch that was left early may have left it open.
+            self.fit.window.reset()
+            progress.epoch.current.make_ready()
+            self.context.hooks.call("on_train_epoch_start")
+            progress.epoch.current.start()
+            progress.begin_epoch()
+        # 3. The order.
+        if data.stream is None:
+            self._start_stream()
+
+    def _run_epoch(self) -> None:
+        """Run the batches of the epoch, in the way that the module's training step requires."""
         assert self.loss_watch is not None
-        self.optimization = make_optimization(
+        kind = IteratorEpoch if takes_iterator(self.context.module, "training_step") else TrainingEpoch
+        epoch = kind(
             self.context,
-            self.window,
-            self.weigh,
-            skip_backward=self.skip_backward,
-            count_skipped=self.loss_watch.count_skipped,
+            self.fit,
+            schedulers=self.schedulers,
+            weight=self.weight,
+            loss_watch=self.loss_watch,
+            after_batch=self._after_batch(),
         )
-        return self.optimization
+        self.optimization = epoch.optimization
+        if not epoch.is_stopped():
+            epoch.run()
 
-    def skip_rest(self, index: int) -> None:
-        """`on_train_batch_start` returned -1: the epoch ends before this batch."""
-        self.progress.batch.is_last_batch = True
-        self.progress.batch.current.processed = index + 1
-        self.schedulers.after_batch(index, ends=True)
+    def _after_batch(self) -> AfterBatch:
+        return AfterBatch(self.context, self.fit, self.schedulers, self._validate)
 
-    def batches_done(self) -> bool:
-        """Whether the epoch came to its last batch."""
-        batch = self.progress.batch
-        return batch.is_last_batch or batch.current.ready == self.max_batches
-
-    def end_epoch(self) -> None:
-        """Fires `on_train_epoch_end`, and lets schedulers and loggers see the epoch's values."""
-        hooks, logs, progress, trainer = self.context.hooks, self.context.logs, self.progress, self.trainer
-        if not self.batches_done():
-            self.left = leave_epoch(self)
-        self.stream = None
-        logs.end_batches()
-        progress.epoch.current.processed += 1
-        # Callbacks that monitor a metric come last, to see what the module logs in its own hook.
+    def _end_epoch(self) -> None:
+        """Call `on_train_epoch_end`, and let schedulers and loggers see the epoch's values."""
+        hooks = self.context.hooks
+        epoch = self.fit.progress.epoch.current
+        # 1. Note where a limit has cut the epoch short.
+        if not self.fit.batches_done():
+            self.fit.leave_epoch(leave_epoch(self.context, self.fit, self.val_loop))
+        self.fit.data.leave_stream()
+        self.context.logs.end_batches()
+        epoch.process()
+        # 2. Callbacks that monitor a metric come last, to see what the module logs in its own hook.
         hooks.call_callbacks("on_train_epoch_end", monitoring=False)
-        if fire := hooks.bind_module("on_train_epoch_end"):
-            fire()
-        if progress.epoch.current.processed == 1:
+        call_module = hooks.bind_module("on_train_epoch_end")
+        if call_module is not None:
+            call_module()
+        if epoch.processed == 1:
             check_monitors(self.context, has_validated=self.val_loop.has_run)
         hooks.call_callbacks("on_train_epoch_end", monitoring=True)
-        self.hand_on_epoch()
-        progress.epoch.current.completed = progress.epoch.current.processed
-        if trainer.received_sigterm:
+        # 3. Schedulers and loggers.
+        self._hand_on_epoch()
+        epoch.complete()
+        if self.state.received_sigterm:
             leave_training(self.context)
 
-    def hand_on_epoch(self) -> None:
-        """Lets schedulers and loggers see the epoch's values, and forgets them."""
-        if self.batches_done():
+    def _hand_on_epoch(self) -> None:
+        """Let schedulers and loggers see the epoch's values, and forget them."""
+        if self.fit.batches_done():
             self.schedulers.after_epoch()
-        self.progress.batches_that_stepped -= 1  # the values stand at the epoch's last step, not at the next epoch's
-        self.trainer.log_metrics(self.context.logs.metrics())
-        self.progress.batches_that_stepped += 1
+        # The values stand at the epoch's last step, not at the next epoch's first.
+        self.fit.progress.batches_that_stepped -= 1
+        self.context.logger_output.log_metrics(self.context.logs.metrics())
+        self.fit.progress.batches_that_stepped += 1
         self.context.logs.reset()
 
     # Validation.
 
-    def validates_in_epoch(self) -> bool:
-        """Whether there is validation in this epoch."""
-        trainer, every = self.trainer, self.trainer.check_val_every_n_epoch
-        return trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
-
-    def validate(self, *, window_ended: bool) -> None:
-        """Validates between two batches.
+    def _validate(self, window_ended: bool) -> None:
+        """Validate between two batches.
 
         Args:
-            window_ended: Whether nobody needs the gradients any more.
+            window_ended: Whether the gradients are not needed any more.
         """
-        trainer, context = self.trainer, self.context
-        self.before_validation = before_validation(self)
-        trainer.validating = True
+        context = self.context
+        self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
+        self.state.validating = True
+        # The memory of the gradients is free during the validation.
         if window_ended:
-            context.hooks.call_module("on_validation_model_zero_grad")  # leaves the gradients' memory to the validation
+            context.hooks.call_module("on_validation_model_zero_grad")
         outer = context.logs.enter(self.val_loop.collection)
         self.val_loop.run(context)
         context.logs.leave(outer)
-        self.last_validation = time.monotonic()
-        trainer.training = True
+        self.fit.restart_clock()
+        self.state.training = True
+
+    # Resumption.
+
+    def _is_resumed_finished(self, resumption: Resumption) -> bool:
+        """Return True if nothing is left to train, once the epoch at whose end the checkpoint was written is closed."""
+        resumption.restore_loaders()
+        if resumption.at_epoch_end:
+            self._close_epoch(resumption)
+        return not resumption.is_after_batch and self.stopping.is_over()
+
+    def _close_epoch(self, resumption: Resumption) -> None:
+        """Do what remained of an epoch whose last hook wrote the checkpoint."""
+        if resumption.position is not None:
+            resumption.load_logs()
+            self.context.logs.end_batches()
+            resumption.load_random_state()
+            # Checkpoint callbacks read how many batches there are.
+            self._load_validation_data()
+            resumption.finish_hook("on_train_epoch_end")
+            self._hand_on_epoch()
+        self.fit.progress.epoch.current.complete()
+
+    def _complete_epoch(self, resumption: Resumption) -> None:
+        """Do what remained of a batch one of whose hooks wrote the checkpoint, and of its epoch."""
+        position = resumption.position
+        # 1. The values that the epoch has logged.
+        if position is not None and not resumption.at_epoch_end:
+            resumption.load_logs()
+            self.context.logs.in_batches = resumption.in_epoch and self.fit.progress.batch.current.ready > 0
+        # 2. The order of the batches.
+        if resumption.in_epoch:
+            self._begin_epoch()
+            resumption.load_gradients()
+        elif position is not None and position["order_drawn"]:
+            # That of the first epoch is drawn before on_train_epoch_start.
+            self._start_stream()
+        resumption.load_random_state()
+        # 3. The rest of the batch, and the rest of the epoch.
+        if resumption.in_epoch:
+            if not self._complete_batch(resumption):
+                self._run_epoch()
+            self._end_epoch()
+
+    def _complete_batch(self, resumption: Resumption) -> bool:
+        """Do what follows the last batch, and return whether the epoch ends with it."""
+        batch = self.fit.progress.batch.current
+        pulled = self.fit.progress.pulled.current
+        index = batch.ready - 1
+        ends = self.fit.batches_done()
+        # A step that asked for more batches than there are was left without an optimiser step.
+        step_was_left = pulled.ready > pulled.completed
+        last = not step_was_left and (ends or (index + 1) % self.state.accumulate_grad_batches == 0)
+        # 1. The checkpoint was written after the batch.
+        if resumption.batch_unfinished:
+            resumption.finish_hook("on_train_batch_end", {}, None, index)
+            batch.set(index + 1)
+            return self._after_batch()(index, last, ends)
+        if not resumption.in_validation:
+            return False
+        # 2. It was written in a validation, which ends now or begins anew.
+        has_validated = resumption.has_validated()
+        if has_validated:
+            resumption.end_validation()
+        else:
+            resumption.restore_before_validation()
+        return self._after_batch()(index, last, ends, write=False, validate=not has_validated)

@@ -15,70 +15,53 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import LBFGS
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.dataloader_iter import DataLoaderIter
-from equipoise.trainer.loops.after_batch import AfterBatch
+from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.runtime.iterator_preflight import accumulation_refused
 
 if TYPE_CHECKING:
-    from equipoise.trainer.loops.fit_loop import FitLoop
+    from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["run_epoch"]
+__all__ = ["IteratorEpoch"]
 
 
-def run_epoch(loop: "FitLoop") -> None:
-    """Run the batches of an epoch, in the way that the module's training step asks for.
-
-    Args:
-        loop: The training loop.
+class IteratorEpoch(TrainingEpoch):
+    """One epoch, or the rest of one. Its arguments are those of `TrainingEpoch`.
 
     Raises:
-        ConfigurationError: If an optimiser or a callback asks for what a step that pulls its batches cannot do.
-    """
-    if takes_iterator(loop.context.module, "training_step"):
-        _IteratorEpoch(loop).run()
-    else:
-        loop.epoch()
-
-
-class _IteratorEpoch:
-    """One epoch, or the rest of one.
-
-    Args:
-        loop: The training loop.
+        ConfigurationError: If an optimiser or a callback needs what a step that pulls its batches cannot do.
     """
 
-    def __init__(self, loop: "FitLoop") -> None:
-        context = loop.context
+    def __init__(self, context: "RunContext", fit: FitState, **parts: Any) -> None:
+        self._check(context, fit)
+        super().__init__(context, fit, **parts)
         hooks = context.hooks
-        assert loop.stream is not None
-        self.loop = loop
-        self.progress = loop.progress
+        stream = fit.data.open_stream
         self.logs = context.logs
-        self.counts = loop.progress.batch.current
-        self.pulled = loop.progress.pulled.current
-        self._check()
-        batches = context.batches(loop.stream, "[_TrainingEpochLoop].train_dataloader_next", self.pulled.ready)
-        self.iterator = DataLoaderIter(batches, loop.stream, self.pulled)
+        self.counts = fit.progress.batch.current
+        self.pulled = fit.progress.pulled.current
+        batches = context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", self.pulled.ready)
+        self.iterator = DataLoaderIter(batches, stream, self.pulled)
         self.batch_start = hooks.bind("on_train_batch_start")
         self.batch_end = hooks.bind("on_train_batch_end")
-        self.optimize = loop.bind_optimization()
-        self.run_step = hooks.profiled(self.optimize, "run_training_batch")
-        self.watch = loop.loss_watch.bind() if loop.loss_watch is not None else None
-        self.after_batch = AfterBatch(loop)
+        self.run_step = hooks.profiled(self.optimization, "run_training_batch")
+        self.watch = self.loss_watch.bind()
         self.uses_outputs = hooks.uses_outputs()
 
-    def _check(self) -> None:
-        """Check what `configure_optimizers` has returned, and what callbacks may have changed since."""
-        trainer = self.loop.trainer
-        module = self.loop.context.module
+    @staticmethod
+    def _check(context: "RunContext", fit: FitState) -> None:
+        """Check the result of `configure_optimizers`, and settings that callbacks may have changed since."""
+        state = context.state
+        module = context.module
         step = f"`{type(module).__name__}.training_step(dataloader_iter)`"
         # Averaging of weights sets a window, too, but goes through an epoch without gradients.
-        if trainer.accumulate_grad_batches != 1 and not self.loop.skip_backward:
+        if state.accumulate_grad_batches != 1 and not fit.skip_backward:
             raise accumulation_refused(step)
-        if module.automatic_optimization and any(isinstance(each, LBFGS) for each in trainer.optimizers):
+        uses_lbfgs = any(isinstance(optimizer, LBFGS) for optimizer in state.optimizers)
+        if module.automatic_optimization and uses_lbfgs:
             raise ConfigurationError(
                 f"LBFGS runs a step several times on the same batch, but {step} would pull other batches each time. Set"
                 " `self.automatic_optimization = False` and call `optimizer.step(closure)` with a closure that keeps"
@@ -87,15 +70,12 @@ class _IteratorEpoch:
 
     def run(self) -> None:
         """Take step after step until no batch is left, or something else ends the epoch."""
-        if self.loop.trainer.should_stop and self.after_batch.may_stop():
-            return
         while not self.iterator.done:
             if self._take_step():
                 return
 
     def _take_step(self) -> bool:
         """Take one step, with all that belongs to it; return whether the epoch ends with it."""
-        loop = self.loop
         counts = self.counts
         iterator = self.iterator
         # 1. Count the step, and let hooks see where it begins.
@@ -104,11 +84,11 @@ class _IteratorEpoch:
         self.progress.batch.is_last_batch = False
         self.logs.begin_batch(iterator)
         if self.batch_start is not None and self.batch_start(iterator.batch, iterator.batch_idx) == -1:
-            loop.skip_rest(index)
+            self.skip_rest(index)
             return True
         counts.started = index + 1
         # 2. Compute it. The step pulls its batches meanwhile.
-        last = (index + 1) % loop.trainer.accumulate_grad_batches == 0
+        last = (index + 1) % self.state.accumulate_grad_batches == 0
         try:
             result = self._run_step(last)
         except StopIteration:
@@ -118,14 +98,15 @@ class _IteratorEpoch:
         counts.processed = index + 1
         self.pulled.set(self.pulled.ready)
         self.progress.batch.is_last_batch = iterator.done
-        ends = iterator.done or index + 1 == loop.max_batches
+        ends = iterator.done or index + 1 == self.fit.data.max_batches
         if self.watch is not None:
             self.watch(result, iterator.batch, iterator.batch_idx, last)
         if last:
-            loop.schedulers.after_batch(index, ends=ends)
+            self.schedulers.after_batch(index, ends=ends)
         # 4. Let hooks, loggers and validation follow.
-        outputs = self.optimize.outputs(result) if self.uses_outputs else {}
-        del result  # its graph goes before others look at what is alive, and before the next batch comes
+        outputs = self.optimization.outputs(result) if self.uses_outputs else {}
+        # Its graph goes before hooks look at what is alive, and before the next batch is read.
+        del result
         if self.batch_end is not None:
             self.batch_end(outputs, iterator.batch, iterator.batch_idx)
         self.logs.end_batch()
@@ -158,9 +139,11 @@ class _IteratorEpoch:
         Args:
             index: The index of the step.
         """
-        vars(self.loop.context.module)[CURRENT_HOOK] = None  # the step did not return
+        # The step did not return.
+        vars(self.context.module)[CURRENT_HOOK] = None
         pulled = self.pulled.ready
-        if lost := pulled - self.pulled.completed:
+        lost = pulled - self.pulled.completed
+        if lost:
             rank_zero_warn(
                 "`training_step` asked for more batches than the epoch has, so its last step was not completed;"
                 f" {lost} of {pulled} batches were pulled in it. Call `next(dataloader_iter, None)` to train on what"
@@ -168,7 +151,8 @@ class _IteratorEpoch:
             )
         self.logs.end_batch()
         self.progress.rewind()
-        self.pulled.ready = pulled  # more than were completed: this tells a resumed run that a step was left
+        # More than were completed: this tells a resumed run that a step was left.
+        self.pulled.ready = pulled
         self.progress.batch.is_last_batch = True
-        self.loop.schedulers.end_batches()
+        self.schedulers.end_batches()
         self.after_batch(index - 1, last=False, ends=True, write=False)

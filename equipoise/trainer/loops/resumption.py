@@ -1,266 +1,219 @@
 """Resume a fit from a checkpoint, anywhere in an epoch, as if the run had never ended.
 
-Lightning's counters tell in which hook a checkpoint was written. What they do not tell, ours do under the key
-"equipoise": the state of every RNG, then and when the epoch began; the gradients of an unfinished accumulation
-window; and what the epoch has logged so far. A checkpoint of Lightning lacks these: then batches are skipped in the
-order in which the loader gives them now.
+A checkpoint of Lightning lacks the position (`position.py`): then batches are skipped in the order in which the loader
+yields them now.
 
     written in                    remains to be done
-    on_train_epoch_start          the whole epoch
+    on_train_epoch_start          the complete epoch
     training_step and around it   that batch, again
     on_train_batch_end            what follows a batch (validation, ...), the rest of the epoch
     a hook of validation          that validation unless it was at its end, the rest of the epoch
     on_train_epoch_end            schedulers that watch a value of the epoch, and its row in the loggers
-    the end of a fit              on_train_end, unless it had been fired
+    the end of a fit              on_train_end, unless it had been called
     or after it                   the rest of an epoch that max_steps had cut short, if the limits now allow more
 """
 
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import takes_iterator
-from equipoise.interop.metrics import load_metric_states, metric_states
+from equipoise.interop.metrics import load_metric_states
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
-from equipoise.trainer.checkpointing.file import is_plain
-from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
-from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
+from equipoise.trainer.data.batch_stream import NOTHING
+from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
-from equipoise.trainer.loops.after_batch import AfterBatch
-from equipoise.trainer.loops.iterator_epoch import run_epoch
+from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.loops.position import restore_before_validation
 
 if TYPE_CHECKING:
-    from equipoise.trainer.loops.fit_loop import FitLoop
-    from equipoise.trainer.trainer import Trainer
+    from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+    from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["Resumption", "before_validation", "flat_loaders", "leave_epoch", "position_of", "resume"]
-
-
-def position_of(loop: "FitLoop") -> dict[str, Any]:
-    """What a checkpoint needs, beside the counters, to go on exactly.
-
-    Args:
-        loop: The training loop, at any moment.
-    """
-    window, optimizers = loop.window, loop.trainer.optimizers
-    parameters = [p for optimizer in optimizers for p in optimizer_parameters(optimizer)] if window.is_open else []
-    names = {id(child): name for name, child in loop.context.module.named_modules()}
-    validated = (entry.metric for entry in loop.val_loop.collection.entries.values())
-    return {
-        "random_state": random_state_of(flat_loaders(loop)),
-        "epoch_random_state": loop.epoch_random_state,
-        "order_drawn": loop.stream is not None,
-        "pulled": loop.progress.pulled.state_dict() if takes_iterator(loop.context.module, "training_step") else None,
-        "ahead": _kept(loop.stream),
-        "window": window.state_dict(),
-        "gradients": [p.grad for p in parameters],
-        "logs": loop.context.logs.state_dict(loop.collection, names),
-        "metrics": metric_states(loop.context.module),
-        "metrics_of_validation": [names[id(metric)] for metric in validated if id(metric) in names],
-        "before_validation": loop.before_validation,
-        "loaders": {"loaded_at": loop.loaded_at, "workers": _workers_before_pass(loop)},
-        "val_loaders": loop.val_loop.loaders_state(),
-        "stopped_by": _stopped_by(loop),
-        "has_ended": loop.has_ended,
-    }
+__all__ = ["Resumption", "resume"]
 
 
-def _workers_before_pass(loop: "FitLoop") -> list[Any]:
-    """How persistent workers started, before the pass that a resumed run opens next, which may be the present one."""
-    if loop.stream is not None:
-        return loop.workers_before_epoch
-    return loop.loaders.workers.state_dict() if loop.loaders is not None else []
-
-
-def _stopped_by(loop: "FitLoop") -> list[str]:
-    """The keys of the callbacks that have stopped the run early."""
-    if not loop.trainer.should_stop:
-        return []
-    stoppers = [callback for callback in loop.trainer.callbacks if isinstance(callback, EarlyStopping)]
-    return [callback.state_key for callback in stoppers if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED]
-
-
-def leave_epoch(loop: "FitLoop") -> dict[str, Any]:
-    """What a run with higher limits needs to go on in the midst of an epoch which this run leaves there.
+def resume(
+    context: "RunContext",
+    fit: FitState,
+    val_loop: "EvaluationLoop",
+    loop_state: dict[str, Any],
+    ours: dict[str, Any],
+) -> "Resumption":
+    """Prepare training to continue from a checkpoint, once its counters are loaded.
 
     Args:
-        loop: The training loop, after the last batch and before the hooks of the epoch's end.
-    """
-    position = position_of(loop)
-    position["batch_is_done"] = True
-    for name in ("logs", "gradients"):  # these go on changing
-        position[name] = deepcopy(position[name])
-    return {"loop": loop.state_dict(), "positions": loop.context.strategy.processes.gather_objects(position)}
-
-
-def _kept(stream: BatchStream | None) -> list[Any]:
-    """The batch that was read ahead, if a file can hold it: it cannot be read again as it was."""
-    return [stream.ahead] if stream is not None and stream.ahead is not NOTHING and is_plain(stream.ahead) else []
-
-
-def flat_loaders(loop: "FitLoop") -> list[Any]:
-    """The training loaders, in order."""
-    return loop.loaders.flat if loop.loaders is not None else []
-
-
-def before_validation(loop: "FitLoop") -> dict[str, Any]:
-    """What a validation that is killed in its midst changes, to begin it anew."""
-    return {
-        "random_state": random_state_of(flat_loaders(loop)),
-        "metrics": metric_states(loop.context.module),
-        "val_loaders": loop.val_loop.loaders_state(),
-    }
-
-
-def restore_before_validation(loop: "FitLoop", state: dict[str, Any]) -> None:
-    """Sets back what `before_validation` took."""
-    load_random_state(flat_loaders(loop), state["random_state"])
-    load_metric_states(loop.context.module, state["metrics"])
-
-
-def resume(loop: "FitLoop", loop_state: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Lets the training loop go on from a checkpoint, once its counters are loaded.
-
-    Args:
-        loop: The training loop.
+        context: The run.
+        fit: The state of training.
+        val_loop: The loop that validates inside the fit.
         loop_state: The `fit_loop` entry of the checkpoint.
-        ours: What the checkpoint holds under our own key; empty for a checkpoint of Lightning.
+        ours: The entry under our own key; empty for a checkpoint of Lightning.
 
     Raises:
-        ConfigurationError: If another number of processes wrote it in the midst of an epoch.
+        ConfigurationError: If another number of processes wrote it in the middle of an epoch.
     """
-    trainer, strategy = loop.trainer, loop.context.strategy
-    position, positions = ours.get("position"), ours.get("positions", [])
-    if position is not None and _was_stopped(trainer, position.get("stopped_by", [])):
-        trainer.should_stop = True
-    loop.left = ours.get("left")
-    limit_is_reached = 0 <= trainer.max_steps <= trainer.global_step or trainer.should_stop
+    state = context.state
+    processes = context.strategy.processes
+    # 1. The position of the first process.
+    position = ours.get("position")
+    positions = ours.get("positions", [])
     written_in = ours.get("written_in")
-    if loop.left is not None and not limit_is_reached:
-        loop_state, positions = loop.left["loop"], loop.left["positions"]
-        loop.progress.load_state_dict(loop_state)
+    if position is not None and _was_stopped(state, position.get("stopped_by", [])):
+        state.should_stop = True
+    # 2. An epoch that a limit has cut short continues there, if the limits now allow it.
+    left = ours.get("left")
+    fit.leave_epoch(left)
+    limit_is_reached = 0 <= state.max_steps <= context.global_step or state.should_stop
+    if left is not None and not limit_is_reached:
+        loop_state = left["loop"]
+        positions = left["positions"]
+        fit.progress.load_state_dict(loop_state)
         position = positions[0]
-        written_in = None  # that hook comes again, at the end of the epoch
-    if len(positions) == strategy.processes.world_size:
-        position = positions[strategy.processes.rank]
-    loop.resumption = Resumption(loop, position, loop_state, written_in)
-    written_by, processes = len(positions) or 1, strategy.processes.world_size
-    if position is not None and written_by != processes and loop.resumption.in_epoch and not loop.batches_done():
+        # That hook is called again, at the end of the epoch.
+        written_in = None
+    # 3. Each process continues from its own position.
+    if len(positions) == processes.world_size:
+        position = positions[processes.rank]
+    resumption = Resumption(context, fit, val_loop, position, loop_state, written_in)
+    # 4. Another number of processes can only begin a new epoch.
+    written_by = len(positions) or 1
+    needs_same_processes = position is not None and resumption.in_epoch and not fit.batches_done()
+    if needs_same_processes and written_by != processes.world_size:
         raise ConfigurationError(
-            f"The checkpoint was written in the middle of an epoch by {written_by} processes, and there are {processes}"
-            f" now: some samples of the epoch would be lost, others seen twice. Resume with {written_by}, or from a"
-            " checkpoint of an epoch's end."
+            f"The checkpoint was written in the middle of an epoch by {written_by} processes, and there are"
+            f" {processes.world_size} now: some samples of the epoch would be lost, others seen twice. Resume with"
+            f" {written_by}, or from a checkpoint of an epoch's end."
         )
+    return resumption
 
 
-def _was_stopped(trainer: "Trainer", stopped_by: list[str]) -> bool:
-    """Whether early stopping had ended the run, and is still among the callbacks."""
-    present = {state_key_of(callback) for callback in trainer.callbacks}
+def _was_stopped(state: "RunState", stopped_by: list[str]) -> bool:
+    """Return True if early stopping had ended the run, and is still among the callbacks."""
+    present = {state_key_of(callback) for callback in state.callbacks}
     return bool(stopped_by) and present.issuperset(stopped_by)
 
 
 class Resumption:
-    """Goes on from a checkpoint; lives until the epoch in which it was written has ended.
+    """Restores the position of a checkpoint. It lives until the epoch in which the file was written has ended.
 
     Args:
-        loop: The training loop, its counters already those of the checkpoint.
-        position: What `position_of` returned; None for a checkpoint of Lightning.
+        context: The run.
+        fit: The state of training, its counters already those of the checkpoint.
+        val_loop: The loop that validates inside the fit.
+        position: The position that `position_of` returned; None for a checkpoint of Lightning.
         loop_state: The `fit_loop` entry of the checkpoint, which may hold states of loaders.
         written_in: The hook in which a checkpoint callback wrote the file, and the key of that callback.
+
+    Attributes:
+        at_epoch_end: Whether a hook of the epoch's end wrote the checkpoint.
+        in_epoch: Whether it was written after the start of an epoch and before those hooks.
+        batch_unfinished: Whether the work after a batch was not done yet.
+        batch_again: Whether a batch was begun and not completed.
+        in_validation: Whether a hook of a validation between two batches wrote it.
     """
 
     def __init__(
         self,
-        loop: "FitLoop",
+        context: "RunContext",
+        fit: FitState,
+        val_loop: "EvaluationLoop",
         position: dict[str, Any] | None,
         loop_state: dict[str, Any],
         written_in: list[str] | None = None,
     ) -> None:
-        self.loop = loop
+        self.context = context
+        self.fit = fit
+        self.val_loop = val_loop
         self.position = position
         self.written_in = written_in
         self.loader_states: list[Any] = loop_state["state_dict"].get("combined_loader", [])
-        epoch, batch = loop.progress.epoch.current, loop.progress.batch.current
+        # 1. Where the checkpoint was written, by Lightning's counters.
+        epoch = fit.progress.epoch.current
+        batch = fit.progress.batch.current
         self.at_epoch_end = epoch.processed > epoch.completed
         self.in_epoch = epoch.started > epoch.processed
         self.batch_unfinished = batch.processed > batch.completed
-        # Ready and completed are equal from a batch's last hook to the next batch: a hook of validation wrote the
-        # checkpoint.
-        self.in_validation = not self.batch_unfinished and batch.ready == batch.completed > 0
-        if position is not None and position.get("batch_is_done", False):
-            self.in_validation = False
         self.batch_again = self.in_epoch and not self.batch_unfinished and batch.ready > batch.completed
-        pulled = position.get("pulled") if position is not None else None
+        # Ready and completed are equal from a batch's last hook to the next batch: a hook of validation wrote it,
+        # unless a limit has cut the epoch short there.
+        between_batches = not self.batch_unfinished and batch.ready == batch.completed > 0
+        was_left = position is not None and position.get("batch_is_done", False)
+        self.in_validation = between_batches and not was_left
+        # 2. Set the counters to where training continues.
+        self._restore_counters(None if position is None else position.get("pulled"))
+        if position is not None:
+            fit.load_position(position)
+            val_loaders = position.get("val_loaders")
+            if self.in_validation and not self.has_validated():
+                val_loaders = position["before_validation"].get("val_loaders")
+            val_loop.resume_loaders(val_loaders)
+
+    def _restore_counters(self, pulled: dict[str, Any] | None) -> None:
+        """Set the counters back to the last batch, or the last epoch, that was completed.
+
+        Args:
+            pulled: Counts of the batches that the training step has pulled by itself; None if the loop reads them.
+        """
+        progress = self.fit.progress
+        epoch = progress.epoch.current
         if pulled is not None:
-            loop.progress.pulled.load_state_dict(pulled)
+            progress.pulled.load_state_dict(pulled)
         if not self.in_epoch and not self.at_epoch_end:
             epoch.set(epoch.completed)
         elif self.batch_again:
-            loop.progress.rewind()
-        if pulled is None:  # the loop read the batches, one for each step
-            loop.progress.pulled.current.set(batch.ready)
-        if position is not None:
-            loop.window.load_state_dict(position["window"])
-            loop.has_ended = position.get("has_ended", False)
-            loop.val_loop.resumed = position.get("val_loaders")
-            if self.in_validation and not self._has_validated():
-                loop.val_loop.resumed = position["before_validation"].get("val_loaders")
+            progress.rewind()
+        # The loop reads one batch for each step.
+        if pulled is None:
+            progress.pulled.current.set(progress.batch.current.ready)
 
-    def _has_validated(self) -> bool:
-        """Whether the validation in one of whose hooks the checkpoint was written was at its end."""
-        val = self.loop.progress.val_batch
-        return val.is_last_batch and val.current.completed == val.current.ready
+    def has_validated(self) -> bool:
+        """Return True if the validation in one of whose hooks the checkpoint was written was at its end."""
+        val_batch = self.fit.progress.val_batch
+        return val_batch.is_last_batch and val_batch.current.completed == val_batch.current.ready
 
     @property
     def is_after_batch(self) -> bool:
-        """Whether something remains of a batch that is done, such as its validation, though a limit may be reached."""
+        """True if work after a batch remains, such as its validation, even if a limit is reached."""
         return self.position is not None and self.in_epoch and (self.batch_unfinished or self.in_validation)
 
     @property
     def lacks_end(self) -> bool:
-        """Whether `on_train_end` was not fired before the checkpoint was written; one of Lightning does not say."""
-        return self.position is not None and not self.loop.has_ended
+        """True if `on_train_end` was not called before the checkpoint was written. Lightning's do not tell."""
+        return self.position is not None and not self.fit.has_ended
 
-    def is_finished(self) -> bool:
-        """Whether nothing is left to train, once the epoch at whose end the checkpoint was written is closed."""
-        self.restore_loaders()
-        if self.at_epoch_end:
-            self.finish_epoch()
-        return not self.is_after_batch and self.loop.done()
+    # Data.
 
     def restore_loaders(self) -> None:
-        """Tells the training loaders when they were asked for, and how their workers started."""
-        saved = self.position.get("loaders") if self.position is not None else None
-        if saved is not None and self.loop.loaders is not None:
-            self.loop.loaded_at = saved["loaded_at"]
-            self.loop.loaders.workers.load_state_dict(saved["workers"])
+        """Restore the epoch in which the training loaders were requested, and the start of their workers."""
+        if self.position is None:
+            return
+        saved = self.position.get("loaders")
+        if saved is not None:
+            self.fit.data.restore_request(saved["loaded_at"], saved["workers"])
 
-    def start_stream(self, stream: BatchStream) -> None:
-        """Reads on in the epoch: every RNG as before its order was drawn, past the batches that were seen."""
-        loop, seen = self.loop, self._batches_seen()
-        assert loop.loaders is not None
+    def start_stream(self) -> None:
+        """Continue the epoch's stream behind the batches that were read, every generator as before its order."""
+        data = self.fit.data
+        seen = self._batches_seen()
+        # 1. Every generator as before the order was drawn.
         if self.position is not None:
-            loop.epoch_random_state = self.position["epoch_random_state"]
-            loop.workers_before_epoch = self.position.get("loaders", {}).get("workers", [])
-            load_random_state(loop.loaders.flat, loop.epoch_random_state)
-        if stateful := [loader for loader in loop.loaders.flat if has_state(loader)]:
-            for loader, state in zip(stateful, self.loader_states, strict=False):
-                loader.load_state_dict(state)
+            workers = self.position.get("loaders", {}).get("workers", [])
+            data.restore_random_state(self.position["epoch_random_state"], workers)
+        # 2. The order is drawn anew, or its rest read.
         if self.in_epoch:
-            ahead = self.position["ahead"] if self.position is not None and not self.batch_again else []
-            stream.resume(seen, ahead=ahead[0] if ahead else NOTHING, stateful=bool(stateful))
+            data.resume_stream(self.loader_states, seen, self._batch_ahead())
         else:
-            stream.start()
+            data.resume_stream(self.loader_states, None)
 
     def _batches_seen(self) -> int:
-        """The number of batches of the epoch that were read, be it by the loop or by the training step."""
-        progress = self.loop.progress
-        steps, pulled = progress.batch.current.ready, progress.pulled.current.ready
-        if self.in_epoch and steps != pulled and not takes_iterator(self.loop.context.module, "training_step"):
+        """Return the number of batches of the epoch that the loop, or the training step, has read."""
+        progress = self.fit.progress
+        steps = progress.batch.current.ready
+        pulled = progress.pulled.current.ready
+        reads_each = not takes_iterator(self.context.module, "training_step")
+        if self.in_epoch and steps != pulled and reads_each:
             raise ConfigurationError(
                 f"The checkpoint was written in the middle of an epoch, after {steps} steps of a"
                 f" `training_step(dataloader_iter)` that had pulled {pulled} batches; one that takes a batch cannot go"
@@ -268,82 +221,71 @@ class Resumption:
             )
         return pulled
 
-    def finish_epoch(self) -> None:
-        """Does what remained of an epoch whose last hook wrote the checkpoint."""
-        loop, epoch = self.loop, self.loop.progress.epoch.current
+    def _batch_ahead(self) -> Any:
+        """Return the batch that had been read ahead; `NOTHING` if it is unknown, or is not the next one."""
+        if self.position is None or self.batch_again or not self.position["ahead"]:
+            return NOTHING
+        return self.position["ahead"][0]
+
+    # State of the epoch.
+
+    def load_random_state(self) -> None:
+        """Restore every generator to its state when the checkpoint was written."""
         if self.position is not None:
-            self._load_logs(self.position)
-            loop.context.logs.end_batches()
-            load_random_state(flat_loaders(loop), self.position["random_state"])
-            loop.load_validation_data()  # checkpoint callbacks ask how many batches there are
-            self._finish_hook("on_train_epoch_end")
-            loop.hand_on_epoch()
-        epoch.completed = epoch.processed
+            load_random_state(self.fit.data.flat, self.position["random_state"])
 
-    def _finish_hook(self, name: str, *args: Any) -> None:
-        """Lets the checkpoint callbacks behind the one that wrote the file do their part of its hook."""
-        if self.written_in is None or self.written_in[0] != name:
+    def load_logs(self) -> None:
+        """Restore the values that the epoch had logged, and the states of the metrics."""
+        if self.position is None:
             return
-        if fire := self.loop.context.hooks.bind_checkpoints_after(name, self.written_in[1]):
-            fire(*args)
+        module = self.context.module
+        modules = dict(module.named_modules())
+        self.context.logs.load_state_dict(self.position["logs"], self.fit.collection, modules)
+        load_metric_states(module, self.position["metrics"])
 
-    def go_on(self) -> None:
-        """Does what remained of a batch one of whose hooks wrote the checkpoint, and of its epoch."""
-        loop, position = self.loop, self.position
-        if position is not None and not self.at_epoch_end:
-            self._load_logs(position)
-            loop.context.logs.in_batches = self.in_epoch and loop.progress.batch.current.ready > 0
-        if self.in_epoch:
-            loop.begin_epoch()
-            self._load_gradients()
-        elif position is not None and position["order_drawn"]:
-            loop.start_stream()  # that of the first epoch is drawn before on_train_epoch_start
-        if position is not None:
-            load_random_state(flat_loaders(loop), position["random_state"])
-        if self.in_epoch:
-            if not self._finish_batch():
-                run_epoch(loop)
-            loop.end_epoch()
+    def load_gradients(self) -> None:
+        """Restore the gradients of an unfinished accumulation window."""
+        if self.position is None:
+            return
+        parameters = []
+        for optimizer in self.context.state.optimizers:
+            parameters.extend(optimizer_parameters(optimizer))
+        # There are none between two windows.
+        for parameter, gradient in zip(parameters, self.position["gradients"], strict=False):
+            if gradient is not None:
+                gradient = gradient.to(parameter.device)
+            parameter.grad = gradient
 
-    def _finish_batch(self) -> bool:
-        """What follows the last batch; returns whether the epoch ends with it."""
-        loop, batch = self.loop, self.loop.progress.batch
-        index, ends = batch.current.ready - 1, self.loop.batches_done()
-        pulled = loop.progress.pulled.current
-        step_was_left = pulled.ready > pulled.completed  # it wanted more batches than there are
-        last = not step_was_left and (ends or (index + 1) % loop.trainer.accumulate_grad_batches == 0)
-        if self.batch_unfinished:
-            self._finish_hook("on_train_batch_end", {}, None, index)
-            batch.current.set(index + 1)
-            return AfterBatch(loop)(index, last, ends)
-        if not self.in_validation:
-            return False
-        validated = self._has_validated()
-        if not validated and self.position is not None and self.position["before_validation"]:
-            restore_before_validation(loop, self.position["before_validation"])
-        elif validated and self.position is not None:
-            loop.trainer.validating = True
-            self._finish_hook("on_validation_end")
-            loop.trainer.training = True
-            self._end_validation(self.position)
-        return AfterBatch(loop)(index, last, ends, write=False, validate=not validated)
+    def restore_before_validation(self) -> None:
+        """Restore the state before a validation that was killed, which begins anew."""
+        if self.position is not None and self.position["before_validation"]:
+            restore_before_validation(self.context.module, self.fit, self.position["before_validation"])
 
-    def _end_validation(self, position: dict[str, Any]) -> None:
-        """Resets the metrics of a validation that was at its end, as it would have done next."""
-        for name in position["metrics_of_validation"]:
-            metric = dict(self.loop.context.module.named_modules()).get(name)
+    def end_validation(self) -> None:
+        """Do what followed a validation in whose last hook the checkpoint was written."""
+        if self.position is None:
+            return
+        state = self.context.state
+        # 1. The checkpoint callbacks behind the one that wrote the file.
+        state.validating = True
+        self.finish_hook("on_validation_end")
+        state.training = True
+        # 2. The metrics that the validation has logged.
+        modules = dict(self.context.module.named_modules())
+        for name in self.position["metrics_of_validation"]:
+            metric = modules.get(name)
             if isinstance(metric, Metric):
                 metric.reset()
 
-    def _load_logs(self, position: dict[str, Any]) -> None:
-        """Takes back what the epoch had logged so far."""
-        loop, module = self.loop, self.loop.context.module
-        loop.context.logs.load_state_dict(position["logs"], loop.collection, dict(module.named_modules()))
-        load_metric_states(module, position["metrics"])
+    def finish_hook(self, name: str, *args: Any) -> None:
+        """Call a hook of the checkpoint callbacks behind the one that wrote the file in it.
 
-    def _load_gradients(self) -> None:
-        """Takes back the gradients of an unfinished accumulation window."""
-        gradients = self.position["gradients"] if self.position is not None else []
-        parameters = [p for optimizer in self.loop.trainer.optimizers for p in optimizer_parameters(optimizer)]
-        for parameter, gradient in zip(parameters, gradients, strict=False):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        Args:
+            name: The hook. Nothing is called if the file was written in another.
+            args: Its arguments.
+        """
+        if self.written_in is None or self.written_in[0] != name:
+            return
+        call = self.context.hooks.bind_checkpoints_after(name, self.written_in[1])
+        if call is not None:
+            call(*args)

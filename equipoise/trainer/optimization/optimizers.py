@@ -16,9 +16,8 @@ from equipoise.interop.torch.optimizers import has_step_hooks
 from equipoise.notices import rank_zero_warn
 
 if TYPE_CHECKING:
-    from equipoise.trainer.hooks.hooks import Hooks
+    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.progress import Progress
-    from equipoise.trainer.trainer import Trainer
 
 __all__ = ["NoOptimizer", "Schedulers", "move_state", "parse_optimizers", "takes_no_closure"]
 
@@ -220,15 +219,17 @@ class Schedulers:
     """Steps learning-rate schedulers when they are due, in automatic optimisation.
 
     Args:
-        trainer: Holds the configurations, which callbacks may exchange, and the values to watch.
-        hooks: Says whether the module overrides `lr_scheduler_step`.
+        context: The run, whose state holds the configurations, which callbacks may exchange.
         progress: Counts the steps.
     """
 
-    def __init__(self, trainer: "Trainer", hooks: "Hooks", progress: "Progress") -> None:
-        self.trainer, self.progress = trainer, progress
-        self.automatic = hooks.module.automatic_optimization
-        self.user_step = hooks.bind_module("lr_scheduler_step")
+    def __init__(self, context: "RunContext", progress: "Progress") -> None:
+        self.state = context.state
+        self.logs = context.logs
+        self.processes = context.strategy.processes
+        self.progress = progress
+        self.automatic = context.module.automatic_optimization
+        self.user_step = context.hooks.bind_module("lr_scheduler_step")
 
     def after_batch(self, index: int, *, ends: bool) -> None:
         """Steps those that watch nothing, at the end of a window.
@@ -237,28 +238,28 @@ class Schedulers:
             index: The batch's index.
             ends: Whether it is the epoch's last.
         """
-        if self.trainer.lr_scheduler_configs:
+        if self.state.lr_scheduler_configs:
             self._step("step", index, plateau=False)
             if ends:
                 self.end_batches()
 
     def end_batches(self) -> None:
         """Steps those that watch nothing, after every so many epochs."""
-        self._step("epoch", self.trainer.current_epoch, plateau=False)
+        self._step("epoch", self.state.current_epoch, plateau=False)
 
     def after_validation(self, index: int) -> None:
         """Steps those that watch a value after every so many steps."""
-        if self.trainer.lr_scheduler_configs:
+        if self.state.lr_scheduler_configs:
             self._step("step", index, plateau=True)
 
     def after_epoch(self) -> None:
         """Steps those that watch a value after every so many epochs."""
-        self._step("epoch", self.trainer.current_epoch, plateau=True)
+        self._step("epoch", self.state.current_epoch, plateau=True)
 
     def _step(self, interval: str, index: int, *, plateau: bool) -> None:
         if not self.automatic:
             return
-        for config in self.trainer.lr_scheduler_configs:
+        for config in self.state.lr_scheduler_configs:
             if config.reduce_on_plateau != plateau or config.interval != interval or (index + 1) % config.frequency:
                 continue
             watched = self._watched(config) if plateau else None
@@ -274,12 +275,12 @@ class Schedulers:
 
     def _watched(self, config: LRSchedulerConfig) -> Any:
         """The value a scheduler watches; None, with a warning, if it is not there and need not be."""
-        value = self.trainer.callback_metrics.get(config.monitor or "")
-        if self.trainer.connected_strategy.processes.world_size > 1:  # a value of a step is each process's own
-            value = self.trainer.connected_strategy.processes.broadcast(value)
+        value = self.logs.callback_metrics.get(config.monitor or "")
+        if self.processes.world_size > 1:  # a value of a step is each process's own
+            value = self.processes.broadcast(value)
         if value is not None:
             return value
-        known = ", ".join(map(repr, self.trainer.callback_metrics)) or "none"
+        known = ", ".join(map(repr, self.logs.callback_metrics)) or "none"
         message = f"ReduceLROnPlateau watches {config.monitor!r}, which was never logged. Logged so far: {known}."
         if config.strict:
             raise ConfigurationError(

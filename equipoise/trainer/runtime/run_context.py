@@ -73,6 +73,14 @@ class RunContext:
             return False
         return is_overridden("validation_step", self.module) and self.state.limit_val_batches > 0
 
+    @property
+    def validates_in_epoch(self) -> bool:
+        """True if a fit validates in the present epoch."""
+        if not self.enable_validation:
+            return False
+        every = self.state.check_val_every_n_epoch
+        return every is None or (self.state.current_epoch + 1) % every == 0
+
     def request_loaders(self, stage: str, limit: float, *, overfit: bool = False) -> Loaders:
         """Asks the source of a stage for its loaders and makes them ready.
 

@@ -26,6 +26,22 @@ class Counts:
         """Sets all four."""
         self.ready = self.started = self.processed = self.completed = value
 
+    def make_ready(self) -> None:
+        """Count one more unit that is ready."""
+        self.ready += 1
+
+    def start(self) -> None:
+        """Count one more unit as started."""
+        self.started += 1
+
+    def process(self) -> None:
+        """Count one more unit as processed."""
+        self.processed += 1
+
+    def complete(self) -> None:
+        """Count the processed units as completed."""
+        self.completed = self.processed
+
     def add(self, other: "Counts") -> "Counts":
         """The sum, as a new object."""
         return Counts(*(getattr(self, stage) + getattr(other, stage) for stage in _STAGES))

@@ -15,7 +15,7 @@ from equipoise.trainer.data.source_view import SourceView
 from equipoise.trainer.hooks.hooks import overrides
 
 if TYPE_CHECKING:
-    from equipoise.trainer.loops.evaluation_loop import EvaluationLoop
+    from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
     from equipoise.trainer.trainer import Trainer
 
 __all__ = ["LightningNames", "precision_plugin"]
@@ -112,7 +112,8 @@ class _AcceleratorConnector:
 class _EvaluationView:
     """`trainer.validate_loop`, `trainer.test_loop`, and the validation inside a fit."""
 
-    def __init__(self, loop: "EvaluationLoop") -> None:
+    def __init__(self, trainer: "Trainer", loop: "EvaluationLoop") -> None:
+        self._trainer = trainer
         self._loop = loop
 
     @property
@@ -129,7 +130,7 @@ class _EvaluationView:
 
     @property
     def _data_source(self) -> SourceView:
-        return self._loop.trainer.source_of(self._loop.stage)
+        return self._trainer.source_of(self._loop.stage)
 
 
 class _EpochLoopView:
@@ -148,7 +149,7 @@ class _EpochLoopView:
 
     @property
     def val_loop(self) -> _EvaluationView:
-        return _EvaluationView(self._trainer.fit_loop_state.val_loop)
+        return _EvaluationView(self._trainer, self._trainer.fit_loop_state.val_loop)
 
     @property
     def global_step(self) -> int:
@@ -163,7 +164,8 @@ class _EpochLoopView:
         return self._trainer.progress.batch.total.ready - 1
 
     def _should_check_val_epoch(self) -> bool:
-        return self._trainer.fit_loop_state.validates_in_epoch()
+        context = self._trainer.current_context
+        return context is not None and context.validates_in_epoch
 
 
 class FitLoopView:
@@ -195,19 +197,19 @@ class FitLoopView:
 
     @property
     def max_batches(self) -> float:
-        return self._trainer.fit_loop_state.max_batches
+        return self._trainer.fit_loop_state.fit.data.max_batches
 
     @max_batches.setter
     def max_batches(self, value: float) -> None:
-        self._trainer.fit_loop_state.max_batches = value
+        self._trainer.fit_loop_state.fit.data.max_batches = value
 
     @property
     def _skip_backward(self) -> bool:
-        return self._trainer.fit_loop_state.skip_backward
+        return self._trainer.fit_loop_state.fit.skip_backward
 
     @_skip_backward.setter
     def _skip_backward(self, value: bool) -> None:
-        self._trainer.fit_loop_state.skip_backward = value
+        self._trainer.fit_loop_state.fit.skip_backward = value
 
     @property
     def epoch_progress(self) -> Any:
@@ -228,7 +230,7 @@ class FitLoopView:
     def _should_accumulate(self) -> bool:
         trainer = self._trainer
         ready = trainer.progress.batch.current.ready
-        return ready % trainer.accumulate_grad_batches != 0 and not trainer.fit_loop_state.batches_done()
+        return ready % trainer.accumulate_grad_batches != 0 and not trainer.fit_loop_state.fit.batches_done()
 
     def state_dict(self) -> dict[str, Any]:
         return self._trainer.progress.state_dict()
@@ -261,16 +263,16 @@ class LightningNames:
     @property
     def validate_loop(self: Any) -> _EvaluationView:
         """The loop that `validate` runs."""
-        return _EvaluationView(self.evaluations["validate"])
+        return _EvaluationView(self, self.evaluations["validate"])
 
     @property
     def test_loop(self: Any) -> _EvaluationView:
         """The loop that `test` runs."""
-        return _EvaluationView(self.evaluations["test"])
+        return _EvaluationView(self, self.evaluations["test"])
 
     @property
     def _evaluation_loop(self: Any) -> _EvaluationView:
-        return _EvaluationView(self.active_evaluation or self.fit_loop_state.val_loop)
+        return _EvaluationView(self, self.active_evaluation or self.fit_loop_state.val_loop)
 
     @property
     def _val_check_time_interval(self: Any) -> float | None:

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from equipoise.interop.lightning.classes import is_a
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.logging.results_table import to_scalars
-from equipoise.trainer.loops.evaluation_loop import EvaluationLoop
 from equipoise.trainer.loops.fit_loop import FitLoop
-from equipoise.trainer.loops.prediction_loop import PredictionLoop
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.settings.devices import accelerator_of
 from equipoise.trainer.state.run_state import RunState
@@ -55,9 +55,12 @@ class PublicState(StateFields, LightningNames):
         self.datamodule: LightningDataModule | None = None
         self.logs = Logs()
         self.logger_output = LoggerOutput(self.run_state, self.logs, self)
-        self.fit_loop_state = FitLoop(trainer, EvaluationLoop(trainer, "val", fitting=True))
-        self.evaluations = {"validate": EvaluationLoop(trainer, "val"), "test": EvaluationLoop(trainer, "test")}
-        self.predict_loop = PredictionLoop(trainer)
+        self.fit_loop_state = FitLoop(self.run_state, EvaluationLoop(self.run_state, "val", fitting=True))
+        self.evaluations = {
+            "validate": EvaluationLoop(self.run_state, "val"),
+            "test": EvaluationLoop(self.run_state, "test"),
+        }
+        self.predict_loop = PredictionLoop(self.run_state)
         self._context: RunContext | None = None
         self._view = StrategyView(strategy, trainer)
         self.wrapped_optimizers = WrappedOptimizers(self.run_state, self._view)
@@ -75,9 +78,9 @@ class PublicState(StateFields, LightningNames):
 
     def begin_run(self, context: RunContext) -> None:
         """Takes the parts of a new run; loaders of earlier ones are forgotten."""
-        self._context = self.fit_loop_state.context = context
-        self.fit_loop_state.forget_data()
-        self.predict_loop.forget_data()
+        self._context = context
+        self.fit_loop_state.begin_run(context)
+        self.predict_loop.begin_run(context.sources["predict"])
         for loop in (self.fit_loop_state.val_loop, *self.evaluations.values()):
             loop.forget_data()
 
@@ -166,12 +169,12 @@ class PublicState(StateFields, LightningNames):
     @property
     def num_training_batches(self) -> float:
         """Training batches per epoch; infinite if unknown."""
-        return self.fit_loop_state.max_batches
+        return self.fit_loop_state.fit.data.max_batches
 
     @property
     def val_check_batch(self) -> float | None:
         """Validation follows every so many training batches; infinite: at the epoch's end; None: by the clock."""
-        return self.fit_loop_state.val_check_batch
+        return self.fit_loop_state.fit.val_check_batch
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -204,7 +207,7 @@ class PublicState(StateFields, LightningNames):
     @property
     def train_dataloader(self) -> Any:
         """The training loaders in use."""
-        loaders = self.fit_loop_state.loaders
+        loaders = self.fit_loop_state.fit.data.loaders
         return loaders.iterables if loaders is not None else None
 
     @property

@@ -1,0 +1,218 @@
+"""The training loaders of a fit, and the pass over them in the present epoch."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from equipoise.errors import ConfigurationError
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, length_of
+from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
+from equipoise.trainer.data.loaders import Loaders
+from equipoise.trainer.data.sample_counts import SampleCounts
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
+
+__all__ = ["TrainingData"]
+
+
+class TrainingData:
+    """The loaders that training reads, and the stream of the present epoch.
+
+    Attributes:
+        loaders: The training loaders; None before they were requested.
+        loaded_at: The epoch in which they were requested.
+        max_batches: Number of batches of an epoch; infinite if unknown.
+        stream: The batches of the epoch; None before its order was drawn.
+        epoch_random_state: State of every generator before that.
+        workers_before_epoch: Generators with which persistent workers had started before that.
+    """
+
+    def __init__(self) -> None:
+        self.loaders: Loaders | None = None
+        self.loaded_at: float = -math.inf
+        self.max_batches: float = math.inf
+        self.stream: BatchStream | None = None
+        self.epoch_random_state: dict[str, Any] = {}
+        self.workers_before_epoch: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, which requests the loaders by itself."""
+        return {**vars(self), "loaders": None, "stream": None}
+
+    # Loaders.
+
+    @property
+    def flat(self) -> list[Any]:
+        """The loaders, in order."""
+        if self.loaders is None:
+            return []
+        return self.loaders.flat
+
+    @property
+    def has_length(self) -> bool:
+        """True if all loaders have a length."""
+        return all(length_of(loader) is not None for loader in self.flat)
+
+    @property
+    def open_stream(self) -> BatchStream:
+        """The stream of an epoch whose order was drawn."""
+        assert self.stream is not None
+        return self.stream
+
+    def is_request_due(self, state: "RunState") -> bool:
+        """Return True at first, and every `reload_dataloaders_every_n_epochs`."""
+        if state.limit_train_batches == 0:
+            return False
+        if self.loaders is None:
+            return True
+        every = state.reload_dataloaders_every_n_epochs
+        return every > 0 and state.current_epoch - self.loaded_at >= every
+
+    def request(self, context: "RunContext") -> None:
+        """Request the loaders from their source.
+
+        Args:
+            context: The run.
+        """
+        state = context.state
+        self.loaded_at = state.current_epoch
+        self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=state.overfit_batches > 0)
+        self.max_batches = self.loaders.length()
+
+    def restore_request(self, loaded_at: float, workers: list[Any]) -> None:
+        """Restore the epoch of the last request, and let persistent workers start as in an earlier process.
+
+        Args:
+            loaded_at: The epoch in which the loaders were requested.
+            workers: Generators with which the workers started.
+        """
+        if self.loaders is not None:
+            self.loaded_at = loaded_at
+            self.loaders.workers.load_state_dict(workers)
+
+    def forget(self) -> None:
+        """Forget the loaders, so that they are requested anew."""
+        self.loaders = None
+        self.loaded_at = -math.inf
+
+    def loader_states(self) -> list[Any]:
+        """Return the states of the loaders that have one."""
+        return [loader.state_dict() for loader in self.flat if has_state(loader)]
+
+    def workers_before_pass(self) -> list[Any]:
+        """Return how persistent workers started, before the pass that a resumed run opens next.
+
+        That may be the present pass.
+        """
+        if self.stream is not None:
+            return self.workers_before_epoch
+        if self.loaders is None:
+            return []
+        return self.loaders.workers.state_dict()
+
+    # The order of an epoch.
+
+    def make_stream(self, counts: SampleCounts | None) -> None:
+        """Make a pass over the loaders, without an order yet.
+
+        Args:
+            counts: Counts the samples of each batch; None if batches need no weight.
+        """
+        assert self.loaders is not None
+        self.stream = self.loaders.streams()[0]
+        if counts is not None:
+            self.stream.count_samples(counts)
+
+    def draw_order(self) -> None:
+        """Note the state of every generator, and draw the order of the batches."""
+        assert self.loaders is not None
+        assert self.stream is not None
+        self.epoch_random_state = random_state_of(self.loaders.flat)
+        self.workers_before_epoch = self.loaders.workers.state_dict()
+        self.stream.start()
+
+    def restore_random_state(self, random_state: dict[str, Any], workers: list[Any]) -> None:
+        """Set every generator to its state before the epoch's order was drawn.
+
+        Args:
+            random_state: The `epoch_random_state` of an earlier process.
+            workers: Its `workers_before_epoch`.
+        """
+        self.epoch_random_state = random_state
+        self.workers_before_epoch = workers
+        load_random_state(self.flat, random_state)
+
+    def resume_stream(self, loader_states: list[Any], seen: int | None, ahead: Any = NOTHING) -> None:
+        """Continue the pass of an earlier process.
+
+        Args:
+            loader_states: States of the loaders that have one.
+            seen: Number of batches that were read; None if the epoch had not begun.
+            ahead: The batch that had been read ahead, if it is known.
+        """
+        assert self.stream is not None
+        stateful = [loader for loader in self.flat if has_state(loader)]
+        # A checkpoint of Lightning may lack some of the states.
+        for loader, state in zip(stateful, loader_states, strict=False):
+            loader.load_state_dict(state)
+        if seen is None:
+            self.stream.start()
+        else:
+            self.stream.resume(seen, ahead=ahead, stateful=bool(stateful))
+
+    def check_not_empty(self, max_epochs: int | None) -> None:
+        """Check that an epoch without batches is not repeated for ever.
+
+        Raises:
+            ConfigurationError: If there is no batch, and no number of epochs ends the training.
+        """
+        assert self.stream is not None
+        if self.stream.is_empty and max_epochs == -1:
+            raise ConfigurationError(
+                f"{self.stream.describe_empty()} max_epochs=-1 would repeat empty epochs for ever: give a number."
+            )
+
+    def leave_stream(self) -> None:
+        """Forget the stream at the end of its epoch."""
+        self.stream = None
+
+    def close(self) -> None:
+        """End the stream, and the workers of the loaders."""
+        stream = self.stream
+        self.stream = None
+        try:
+            if stream is not None:
+                stream.close()
+        finally:
+            if self.loaders is not None:
+                self.loaders.close()
+
+    # Numbers.
+
+    def estimated_steps(self, state: "RunState") -> int | float:
+        """Return the number of optimiser steps of the whole training, as far as it can be known.
+
+        Args:
+            state: The state of the trainer's runs, for its limits.
+        """
+        if state.max_epochs == -1:
+            return math.inf if state.max_steps == -1 else state.max_steps
+        if math.isinf(self.max_batches):
+            return state.max_steps
+        steps_of_epoch = math.ceil(self.max_batches / state.accumulate_grad_batches)
+        steps = steps_of_epoch * max(state.max_epochs or 0, 1)
+        if state.max_steps == -1:
+            return steps
+        return min(steps, state.max_steps)
+
+    def warn_of_rare_logs(self, state: "RunState") -> None:
+        """Warn if an epoch is too short for values of steps to reach the loggers."""
+        if not state.loggers or state.fast_dev_run:
+            return
+        if self.max_batches < state.log_every_n_steps:
+            rank_zero_warn(
+                f"An epoch has {self.max_batches} batches, fewer than log_every_n_steps={state.log_every_n_steps}."
+                " Set a lower value if you want to see logs of the training epoch."
+            )

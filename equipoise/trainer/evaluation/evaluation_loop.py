@@ -1,0 +1,259 @@
+"""The validation and test loop: every batch once, without gradients."""
+
+import math
+from collections import ChainMap, defaultdict
+from typing import TYPE_CHECKING, Any, Literal
+
+from equipoise.interop.lightning.classes import is_overridden
+from equipoise.trainer.data.batch_stream import BatchStream
+from equipoise.trainer.data.loaders import Loaders
+from equipoise.trainer.evaluation.evaluation_step import (
+    EvaluationStep,
+    Modes,
+    check_dataloader_idx,
+    evaluator,
+    without_gradients,
+)
+from equipoise.trainer.logging.collection import Collection
+from equipoise.trainer.logging.results_table import print_results
+from equipoise.trainer.runtime.signals import leave_evaluation
+from equipoise.trainer.state.progress import BatchProgress
+from equipoise.trainer.state.run_state import RunState
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["EvaluationLoop"]
+
+
+class EvaluationLoop:
+    """Evaluates a module on the loaders of a stage. Its state outlives a run.
+
+    Args:
+        state: The state of the trainer's runs.
+        stage: "val" or "test".
+        fitting: Whether it validates inside a fit.
+
+    Attributes:
+        progress: Counts batches over all loaders.
+        collection: Logged values.
+        loaders: The loaders; None before they were requested.
+        num_batches: Number of batches of each loader.
+        has_run: Whether a batch was evaluated since the last start, the sanity check left out.
+        loaded_at: The epoch in which the loaders were requested.
+        resumed: The `loaders_state` of the run that this one resumes, until the loaders are requested.
+    """
+
+    def __init__(self, state: RunState, stage: Literal["val", "test"], *, fitting: bool = False) -> None:
+        self.state = state
+        self.stage = stage
+        self.fitting = fitting
+        # As in on_validation_start and test_step.
+        self.word = "validation" if stage == "val" else "test"
+        self.progress = state.progress.val_batch if fitting else BatchProgress()
+        self.collection = Collection(training=False)
+        self.loaders: Loaders | None = None
+        self.num_batches: list[float] = []
+        self.has_run = False
+        # The x-axis of values logged in steps, by loader; it goes on over epochs.
+        self._steps_logged: defaultdict[int, int] = defaultdict(int)
+        self.loaded_at: float = -math.inf
+        self.resumed: dict[str, Any] | None = None
+
+    # Data.
+
+    def forget_data(self) -> None:
+        """Forget the loaders, so that they are requested anew."""
+        self.loaders = None
+        self.loaded_at = -math.inf
+        self.resumed = None
+
+    def load_data(self, context: "RunContext") -> None:
+        """Request the loaders, at first and, in a fit, every `reload_dataloaders_every_n_epochs`."""
+        state = self.state
+        epoch = state.current_epoch
+        if self.loaders is not None and not (self.fitting and self._is_reload_due(epoch, self.loaded_at)):
+            return
+        limit = state.limit_val_batches if self.stage == "val" else state.limit_test_batches
+        if limit == 0 or not is_overridden(f"{self.word}_step", context.module):
+            return
+        # A sanity check before an epoch without validation does not count as a request.
+        if not state.sanity_checking or context.validates_in_epoch:
+            self.loaded_at = epoch
+        overfit = self.fitting and state.overfit_batches > 0
+        self.loaders = context.request_loaders(self.stage, limit, overfit=overfit)
+        self.num_batches = self.loaders.num_batches
+        self._steps_logged.clear()
+        self._restore_loaders(epoch)
+
+    def _is_reload_due(self, epoch: int, loaded_at: float) -> bool:
+        every = self.state.reload_dataloaders_every_n_epochs
+        return every > 0 and epoch - loaded_at >= every
+
+    def loaders_state(self) -> dict[str, Any]:
+        """Return the state with which a resumed run continues to read the same loaders."""
+        if self.loaders is None and self.resumed is not None:
+            return self.resumed
+        workers = []
+        if self.loaders is not None:
+            workers = self.loaders.workers.state_dict()
+        steps = [[index, count] for index, count in self._steps_logged.items()]
+        return {"loaded_at": self.loaded_at, "workers": workers, "steps_logged": steps}
+
+    def resume_loaders(self, saved: dict[str, Any] | None) -> None:
+        """Continue to read the loaders of an earlier run, once they are requested.
+
+        Args:
+            saved: The `loaders_state` of that run; None if its checkpoint has none.
+        """
+        self.resumed = saved
+
+    def _restore_loaders(self, epoch: int) -> None:
+        """Continue to read the loaders of the resumed run, unless it would have requested new ones by now."""
+        saved = self.resumed
+        self.resumed = None
+        if saved is None or self.loaders is None or self._is_reload_due(epoch, saved["loaded_at"]):
+            return
+        self.loaded_at = saved["loaded_at"]
+        self.loaders.workers.load_state_dict(saved["workers"])
+        self._steps_logged.update(dict(saved["steps_logged"]))
+
+    @property
+    def max_batches(self) -> list[float]:
+        """Number of batches of each loader in the present run."""
+        if not self.state.sanity_checking:
+            return self.num_batches
+        return [min(self.state.num_sanity_val_steps, batches) for batches in self.num_batches]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, which requests the loaders by itself."""
+        return {**vars(self), "loaders": None}
+
+    def release(self) -> None:
+        """End worker processes."""
+        if self.loaders is not None:
+            self.loaders.close()
+
+    # A run.
+
+    def run(self, context: "RunContext") -> list[dict[str, Any]]:
+        """Evaluate, and return the logged values, a dictionary for each loader."""
+        with without_gradients(inference_mode=self.state.inference_mode and not self.fitting):
+            self.load_data(context)
+            if self.loaders is None:
+                return []
+            # Without a batch here, other processes may have one.
+            if sum(self.max_batches) == 0 and context.strategy.processes.world_size == 1:
+                return []
+            with Modes(context.module) as modes:
+                return self._run(context, self.loaders, modes)
+
+    def _run(self, context: "RunContext", loaders: Loaders, modes: Modes) -> list[dict[str, Any]]:
+        hooks = context.hooks
+        word = self.word
+        module = context.module
+        sanity_checking = self.state.sanity_checking
+        # 1. Open the loaders, and let hooks see the start.
+        self.has_run = False
+        self.progress.begin()
+        loaders.set_epoch(self.state.progress.epoch.current.processed)
+        streams = loaders.streams(self.max_batches)
+        streams[0].start()
+        several = len(streams) > 1
+        indexed_hooks = (f"{word}_step", f"on_{word}_batch_start", f"on_{word}_batch_end")
+        check_dataloader_idx(module, indexed_hooks, several=several)
+        context.strategy.begin_evaluation()
+        hooks.call_module(f"on_{word}_model_eval")
+        hooks.call(f"on_{word}_start")
+        hooks.call(f"on_{word}_epoch_start")
+        # 2. Evaluate loader after loader.
+        outputs: list[dict[str, Any]] = []
+        for index, stream in enumerate(streams):
+            self._evaluate(context, stream, index, several=several, final=index == len(streams) - 1)
+            context.logs.end_batches(show=not sanity_checking)
+            outputs.append({} if sanity_checking else context.logs.metrics())
+        # 3. Let hooks and loggers see the values, and restore the modes.
+        outputs = self._finish(context, outputs)
+        if is_overridden(f"on_{word}_model_train", module):
+            hooks.call_module(f"on_{word}_model_train")
+        else:
+            modes.restore(module)
+        return outputs
+
+    def _evaluate(
+        self, context: "RunContext", stream: BatchStream, dataloader_idx: int, *, several: bool, final: bool
+    ) -> None:
+        """Evaluate the batches of one loader."""
+        # Bound once for all batches.
+        state = self.state
+        hooks = context.hooks
+        logs = context.logs
+        word = self.word
+        place = context.strategy.place
+        transfer = context.make_transfer(dataloader_idx)
+        evaluate = evaluator(context, self.stage)
+        batch_start = hooks.bind(f"on_{word}_batch_start")
+        batch_end = hooks.bind(f"on_{word}_batch_end")
+        step = EvaluationStep(context, f"{word}_step", wanted=hooks.reads_outputs(f"on_{word}_batch_end"))
+        progress = self.progress
+        counts = progress.current
+        loader_index = (dataloader_idx,) if several else ()
+        log_index = dataloader_idx if several else None
+        sanity_checking = state.sanity_checking
+        index = -1
+        for batch in context.batches(stream, f"[_EvaluationLoop].{self.stage}_next"):
+            index += 1
+            progress.is_last_batch = final and index + 1 == stream.length
+            # 1. Copy the batch to the devices, in parts.
+            parts = place(batch, transfer)
+            batch = parts[0] if len(parts) == 1 else batch
+            counts.ready += 1
+            logs.begin_batch(batch, log_index)
+            step.indices = indices = (index, *loader_index)
+            if batch_start is not None:
+                batch_start(batch, *indices)
+            counts.started += 1
+            # 2. Compute.
+            output = evaluate(step, parts)
+            counts.processed += 1
+            if batch_end is not None:
+                batch_end(output, batch, *indices)
+            # Their memory is free before the next batch is read.
+            del output, batch, parts
+            # 3. Log, and end here if a signal came.
+            logs.end_batch()
+            counts.completed += 1
+            if not sanity_checking:
+                self._after_batch(context, dataloader_idx)
+            if state.received_sigterm and not progress.is_last_batch:
+                leave_evaluation(context)
+
+    def _after_batch(self, context: "RunContext", dataloader_idx: int) -> None:
+        self.has_run = True
+        if self.state.loggers and self.collection.any_on_step:
+            context.logger_output.log_metrics(context.logs.metrics(), step=self._steps_logged[dataloader_idx])
+        self._steps_logged[dataloader_idx] += 1
+
+    def _finish(self, context: "RunContext", outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Call the hooks of the end, log the values, and return them for each loader."""
+        hooks = context.hooks
+        logs = context.logs
+        sanity_checking = self.state.sanity_checking
+        logs.leave_loaders()
+        hooks.call(f"on_{self.word}_epoch_end")
+        # Values logged in that hook belong to all loaders.
+        at_end = {} if sanity_checking else logs.metrics()
+        if not sanity_checking:
+            logs.refresh()
+            context.logger_output.log_metrics({**ChainMap(*outputs), **at_end})
+        hooks.call(f"on_{self.word}_end")
+        logs.reset()
+        return [{**values, **at_end} for values in outputs]
+
+    def print_results(self, outputs: list[dict[str, Any]]) -> None:
+        """Print a table of the logged values.
+
+        Args:
+            outputs: The values of each loader.
+        """
+        print_results(outputs, "validate" if self.stage == "val" else "test")

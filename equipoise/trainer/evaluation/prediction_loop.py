@@ -1,0 +1,215 @@
+"""The prediction loop: every batch once, outputs in the order of the data."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from equipoise.errors import ConfigurationError
+from equipoise.interleave import interleave
+from equipoise.interop.lightning.classes import is_a
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.data.loaders import Loaders, Source
+from equipoise.trainer.data.source_view import SourceView
+from equipoise.trainer.evaluation.evaluation_step import (
+    EvaluationStep,
+    Modes,
+    check_dataloader_idx,
+    evaluator,
+    without_gradients,
+)
+from equipoise.trainer.evaluation.recorded_batches import RecordedBatches
+from equipoise.trainer.runtime.signals import leave_evaluation
+from equipoise.trainer.state.progress import BatchProgress
+from equipoise.trainer.state.run_state import RunState
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["PredictionLoop"]
+
+
+class PredictionLoop:
+    """Runs `predict_step` on the loaders. Its state outlives a run.
+
+    Args:
+        state: The state of the trainer's runs.
+
+    Attributes:
+        progress: Counts batches over all loaders.
+        predictions: The outputs, by loader and batch, on the CPU; those of the only loader if there is one.
+        epoch_batch_indices: Indices of the samples in each batch, by loader; recorded if a prediction writer is among
+            the callbacks.
+        current_batch_indices: Those of the present batch.
+    """
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.progress = BatchProgress()
+        self.loaders: Loaders | None = None
+        self.max_batches: list[float] = []
+        self.return_predictions = True
+        self.epoch_batch_indices: list[list[list[int]]] = []
+        self.current_batch_indices: list[int] = []
+        self._predictions: list[list[Any]] = []
+        self._source: Source | None = None
+
+    @property
+    def predictions(self) -> list[Any]:
+        """The outputs so far."""
+        if len(self._predictions) == 1:
+            return self._predictions[0]
+        return self._predictions
+
+    @property
+    def batch_progress(self) -> BatchProgress:
+        """The counter of batches, as Lightning's callbacks call it."""
+        return self.progress
+
+    @property
+    def _data_source(self) -> SourceView:
+        """The origin of the loaders, under the name by which Lightning's objects ask for it."""
+        return SourceView(self._source)
+
+    def begin_run(self, source: Source) -> None:
+        """Forget the loaders of earlier runs.
+
+        Args:
+            source: Origin of the loaders in this run.
+        """
+        self.loaders = None
+        self._source = source
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, which requests the loaders by itself."""
+        return {**vars(self), "loaders": None, "_source": None}
+
+    def release(self) -> None:
+        """End worker processes."""
+        if self.loaders is not None:
+            self.loaders.close()
+
+    def run(self, context: "RunContext") -> list[Any] | None:
+        """Predict, and return the outputs unless `return_predictions=False`.
+
+        Raises:
+            ConfigurationError: If several loaders are to be read together.
+        """
+        state = self.state
+        if state.limit_predict_batches == 0:
+            return None
+        with without_gradients(inference_mode=state.inference_mode):
+            self.loaders = context.request_loaders("predict", state.limit_predict_batches)
+            if not self.loaders.sequential:
+                raise ConfigurationError(
+                    "`predict` reads several loaders one after the other: take CombinedLoader(mode='sequential')."
+                )
+            self.max_batches = self.loaders.num_batches
+            with Modes(context.module) as modes:
+                return self._run(context, self.loaders, modes)
+
+    def _run(self, context: "RunContext", loaders: Loaders, modes: Modes) -> list[Any] | None:
+        hooks = context.hooks
+        # 1. Open the loaders, and let hooks see the start.
+        writers = [callback for callback in hooks.callbacks if is_a(callback, BasePredictionWriter)]
+        keep_outputs = self.return_predictions or any(writer.interval.on_epoch for writer in writers)
+        self.progress.begin()
+        loaders.set_epoch(self.state.progress.epoch.current.processed)
+        passes = []
+        for loader, limit in zip(loaders.flat, self.max_batches, strict=True):
+            passes.append(RecordedBatches(loader, limit, record=bool(writers)))
+        several = len(passes) > 1
+        indexed_hooks = ("predict_step", "on_predict_batch_start", "on_predict_batch_end")
+        check_dataloader_idx(context.module, indexed_hooks, several=several)
+        self._predictions = [[] for _ in passes]
+        self.epoch_batch_indices = [[] for _ in passes]
+        context.strategy.begin_evaluation()
+        hooks.call_module("on_predict_model_eval")
+        hooks.call("on_predict_start")
+        hooks.call("on_predict_epoch_start")
+        # 2. Predict loader after loader.
+        for index, recorded in enumerate(passes):
+            outputs = self._predictions[index] if keep_outputs else None
+            self._predict(context, recorded, index, outputs, several=several, final=index == len(passes) - 1)
+        hooks.call("on_predict_epoch_end")
+        # 3. Put the outputs of all processes together.
+        results = self._gather_predictions(context)
+        self.epoch_batch_indices = []
+        hooks.call("on_predict_end")
+        modes.restore(context.module)
+        return results
+
+    def _gather_predictions(self, context: "RunContext") -> list[Any] | None:
+        """Return the outputs of all processes in the order of the data, if the user wants them."""
+        if not self.return_predictions:
+            self._predictions = []
+            return None
+        gather = context.strategy.processes.gather_objects
+        self._predictions = [interleave(gather(outputs)) for outputs in self._predictions]
+        return self.predictions
+
+    def _predict(
+        self,
+        context: "RunContext",
+        recorded: RecordedBatches,
+        dataloader_idx: int,
+        outputs: list[Any] | None,
+        *,
+        several: bool,
+        final: bool,
+    ) -> None:
+        """Predict the batches of one loader.
+
+        Args:
+            context: The run.
+            recorded: The pass over the loader.
+            dataloader_idx: Index of the loader.
+            outputs: List to which the output of each batch is appended; None if outputs are not kept.
+            several: Whether there are several loaders.
+            final: Whether this one is the last.
+        """
+        # Bound once for all batches.
+        state = self.state
+        hooks = context.hooks
+        place = context.strategy.place
+        transfer = context.make_transfer(dataloader_idx)
+        evaluate = evaluator(context, "predict")
+        batch_start = hooks.bind("on_predict_batch_start")
+        batch_end = hooks.bind("on_predict_batch_end")
+        step = EvaluationStep(context, "predict_step")
+        progress = self.progress
+        counts = progress.current
+        stream = recorded.stream
+        loader_index = (dataloader_idx,) if several else ()
+        cpu = torch.device("cpu")
+        index = -1
+        for batch in context.batches(stream, "[_PredictionLoop].predict_next"):
+            index += 1
+            progress.is_last_batch = final and index + 1 == stream.length
+            # 1. Copy the batch to the devices, in parts.
+            parts = place(batch, transfer)
+            batch = parts[0] if len(parts) == 1 else batch
+            counts.ready += 1
+            if recorded.record:
+                self.current_batch_indices = recorded.indices(index)
+                self.epoch_batch_indices[dataloader_idx].append(self.current_batch_indices)
+            step.indices = indices = (index, *loader_index)
+            if batch_start is not None:
+                batch_start(batch, *indices)
+            counts.started += 1
+            # 2. Compute.
+            output = evaluate(step, parts)
+            if output is None:
+                rank_zero_warn("`predict_step` returned None. If that was on purpose, ignore this warning.")
+            counts.processed += 1
+            # 3. Hand the output on, and keep it on the CPU.
+            if batch_end is not None:
+                batch_end(output, batch, *indices)
+            counts.completed += 1
+            if outputs is not None:
+                outputs.append(move_data_to_device(output, cpu))
+            # Their memory is free before the next batch is read.
+            del output, batch, parts
+            if state.received_sigterm and not progress.is_last_batch:
+                leave_evaluation(context)

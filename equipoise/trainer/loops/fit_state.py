@@ -1,0 +1,118 @@
+"""FitState: what outlives an epoch and a fit, in plain data."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.trainer.data.training_data import TrainingData
+from equipoise.trainer.logging.collection import Collection
+from equipoise.trainer.state.progress import FitProgress
+
+__all__ = ["FitState"]
+
+
+def _training_values() -> Collection:
+    return Collection(training=True)
+
+
+@dataclass(eq=False)
+class FitState:
+    """State of training, with which a second `fit` or a resumed one continues.
+
+    Attributes:
+        progress: All counters.
+        data: The training loaders, and the order of the present epoch.
+        collection: Logged values of the epoch.
+        window: The accumulation window.
+        val_check_batch: Number of batches from one validation to the next; infinite: validate at the epoch's end;
+            None: validate by the clock.
+        last_validation: Time of the last validation, or of the first batch, in seconds of a monotonic clock.
+        before_validation: State that the present or last validation changes, as it was before.
+        skip_backward: Run the forward only (stochastic weight averaging sets this).
+        waits_for_minimum: True once a message said that `min_epochs` or `min_steps` keep training from a stop.
+        left: State with which a later run continues the epoch that a limit has cut short; None if the last epoch was
+            complete.
+        has_ended: True if `on_train_end` was called after the last batch.
+    """
+
+    progress: FitProgress
+    data: TrainingData = field(default_factory=TrainingData)
+    collection: Collection = field(default_factory=_training_values)
+    window: AccumulationWindow = field(default_factory=AccumulationWindow)
+    skip_backward: bool = False
+
+    # Validation.
+    val_check_batch: float | None = None
+    last_validation: float = 0.0
+    before_validation: dict[str, Any] = field(default_factory=dict)
+
+    # The end.
+    waits_for_minimum: bool = False
+    left: dict[str, Any] | None = None
+    has_ended: bool = False
+
+    def batches_done(self) -> bool:
+        """Return True if the epoch came to its last batch."""
+        batch = self.progress.batch
+        return batch.is_last_batch or batch.current.ready == self.data.max_batches
+
+    def begin(self) -> None:
+        """Begin a training that does not end before its first batch."""
+        self.has_ended = False
+
+    def end(self) -> None:
+        """Note that `on_train_end` is called."""
+        self.has_ended = True
+
+    def leave_epoch(self, left: dict[str, Any] | None) -> None:
+        """Note that a limit cuts the epoch short.
+
+        Args:
+            left: State with which a later run continues it; None if it is not cut short.
+        """
+        self.left = left
+
+    def note_before_validation(self, state: dict[str, Any]) -> None:
+        """Note the state that a validation will change.
+
+        Args:
+            state: The state.
+        """
+        self.before_validation = state
+
+    def note_wait(self) -> bool:
+        """Note that a request to stop waits for `min_epochs` or `min_steps`. Return True the first time."""
+        is_first = not self.waits_for_minimum
+        self.waits_for_minimum = True
+        return is_first
+
+    def schedule_validation(self, val_check_batch: float | None) -> None:
+        """Set the number of batches between validations, and start the clock.
+
+        Args:
+            val_check_batch: The number.
+        """
+        self.val_check_batch = val_check_batch
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Note the time of a validation's end."""
+        self.last_validation = time.monotonic()
+
+    def load_position(self, position: dict[str, Any]) -> None:
+        """Load what a checkpoint holds of this state, beside the counters and the data.
+
+        Args:
+            position: The position of the checkpoint; see `trainer/loops/position.py`.
+        """
+        self.window.load_state_dict(position["window"])
+        self.has_ended = position.get("has_ended", False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the `fit_loop` entry of a checkpoint: counters, and the states of loaders that have one."""
+        state = self.progress.state_dict()
+        loader_states = self.data.loader_states()
+        if loader_states:
+            state["state_dict"] = {"combined_loader": loader_states}
+        return state

@@ -1,0 +1,138 @@
+"""Position of a training run: what a checkpoint needs beside the counters, to continue exactly where it was written.
+
+Lightning's counters tell in which hook a checkpoint was written. The rest stands under the key "equipoise": the state
+of every generator, now and when the epoch began; the gradients of an unfinished accumulation window; and the values
+that the epoch has logged so far.
+"""
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from torch import nn
+
+from equipoise.interop.lightning.classes import takes_iterator
+from equipoise.interop.metrics import load_metric_states, metric_states
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.trainer.checkpointing.file import is_plain
+from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
+from equipoise.trainer.data.loader_state import load_random_state, random_state_of
+from equipoise.trainer.loops.fit_state import FitState
+
+if TYPE_CHECKING:
+    from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+    from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
+
+__all__ = ["before_validation", "leave_epoch", "position_of", "restore_before_validation"]
+
+
+def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
+    """Return what a checkpoint needs, beside the counters, to continue exactly.
+
+    Args:
+        context: The run.
+        fit: The state of training, at any moment.
+        val_loop: The loop that validates inside the fit.
+    """
+    module = context.module
+    data = fit.data
+    names = {id(child): name for name, child in module.named_modules()}
+    pulled = None
+    if takes_iterator(module, "training_step"):
+        pulled = fit.progress.pulled.state_dict()
+    return {
+        "random_state": random_state_of(data.flat),
+        "epoch_random_state": data.epoch_random_state,
+        "order_drawn": data.stream is not None,
+        "pulled": pulled,
+        "ahead": _storable_ahead(data.stream),
+        "window": fit.window.state_dict(),
+        "gradients": _gradients(context, fit),
+        "logs": context.logs.state_dict(fit.collection, names),
+        "metrics": metric_states(module),
+        "metrics_of_validation": _metrics_of_validation(val_loop, names),
+        "before_validation": fit.before_validation,
+        "loaders": {"loaded_at": data.loaded_at, "workers": data.workers_before_pass()},
+        "val_loaders": val_loop.loaders_state(),
+        "stopped_by": _stopped_by(context.state),
+        "has_ended": fit.has_ended,
+    }
+
+
+def _storable_ahead(stream: BatchStream | None) -> list[Any]:
+    """Return the batch that was read ahead, if a file can hold it: it cannot be read again as it was."""
+    if stream is None or stream.ahead is NOTHING or not is_plain(stream.ahead):
+        return []
+    return [stream.ahead]
+
+
+def _gradients(context: "RunContext", fit: FitState) -> list[Any]:
+    """Return the gradients of an unfinished accumulation window, in the order of the optimisers' parameters."""
+    if not fit.window.is_open:
+        return []
+    gradients: list[Any] = []
+    for optimizer in context.state.optimizers:
+        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
+    return gradients
+
+
+def _metrics_of_validation(val_loop: "EvaluationLoop", names: dict[int, str]) -> list[str]:
+    """Return the names of the module's metrics that the validation has logged."""
+    metrics = [entry.metric for entry in val_loop.collection.entries.values()]
+    return [names[id(metric)] for metric in metrics if id(metric) in names]
+
+
+def _stopped_by(state: "RunState") -> list[str]:
+    """Return the keys of the callbacks that have stopped the run early."""
+    if not state.should_stop:
+        return []
+    keys = []
+    for callback in state.callbacks:
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
+            keys.append(callback.state_key)
+    return keys
+
+
+def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
+    """Return what a run with higher limits needs to continue an epoch that this run leaves before its end.
+
+    Args:
+        context: The run.
+        fit: The state of training, after the last batch and before the hooks of the epoch's end.
+        val_loop: The loop that validates inside the fit.
+    """
+    position = position_of(context, fit, val_loop)
+    position["batch_is_done"] = True
+    # These go on changing.
+    for name in ("logs", "gradients"):
+        position[name] = deepcopy(position[name])
+    return {"loop": fit.state_dict(), "positions": context.strategy.processes.gather_objects(position)}
+
+
+def before_validation(module: nn.Module, fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
+    """Return the state that a validation changes, so that one which was killed can begin anew.
+
+    Args:
+        module: The user's module.
+        fit: The state of training.
+        val_loop: The loop that validates inside the fit.
+    """
+    return {
+        "random_state": random_state_of(fit.data.flat),
+        "metrics": metric_states(module),
+        "val_loaders": val_loop.loaders_state(),
+    }
+
+
+def restore_before_validation(module: nn.Module, fit: FitState, state: dict[str, Any]) -> None:
+    """Restore the state that `before_validation` returned.
+
+    Args:
+        module: The user's module.
+        fit: The state of training.
+        state: The state.
+    """
+    load_random_state(fit.data.flat, state["random_state"])
+    load_metric_states(module, state["metrics"])

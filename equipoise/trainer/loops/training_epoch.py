@@ -1,0 +1,153 @@
+"""The loop over the batches of a training epoch."""
+
+from typing import TYPE_CHECKING
+
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.trainer.diagnostics.loss_watch import LossWatch
+from equipoise.trainer.loops.after_batch import AfterBatch
+from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
+from equipoise.trainer.optimization.batch_weight import BatchWeight
+from equipoise.trainer.optimization.optimizers import Schedulers
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["TrainingEpoch"]
+
+
+class TrainingEpoch:
+    """One epoch, or the rest of one. Everything is bound anew, since callbacks change settings between epochs.
+
+    Args:
+        context: The run.
+        fit: The state of training, its stream open.
+        schedulers: Step the learning-rate schedulers.
+        weight: Finds the weight of a batch in its accumulation window.
+        loss_watch: Reports a loss that is not finite.
+        after_batch: Does what is due after a batch, and returns whether the epoch ends there.
+
+    Attributes:
+        optimization: Takes the steps.
+    """
+
+    def __init__(
+        self,
+        context: "RunContext",
+        fit: FitState,
+        *,
+        schedulers: Schedulers,
+        weight: BatchWeight,
+        loss_watch: LossWatch,
+        after_batch: AfterBatch,
+    ) -> None:
+        self.context = context
+        self.state = context.state
+        self.fit = fit
+        self.progress = fit.progress
+        self.schedulers = schedulers
+        self.loss_watch = loss_watch
+        self.after_batch = after_batch
+        # Called in place of on_train_batch_end where only other processes have a batch.
+        self._idle_end = context.hooks.bind_deciders("on_train_batch_end")
+        self.optimization = self._bind_optimization(fit.window, weight)
+
+    def _bind_optimization(
+        self, window: AccumulationWindow, weight: BatchWeight
+    ) -> AutomaticOptimization | ManualOptimization:
+        window.parts = self.state.accumulate_grad_batches
+        return make_optimization(
+            self.context,
+            window,
+            weight,
+            skip_backward=self.fit.skip_backward,
+            count_skipped=self.loss_watch.count_skipped,
+        )
+
+    def run(self) -> None:
+        """Run the batches."""
+        # Bound once for all batches: a step looks nothing up by name.
+        context = self.context
+        hooks = context.hooks
+        logs = context.logs
+        progress = self.progress.batch
+        counts = progress.current
+        data = self.fit.data
+        stream = data.open_stream
+        place = context.strategy.place
+        transfer = context.make_transfer()
+        window = self.state.accumulate_grad_batches
+        batch_start = hooks.bind("on_train_batch_start")
+        batch_end = hooks.bind("on_train_batch_end")
+        before_transfer = hooks.bind("on_before_batch_to_device")
+        schedulers = self.schedulers
+        after_batch = self.after_batch
+        watch = self.loss_watch.bind()
+        read_outputs = self.optimization.outputs if hooks.uses_outputs() else None
+        # The list itself: callbacks may add to it.
+        scheduled = self.state.lr_scheduler_configs
+        run_batch = hooks.profiled(self.optimization, "run_training_batch")
+        index = counts.ready - 1
+        for batch in context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
+            # 1. Count the batch, and copy it to the devices, in parts.
+            index += 1
+            counts.ready = index + 1
+            progress.is_last_batch = index + 1 == stream.length
+            if before_transfer is not None:
+                before_transfer(index)
+            parts = place(batch, transfer)
+            # If only other processes have a batch, nearly no hook is called here; all else happens.
+            has_batch = len(parts) > 0
+            batch = parts[0] if len(parts) == 1 else batch
+            logs.begin_batch(batch)
+            if batch_start is not None and has_batch and batch_start(batch, index) == -1:
+                self.skip_rest(index)
+                break
+            counts.started = index + 1
+            # 2. Compute, and step the optimiser at the end of a window.
+            ends = progress.is_last_batch or index + 1 == data.max_batches
+            last = ends or (index + 1) % window == 0
+            result = run_batch(parts, index, last)
+            counts.processed = index + 1
+            if watch is not None and has_batch:
+                watch(result, batch, index, last)
+            # 3. Step the schedulers.
+            if last and scheduled:
+                schedulers.after_batch(index, ends=ends)
+            # 4. Let hooks see the outputs. The graph goes before they look at what is alive.
+            outputs = read_outputs(result) if read_outputs is not None and has_batch else {}
+            del result
+            if batch_end is not None and has_batch:
+                batch_end(outputs, batch, index)
+            elif not has_batch:
+                self._end_without_batch(index)
+            del outputs, batch, parts
+            # 5. Logs, validation, reasons to stop.
+            logs.end_batch()
+            counts.completed = index + 1
+            if after_batch(index, last, ends):
+                break
+
+    def _end_without_batch(self, index: int) -> None:
+        """End a step for which only other processes have a batch.
+
+        Args:
+            index: The batch's index.
+        """
+        self.context.logs.forget_steps()
+        if self._idle_end is not None:
+            self._idle_end({}, None, index)
+
+    def is_stopped(self) -> bool:
+        """Return True if a hook of the epoch's start has asked training to stop."""
+        return self.state.should_stop and self.after_batch.stopping.may_stop()
+
+    def skip_rest(self, index: int) -> None:
+        """End the epoch before a batch for which `on_train_batch_start` returned -1.
+
+        Args:
+            index: The batch's index.
+        """
+        self.progress.batch.is_last_batch = True
+        self.progress.batch.current.processed = index + 1
+        self.schedulers.after_batch(index, ends=True)

@@ -1,0 +1,80 @@
+"""When validation runs during training.
+
+With a `val_check_interval` of
+
+- a fraction or a number of batches, it follows each time so many batches of the epoch are done, or so many batches over
+  all epochs with `check_val_every_n_epoch=None`;
+- 1.0 and loaders without length, it follows the last batch of the epoch;
+- a time, it follows the first batch after that time.
+"""
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from equipoise.interop.lightning.classes import takes_iterator
+from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.loops.stopping import Stopping
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["ValidationSchedule"]
+
+
+class ValidationSchedule:
+    """Decides after which batches of an epoch validation runs.
+
+    Args:
+        context: The run.
+        fit: The state of training.
+        stopping: Decides when training ends.
+    """
+
+    def __init__(self, context: "RunContext", fit: FitState, stopping: Stopping) -> None:
+        self.state = context.state
+        self.strategy = context.strategy
+        self.fit = fit
+        self.stopping = stopping
+        # Such a step pulls several batches, so steps are fewer than batches.
+        self.pulls_batches = takes_iterator(context.module, "training_step")
+
+    def is_due(self, index: int) -> bool:
+        """Return True if validation follows a batch.
+
+        Args:
+            index: The batch's index in the epoch.
+        """
+        every = self.fit.val_check_batch
+        batch = self.fit.progress.batch
+        # 1. The epoch's end.
+        if batch.is_last_batch:
+            validates_at_end = every is not None and math.isinf(every)
+            if self.pulls_batches or validates_at_end:
+                return True
+        # 2. The end of training: early stopping needs the values of the present model.
+        if self.state.should_stop and self.stopping.can_stop_early():
+            return True
+        # 3. The interval.
+        if every is None:
+            return self._is_time()
+        if math.isinf(every):
+            return self._is_at_limit(index)
+        number = index + 1
+        if self.state.check_val_every_n_epoch is None:
+            number = batch.total.ready
+        return number % int(every) == 0
+
+    def _is_time(self) -> bool:
+        """Return True if the time since the last validation has passed; the same in every process."""
+        seconds = self.state.val_check_seconds
+        assert seconds is not None
+        is_due = time.monotonic() - self.fit.last_validation >= seconds
+        return self.strategy.processes.broadcast(is_due)
+
+    def _is_at_limit(self, index: int) -> bool:
+        """Return True at the last batch that `limit_train_batches` allows."""
+        limit = self.state.limit_train_batches
+        if isinstance(limit, int):
+            return (index + 1) % limit == 0
+        return self.fit.progress.batch.is_last_batch
