@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
+from equipoise.validation import check_whole
 
 if TYPE_CHECKING:
     from equipoise.trainer.trainer import Trainer
@@ -57,8 +58,8 @@ class OOMRecovery(Callback):
     ) -> None:
         if policy not in ("split", "skip", "raise"):
             raise ConfigurationError(f"policy must be 'split', 'skip' or 'raise', not {policy!r}.")
-        _check_count("grow_after", grow_after)
-        _check_count("most_skipped", most_skipped)
+        check_whole("grow_after", grow_after, least=0)
+        check_whole("most_skipped", most_skipped, least=0)
         self.policy = policy
         self.grow_after = grow_after
         self.most_skipped = most_skipped
@@ -133,11 +134,6 @@ class OOMRecovery(Callback):
         all_events.sort(key=_step_and_time)
         self.events[self._earlier_events :] = all_events
         self.skipped = self._earlier_skipped + all_skipped
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigurationError(f"{name} is a whole number from 0, not {value!r}.")
 
 
 def _step_and_time(event: OutOfMemoryEvent) -> tuple[int, float]:

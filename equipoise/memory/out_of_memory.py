@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from equipoise.errors import CheckpointError, ConfigurationError, StepError, WorkerError
+from equipoise.errors import CheckpointError, StepError, WorkerError
+from equipoise.validation import check_whole
 
 __all__ = [
     "OutOfMemoryEvent",
@@ -127,10 +128,7 @@ class Split:
 
     def __post_init__(self) -> None:
         for name, value in (("parts", self.parts), ("grow_after", self.grow_after)):
-            # True and False are integers in Python.
-            is_integer = isinstance(value, int) and not isinstance(value, bool)
-            if not is_integer or value < 0:
-                raise ConfigurationError(f"{name} of a Split is a whole number from 0, not {value!r}.")
+            check_whole(f"{name} of a Split", value, least=0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

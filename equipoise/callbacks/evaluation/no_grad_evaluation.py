@@ -19,6 +19,7 @@ from equipoise.interop.torch.loaders import with_own_iterator
 from equipoise.parallel.batches.gathering import gather
 from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.validation import check_whole
 
 __all__ = ["NoGradEvaluation"]
 
@@ -92,7 +93,9 @@ class NoGradEvaluation(Callback):
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"name stands before the names of values, so it is a text, not {name!r}.")
-        _check_counts(every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, limit_batches=limit_batches)
+        check_whole("every_n_steps", every_n_steps, least=1, optional=True)
+        check_whole("every_n_epochs", every_n_epochs, least=1, optional=True)
+        check_whole("limit_batches", limit_batches, least=1, optional=True)
         if not isinstance(metrics, (Metric, MetricCollection)) and metrics is not None:
             raise ConfigurationError(
                 f"metrics is a torchmetrics Metric or MetricCollection, not a {type(metrics).__name__}. Give"
@@ -304,15 +307,6 @@ class NoGradEvaluation(Callback):
         state.pop("log_dict", None)
         state.update(_loader=None, _part=None, _run_metrics=None)
         return state
-
-
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if value is None:
-            continue
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or value < 1:
-            raise ConfigurationError(f"{name} is a whole number from 1, or None, not {value!r}.")
 
 
 def _silence(module: nn.Module) -> None:

@@ -27,6 +27,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.leaks.watch import Leak, LeakWatch
 from equipoise.memory.records import Composition, MemoryPoint
 from equipoise.notices import rank_zero_warn
+from equipoise.validation import check_whole, is_whole
 
 __all__ = ["MemoryLogger"]
 
@@ -85,8 +86,7 @@ class MemoryLogger(Callback):
         leaks: bool = True,
         prog_bar: bool = False,
     ) -> None:
-        if not _is_whole(every_n_steps, minimum=1):
-            raise ConfigurationError(f"every_n_steps is a whole number from 1, not {every_n_steps!r}.")
+        check_whole("every_n_steps", every_n_steps, least=1)
         if detail not in ("devices", "modules"):
             raise ConfigurationError(f"detail must be 'devices' or 'modules', not {detail!r}.")
         if detail_steps is None:
@@ -95,7 +95,7 @@ class MemoryLogger(Callback):
             steps = [detail_steps]
         else:
             steps = list(detail_steps)
-        if not all(_is_whole(step, minimum=0) for step in steps):
+        if not all(is_whole(step, least=0) for step in steps):
             raise ConfigurationError(f"detail_steps are whole numbers from 0, not {detail_steps!r}.")
         if detail_steps is not None and (detail == "devices" or not steps):
             raise ConfigurationError(
@@ -370,10 +370,6 @@ class MemoryLogger(Callback):
         for leak in leaks:
             self.leaks.append(leak)
             rank_zero_warn(str(leak))
-
-
-def _is_whole(value: Any, *, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _devices_of(strategy: Any) -> list[torch.device]:

@@ -19,6 +19,7 @@ from equipoise.callbacks.progress.latest_values import LatestValues
 from equipoise.callbacks.progress.live_display import Display
 from equipoise.callbacks.progress.track import Track
 from equipoise.errors import ConfigurationError
+from equipoise.validation import is_number
 
 __all__ = ["ProgressBar"]
 
@@ -375,7 +376,7 @@ class ProgressBar(_LightningProgressBar):
 
 
 def _check_interval(name: str, seconds: object) -> None:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+    if not is_number(seconds) or not 0 < seconds < math.inf:
         raise ConfigurationError(
             f"ProgressBar({name}=...) takes a positive number of seconds, but {seconds!r} was given."
             " To have no bar, say Trainer(enable_progress_bar=False)."

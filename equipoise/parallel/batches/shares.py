@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from equipoise.validation import is_number
+
 __all__ = [
     "DeviceTimes",
     "are_shares",
@@ -41,9 +43,7 @@ def are_shares(shares: Any) -> bool:
     if not isinstance(shares, Sequence):
         return False
     for share in shares:
-        if isinstance(share, bool):
-            return False
-        if not isinstance(share, (int, float)):
+        if not is_number(share):
             return False
         if not 0 <= share < math.inf:
             return False

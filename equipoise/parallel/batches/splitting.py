@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import StepError
 from equipoise.tree import entries_of, items_of, rebuild
+from equipoise.validation import is_whole
 
 __all__ = ["Splitter", "holds_samples", "infer_batch_size", "size_to_cut", "split", "why_not"]
 
@@ -183,8 +184,7 @@ class Splitter:
         if self._size is None:
             return infer_batch_size(batch, self.dim)
         size = self._size(batch)
-        # A bool is an int, too.
-        if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        if is_whole(size, least=0):
             return size
         raise StepError(f"`batch_size(batch)` of the module must return the number of samples, not {size!r}.")
 

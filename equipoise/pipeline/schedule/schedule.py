@@ -27,6 +27,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from equipoise.errors import ConfigurationError
+from equipoise.validation import check_whole
 
 __all__ = [
     "SCHEDULES",
@@ -122,8 +123,7 @@ def check_stages(schedule: Schedule, stages_per_device: int | None) -> int:
     has_one_stage = schedule in _SEVERAL_STAGES
     if stages_per_device is None:
         return 1 if has_one_stage else 2
-    if type(stages_per_device) is not int or stages_per_device < 1:
-        raise ConfigurationError(f"stages_per_device is a whole number from 1, not {stages_per_device!r}.")
+    check_whole("stages_per_device", stages_per_device, least=1)
     if has_one_stage and stages_per_device > 1:
         raise ConfigurationError(
             f"schedule={schedule!r} has one stage on each device, but stages_per_device={stages_per_device}. Take"

@@ -9,6 +9,7 @@ from torch import Tensor
 from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.parallel.snapshot.random_state import RandomState
 from equipoise.safe_loading.stand_in import StandIn
+from equipoise.validation import is_number
 
 __all__ = [
     "LARGEST_COUNT",
@@ -91,7 +92,7 @@ def number_of_steps(value: Any, place: str) -> None:
     is_count = False
     if isinstance(value, Tensor):
         is_count = value.numel() == 1
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif is_number(value):
         is_count = 0 <= value < LARGEST_COUNT
     if not is_count:
         raise damaged(place, "a number of steps", value)

@@ -14,6 +14,7 @@ from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.torch.optimizers import has_step_hooks
 from equipoise.notices import rank_zero_warn
+from equipoise.validation import is_whole
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -162,7 +163,7 @@ def _scheduler_config(scheduler: Any, monitor: str | None, module: LightningModu
             f"The interval of a learning-rate scheduler is 'step' or 'epoch', not {given['interval']!r}."
         )
     frequency = given.get("frequency", 1)
-    if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
+    if not is_whole(frequency, least=1):
         raise ConfigurationError(
             f"The frequency of a learning-rate scheduler is a positive integer, not {frequency!r}."
         )

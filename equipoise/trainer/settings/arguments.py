@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
+from equipoise.validation import is_number, is_whole
 
 __all__ = [
     "Duration",
@@ -23,7 +24,6 @@ __all__ = [
     "check_patterns",
     "check_val_intervals",
     "gradient_clipping",
-    "is_integer",
     "make_profiler",
     "seconds_of",
 ]
@@ -77,7 +77,7 @@ def check_count(name: str, value: Any, *, least: int, optional: bool = False, un
     # 1. Allowed values.
     if value is None and optional:
         return value
-    if is_integer(value):
+    if is_whole(value):
         if value >= least:
             return value
         if value == -1 and unlimited:
@@ -90,15 +90,6 @@ def check_count(name: str, value: Any, *, least: int, optional: bool = False, un
     if optional:
         alternatives += ", or None"
     raise ConfigurationError(f"{name} must be an integer of at least {least}{alternatives}, not {value!r}.")
-
-
-def is_integer(value: Any) -> bool:
-    """Return whether a value is an integer; Python counts True and False among them, this function does not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_flags(**flags: Any) -> None:
@@ -149,7 +140,7 @@ def check_batch_limit(name: str, value: Any) -> int | float:
 
 def _is_batch_limit(value: Any) -> bool:
     # Texts cannot be compared with numbers.
-    if not _is_number(value):
+    if not is_number(value):
         return False
     if value < 0 or not math.isfinite(value):
         return False
@@ -243,7 +234,7 @@ def gradient_clipping(value: Any, algorithm: Any) -> tuple[float | None, str | N
         ConfigurationError: If one of them is something else.
     """
     # `not value >= 0` refuses NaN as well.
-    if value is not None and (not _is_number(value) or not value >= 0):
+    if value is not None and (not is_number(value) or not value >= 0):
         raise ConfigurationError(f"gradient_clip_val must be a number from 0, or None for no clipping, not {value!r}.")
     if algorithm is not None:
         algorithm = check_choice("gradient_clip_algorithm", str(algorithm).lower(), ["norm", "value"])

@@ -9,7 +9,8 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAcce
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.rank import Rank
-from equipoise.trainer.settings.arguments import check_choice, is_integer
+from equipoise.trainer.settings.arguments import check_choice
+from equipoise.validation import is_whole
 
 __all__ = ["Devices", "accelerator_of", "select_devices", "select_num_nodes"]
 
@@ -210,7 +211,7 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
             raise ConfigurationError(problem) from None
 
     # 2. A count.
-    if isinstance(argument, int) and not isinstance(argument, bool):
+    if is_whole(argument):
         count = _checked_count(argument, kind, available)
         return list(range(count))
 
@@ -219,9 +220,9 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
         raise ConfigurationError(problem)
     indices: list[int] = []
     for index in argument:
-        if not is_integer(index):
+        if not is_whole(index):
             raise ConfigurationError(problem)
-        indices.append(int(index))  # type: ignore[arg-type]
+        indices.append(int(index))
     for index in indices:
         if not 0 <= index < available:
             raise ConfigurationError(
