@@ -5,7 +5,8 @@ The trainer never asks which strategy it has. A batch goes through a strategy in
     place        put the batch where it is needed, as a sequence of parts
     forward_backward   compute the gradients of the parts        (evaluate: the outputs alone)
     finish_gradients   at the end of an accumulation window: weigh, exchange
-    clip_gradients, optimizer_step
+    clip_gradients
+    setup_optimizer    its result steps the optimiser
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
@@ -23,6 +23,7 @@ from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.communication.processes import Processes, SingleProcess
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
+from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.recovery_support import RecoverySupport
 
@@ -229,19 +230,13 @@ class Strategy:
         else:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step an optimiser, with the closure if there is one."""
-        if closure is None:
-            return optimizer.step(**kwargs)
-        return optimizer.step(closure=closure, **kwargs)
+    def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
+        """Return the ways in which this strategy steps an optimiser; called once for each optimiser and epoch.
 
-    def unscale_gradients(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Divide an optimiser's gradients by the scale of the loss, and note whether all of them are finite."""
-        scaler.unscale_(optimizer)
-
-    def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step an optimiser unless one of its gradients, unscaled or not yet, is not finite."""
-        return scaler.step(optimizer, **kwargs)
+        Args:
+            optimizer: The user's optimiser, which stays as it is.
+        """
+        return StrategyOptimizer(optimizer)
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step without gradients and return its output."""

@@ -1,14 +1,14 @@
 """Base of the pipeline strategy: duties that the other processes share, where there are any."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.pipeline.processes.backend import ProcessBackend
 from equipoise.pipeline.processes.launch import StageLaunch
+from equipoise.pipeline.processes.process_optimizer import ProcessOptimizer
 from equipoise.strategies.strategy import Strategy
 
 __all__ = ["StagedStrategy"]
@@ -35,24 +35,11 @@ class StagedStrategy(Strategy):
         else:
             self._split.clip(optimizer, value, algorithm)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps an optimiser in all processes; see `Strategy.optimizer_step`."""
+    def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
+        """Step the optimiser in all processes; see `Strategy.setup_optimizer`."""
         if self._split is None:
-            return super().optimizer_step(optimizer, closure, **kwargs)
-        return self._split.optimizer_step(optimizer, closure, **kwargs)
-
-    def unscale_gradients(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Unscales gradients in all processes; see `Strategy.unscale_gradients`."""
-        if self._split is None:
-            super().unscale_gradients(scaler, optimizer)
-        else:
-            self._split.unscale(scaler, optimizer)
-
-    def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Steps an optimiser in all processes, or in none; see `Strategy.scaled_step`."""
-        if self._split is None:
-            return super().scaled_step(scaler, optimizer, **kwargs)
-        return self._split.scaled_step(scaler, optimizer, **kwargs)
+            return super().setup_optimizer(optimizer)
+        return ProcessOptimizer(optimizer, self._split)
 
     # State.
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
@@ -25,6 +26,7 @@ from equipoise.parallel.replicas.device_threads import DeviceThreads
 from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.replicas.replicas import Replicas
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
+from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.replicated.placed_parts import PlacedParts
@@ -263,12 +265,11 @@ class ReplicatedStrategy(Strategy):
         if self._run is not None and self.parallelize == "step":
             self._run.replicas.collect_gradients()
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step the optimiser; see `Strategy.optimizer_step`."""
-        result = super().optimizer_step(optimizer, closure, **kwargs)
-        if self._run is not None:
-            self._run.replicas.distrust()
-        return result
+    def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
+        """Refresh the replicas after each step of an optimiser; see `Strategy.setup_optimizer`."""
+        if self._run is None:
+            return super().setup_optimizer(optimizer)
+        return _ReplicatedOptimizer(optimizer, self._run.replicas)
 
     # Forward only.
 
@@ -288,3 +289,22 @@ class ReplicatedStrategy(Strategy):
             "`training_step` did not call the module, as `self(batch)` does, so nothing was computed in parts."
             " Call it, or choose parallelize='step'."
         )
+
+
+class _ReplicatedOptimizer(StrategyOptimizer):
+    """An optimiser of parameters that have replicas.
+
+    Args:
+        optimizer: The user's optimiser.
+        replicas: The replicas of the module.
+    """
+
+    def __init__(self, optimizer: Optimizer, replicas: Replicas) -> None:
+        super().__init__(optimizer)
+        self._replicas = replicas
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimiser. A step may change parameters through `.data`, which leaves no trace."""
+        result = super().step(closure, **kwargs)
+        self._replicas.distrust()
+        return result

@@ -209,7 +209,8 @@ class EvaluationLoop:
             batch = parts[0] if len(parts) == 1 else batch
             counts.ready += 1
             logs.begin_batch(batch, log_index)
-            step.indices = indices = (index, *loader_index)
+            indices = (index, *loader_index)
+            step.begin_batch(*indices)
             if batch_start is not None:
                 batch_start(batch, *indices)
             counts.started += 1

@@ -13,8 +13,8 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.module_step import ModuleStep
+from equipoise.trainer.recovery.evaluation_recovery import EvaluationRecovery
 from equipoise.trainer.recovery.micro_batching import is_armed
-from equipoise.trainer.recovery.recovery import EvaluationRecovery
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

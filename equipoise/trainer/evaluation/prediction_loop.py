@@ -194,7 +194,8 @@ class PredictionLoop:
             if recorded.record:
                 self.current_batch_indices = recorded.indices(index)
                 self.epoch_batch_indices[dataloader_idx].append(self.current_batch_indices)
-            step.indices = indices = (index, *loader_index)
+            indices = (index, *loader_index)
+            step.begin_batch(*indices)
             if batch_start is not None:
                 batch_start(batch, *indices)
             counts.started += 1

@@ -12,27 +12,25 @@ more than all the rest. Others, and a module that overrides `optimizer_step`, re
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
-from equipoise.errors import ConfigurationError, StepError
+from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.optimizers import closure_not_called
 from equipoise.interop.torch.optimizers import unscales_by_itself
-from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.gathering import PartialOutputs
-from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
+from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult
-from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
-from equipoise.trainer.optimization.backward import Backward
-from equipoise.trainer.optimization.batch_weight import BatchWeight, check_weight
+from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
+from equipoise.trainer.optimization.automatic_step import AutomaticStep, RepeatableStep
+from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.manual import ManualOptimization
-from equipoise.trainer.optimization.module_step import ModuleStep
 from equipoise.trainer.optimization.optimizers import takes_no_closure
+from equipoise.trainer.optimization.window_gradients import WindowGradients
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import Recovery
 
@@ -43,347 +41,228 @@ __all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
 
 
 ForwardBackward = Callable[[Any, Sequence[Any], bool], StepResult]
-Weigh = Callable[[Any, int], int]  # a part of a batch and the batch's number, to its weight
-
-_made = tuple.__new__  # a named tuple without the way through its defaults
 
 
 def make_optimization(
     context: "RunContext",
     window: AccumulationWindow,
-    weigh: BatchWeight,
+    batch_weight: BatchWeight,
     *,
     skip_backward: bool,
     count_skipped: Callable[[], None],
 ) -> "AutomaticOptimization | ManualOptimization":
-    """The way of optimisation that the module asks for.
+    """Return the optimisation that the module chooses by `automatic_optimization`.
 
     Args:
         context: The run.
         window: The accumulation window.
-        weigh: Finds the weight of a batch.
+        batch_weight: Finds the weight of a batch.
         skip_backward: Run the forward only.
         count_skipped: Called when `training_step` has returned None.
     """
-    if context.module.automatic_optimization:
-        return AutomaticOptimization(context, window, weigh, skip_backward=skip_backward, count_skipped=count_skipped)
-    return ManualOptimization(context)
-
-
-class _AutomaticStep(ModuleStep):
-    """Runs the training step and, as `backward`, everything from zeroing the gradients to `on_after_backward`."""
-
-    def __init__(
-        self,
-        context: "RunContext",
-        window: AccumulationWindow,
-        weigh: BatchWeight,
-        zero_grad: Callable[[int], None],
-        *,
-        skip_backward: bool,
-        count_skipped: Callable[[], None],
-    ) -> None:
-        super().__init__(context, "training_step")
-        self.count_skipped = count_skipped
-        self.batch_idx = 0
-        self.alone = context.strategy.processes.world_size == 1
-        self.weigher = weigh
-        unweighed = window.parts == 1 and self.alone and not context.strategy.goes_back_in_parts
-        self.weigh: Weigh | None = None if unweighed else weigh
-        self.usual_weigher = self.weigh
-        self.window, self.zero_grad, self.skip_backward = window, zero_grad, skip_backward
-        self.run_backward = Backward(context)
-        self.begins_window = True  # whether the gradients of an earlier window are still there
-
-    def __call__(self, part: Any) -> StepResult:
-        """Runs the training step on a batch and takes its answer apart."""
-        if self.is_plain:
-            try:
-                out = self.method(part, self.batch_idx)
-            except EXPLAINED as error:
-                explain_device_mismatch(error, self.module, part)
-                raise
-        else:
-            out = self.run(part)
-        loss, weight = out, None
-        if not isinstance(out, Tensor):
-            if out is None:
-                self.count_skipped()
-                return StepResult(None, 0, None)
-            loss, weight = _loss_and_weight(out)
-        if self.weigh is not None:
-            weight = self.weigh(part, self.batch_idx) if weight is None else check_weight(weight)
-        return _made(StepResult, (loss, weight, out, ()))
-
-    def result(self, out: Any, size: int, logged: Sequence[Any]) -> StepResult:
-        """What a step on a part came to; it weighs as many samples as it has unless the user says otherwise."""
-        if out is None:
-            self.count_skipped()
-            return StepResult(None, 0, None, logged)
-        loss, weight = (out, None) if isinstance(out, Tensor) else _loss_and_weight(out)
-        return StepResult(loss, size if weight is None else check_weight(weight), out, logged)
-
-    def begin_micro_batch(self, size: int, batch_size: int) -> None:
-        """Note that the next part is a micro-batch; see `AccumulationWindow.micro_batch`."""
-        self.window.micro_batch = (size, batch_size)
-
-    def total_with(self, result: StepResult) -> Weight:
-        """Σw of the window, this result included."""
-        return self.window.total_with(0 if result.weight is None else result.weight)
-
-    def backward(self, result: StepResult) -> None:
-        """Zeroes the gradients at the beginning of a window, then runs the backward with the part's share."""
-        if self.skip_backward:
-            return
-        if self.begins_window:
-            self.begins_window = False
-            self.zero_grad(self.batch_idx)
-        loss, weight = result.loss, result.weight
-        if loss is None:
-            if not self.alone:
-                self.window.add(0)  # the first part fixes the reference weight, in all processes
-            return
-        if self.weigh is None or weight is None:
-            self.run_backward(loss)
-        elif isinstance(weight, Tensor) or weight:
-            self.run_backward(loss, self.window.add(weight), self.window.parts)
-        elif not self.alone:
-            self.window.add(0)
-
-
-class _WatchedStep(_AutomaticStep):
-    """Tells how far it came.
-
-    Attributes:
-        phase: "forward" or "backward".
-    """
-
-    phase: Phase = "forward"
-
-    def __call__(self, part: Any) -> StepResult:
-        """Runs the training step on a batch."""
-        self.phase = "forward"
-        return _AutomaticStep.__call__(self, part)  # quicker than by super()
-
-    def backward(self, result: StepResult) -> None:
-        """Runs the backward."""
-        self.phase = "backward"
-        _AutomaticStep.backward(self, result)
+    if not context.module.automatic_optimization:
+        return ManualOptimization(context)
+    return AutomaticOptimization(
+        context, window, batch_weight, skip_backward=skip_backward, count_skipped=count_skipped
+    )
 
 
 class AutomaticOptimization:
     """The trainer zeroes gradients, runs the backward, clips and steps.
 
-    Called with the parts of a batch, its index, and whether the accumulation window ends with it.
+    It is bound for an epoch: callbacks may change the optimiser and the window between epochs. It is called with the
+    parts of a batch, the number of the batch, and whether the accumulation window ends with it.
+
+    Attributes:
+        step: The training step.
+        backward: The backward, for Lightning's `manual_backward`.
     """
 
     def __init__(
         self,
         context: "RunContext",
         window: AccumulationWindow,
-        weigh: BatchWeight,
+        batch_weight: BatchWeight,
         *,
         skip_backward: bool,
         count_skipped: Callable[[], None],
     ) -> None:
-        trainer, hooks = context.trainer, context.hooks
-        self.trainer, self.module, self.strategy, self.window = trainer, context.module, context.strategy, window
-        self.scaler, self.counts = context.precision.scaler, trainer.progress.optimizer_step.current
-        self.zero_grads = trainer.progress.zero_grad.current
-        processes = self.strategy.processes
-        window.sync_reference = None if processes.world_size == 1 else processes.broadcast
-        kind = type(self.strategy)
-        # What a strategy leaves as it is and would do nothing is not called.
-        whole = window.parts == 1 and not kind.goes_back_in_parts
-        alone = kind.finish_gradients is Strategy.finish_gradients and whole
-        self.finish = None if alone else self.strategy.finish_gradients
-        neutral = kind.optimizer_step is Strategy.optimizer_step
-        self.step_optimizer = None if neutral else self.strategy.optimizer_step
-        self.optimizer: Optimizer = trainer.optimizers[0]
-        armed = is_armed(context) and not skip_backward
-        self.step = (_WatchedStep if armed else _AutomaticStep)(
-            context, window, weigh, self._zero_grad, skip_backward=skip_backward, count_skipped=count_skipped
-        )
-        self.recovery = Recovery(context, self.step) if armed else None
-        self.forward_backward: ForwardBackward = self.recovery or self.strategy.forward_backward
-        self.step_scaled: Callable[..., Any] | None = None
-        if self.scaler is not None:
-            self.step_scaled = partial(self.strategy.scaled_step, self.scaler)
-        if self.recovery is not None:
-            self.finish = self.recovery.finish_gradients if alone else self.strategy.finish_gradients
-            self.step_optimizer = self.recovery.optimizer_step
-            if self.step_scaled is not None:
-                self.step_scaled = self.recovery.surviving(self.step_scaled)
-        self.before_zero_grad = hooks.bind("on_before_zero_grad")
-        self.user_zero_grad = hooks.bind_module("optimizer_zero_grad")
-        self.before_step = hooks.bind("on_before_optimizer_step")
-        self.user_clip = hooks.bind_module("configure_gradient_clipping")
-        self.user_step = hooks.bind_module("optimizer_step")
-        self.own_zero_grad = getattr(self.optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
-        self.direct = self.user_step is None and (self.scaler is not None or takes_no_closure(self.optimizer))
-        self.lightning_optimizer = None if self.direct else trainer.lightning_optimizers[0]
-        self.backward = self.step.run_backward
-        self.gathers = hooks.reads_outputs("on_train_batch_end")  # what parts of a batch returned
-        self._check()
+        hooks = context.hooks
+        state = context.state
+        strategy = context.strategy
+        processes = strategy.processes
+        self._state = state
+        self._window = window
+        self._scaler = context.precision.scaler
+        self._counts = state.progress.optimizer_step.current
+        self._optimizer: Optimizer = state.optimizers[0]
+        _check_scaler(self._scaler, self._optimizer, state.gradient_clip_val)
+        window.share_reference(None if processes.world_size == 1 else processes.broadcast)
 
-    def _check(self) -> None:
-        clip = self.trainer.gradient_clip_val
-        if self.scaler is None:
-            return
-        if isinstance(self.optimizer, LBFGS):
-            raise ConfigurationError(
-                "precision='16-mixed' scales the loss, which LBFGS cannot take. Choose bf16-mixed or another optimiser."
-            )
-        if clip and unscales_by_itself(self.optimizer):
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__}(fused=True) unscales gradients in its own step, too late for"
-                f" gradient_clip_val={clip}."
-                " Take fused=False, or precision='bf16-mixed'."
-            )
+        # 1. The optimisers as the strategy steps them, and the gradients.
+        recovers = is_armed(context) and not skip_backward
+        optimizers = StrategyOptimizers(strategy.setup_optimizer)
+        self._gradients = WindowGradients(context, window, self._optimizer, optimizers, may_split=recovers)
+
+        # 2. The training step.
+        step_class = RepeatableStep if recovers else AutomaticStep
+        self.step = step_class(
+            context,
+            window,
+            batch_weight,
+            self._gradients.zero,
+            skip_backward=skip_backward,
+            count_skipped=count_skipped,
+        )
+        self.backward = self.step.run_backward
+
+        # 3. Recovery around the computation and the optimiser's step, if a callback decides about out-of-memory errors.
+        self._recovery: Recovery | None = None
+        self._forward_backward: ForwardBackward = strategy.forward_backward
+        self._optimizers = optimizers
+        if isinstance(self.step, RepeatableStep):
+            recovery = Recovery(context, self.step)
+            self._recovery = recovery
+            self._forward_backward = recovery
+            self._optimizers = StrategyOptimizers(lambda optimizer: recovery.protect(optimizers.of(optimizer)))
+
+        # 4. The order of computation and optimiser's step. A closure costs more than all else in a small step, so it is
+        #    left out if neither the optimiser nor the user can tell. A scaler takes no closure.
+        self._user_step = hooks.bind_module("optimizer_step")
+        is_unnoticed = self._scaler is not None or takes_no_closure(self._optimizer)
+        self._needs_no_closure = self._user_step is None and is_unnoticed
+        self._lightning_optimizer = None if self._needs_no_closure else context.lightning_optimizers()[0]
+
+        # 5. Whether `optimizer.step()` is all that there is to do.
+        is_default = type(self._optimizers.of(self._optimizer)) is StrategyOptimizer
+        self._is_plain_step = is_default and self._scaler is None
+
+        # Outputs of the parts of a batch are put together only if a hook reads them.
+        self._gathers_outputs = hooks.reads_outputs("on_train_batch_end")
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
-        """Computes the gradients of a batch and, if it is the last of its window, steps."""
+        """Compute the gradients of a batch and, if it is the last of its window, step the optimiser."""
         step = self.step
-        step.batch_idx, step.indices = batch_idx, (batch_idx,)
-        step.begins_window = batch_idx % self.window.parts == 0
+        step.begin_batch(batch_idx)
         if not last:
-            return self.forward_backward(step, parts, False)
-        counts = self.counts
+            return self._forward_backward(step, parts, False)
+
+        counts = self._counts
         counts.ready += 1
-        if self.direct:
-            result = self.forward_backward(step, parts, True)
-            self._finish(self.optimizer, result.loss is None)
+        if self._needs_no_closure:
+            optimizer = self._optimizer
+            result = self._forward_backward(step, parts, True)
+            skipped = self._gradients.finish(optimizer, result.loss is None)
+            if self._is_plain_step:
+                optimizer.step()
+            else:
+                self._take_step(optimizer, skipped)
         else:
             result = self._step_with_closure(parts, batch_idx)
         counts.completed = counts.ready
-        if self.finish is not None:
-            self.window.reset()
-            if self.recovery is not None:
-                self.recovery.end_window()
+
+        if self._gradients.are_weighed:
+            self._window.reset()
+            if self._recovery is not None:
+                self._recovery.end_window()
         return result
 
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
-        """Hands the optimiser, or the user's `optimizer_step`, a closure that computes loss and gradients."""
+        """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`."""
         results: list[StepResult] = []
-        before = self.window.state_dict()
+        window_before = self._window.state_dict()
 
         def closure() -> Tensor | None:
-            self.window.load_state_dict(before)  # LBFGS computes a batch several times, and it counts once
-            self.step.begins_window = batch_idx % self.window.parts == 0
+            # LBFGS computes a batch several times, and the window counts it once.
+            self._window.load_state_dict(window_before)
+            self.step.begin_batch(batch_idx)
             with torch.enable_grad():
-                results[:] = [self.forward_backward(self.step, parts, True)]
-            return self._seen_loss(results[0])
+                result = self._forward_backward(self.step, parts, True)
+            results[:] = [result]
+            return self._visible_loss(result)
 
-        if self.user_step is not None:
-            self.user_step(self.trainer.current_epoch, batch_idx, self.lightning_optimizer, closure)
+        if self._user_step is not None:
+            self._user_step(self._state.current_epoch, batch_idx, self._lightning_optimizer, closure)
         else:
-            assert self.lightning_optimizer is not None
-            self.lightning_optimizer.step(closure=closure)
+            assert self._lightning_optimizer is not None
+            self._lightning_optimizer.step(closure=closure)
         if not results:
-            self.counts.completed = self.counts.ready
+            self._counts.completed = self._counts.ready
             raise closure_not_called()
         return results[0]
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """What a LightningOptimizer calls: the closure, then everything up to the step."""
-        if self.scaler is not None:
-            answer = closure()
-            return self._finish(optimizer, answer is None, **kwargs)
+        """Run the closure, then all up to the optimiser's step; a LightningOptimizer calls this."""
+        if self._scaler is not None:
+            loss = closure()
+            skipped = self._gradients.finish(optimizer, loss is None)
+            return self._take_step(optimizer, skipped, **kwargs)
 
-        def wrapped() -> Any:
-            answer = closure()
-            self._prepare(optimizer, answer is None)
-            return answer
+        def compute() -> Any:
+            loss = closure()
+            self._gradients.finish(optimizer, loss is None)
+            return loss
 
-        step = self.step_optimizer or self.strategy.optimizer_step
-        return step(optimizer, wrapped, **kwargs)
+        return self._optimizers.of(optimizer).step(compute, **kwargs)
 
-    def _finish(self, optimizer: Optimizer, skipped: bool, **kwargs: Any) -> Any:
-        """Everything after the last backward of a window."""
-        skipped = self._prepare(optimizer, skipped)
-        if self.scaler is None:
-            step = self.step_optimizer
-            return optimizer.step(**kwargs) if step is None else step(optimizer, **kwargs)
+    def _take_step(self, optimizer: Optimizer, skipped: bool, **kwargs: Any) -> Any:
+        """Step the optimiser after its gradients are finished. A scaler cannot step without any gradient."""
+        strategy_optimizer = self._optimizers.of(optimizer)
+        if self._scaler is None:
+            return strategy_optimizer.step(**kwargs)
         if skipped:
             return None
-        assert self.step_scaled is not None
-        answer = self.step_scaled(optimizer, **kwargs)
-        self.scaler.update()
-        return answer
+        result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
+        self._scaler.update()
+        return result
 
-    def _prepare(self, optimizer: Optimizer, skipped: bool) -> bool:
-        """Weighs, unscales and clips the gradients; returns whether there are none."""
-        if self.finish is not None and (nobody := self.finish(self.window, optimizer)) is not None:
-            skipped = nobody
-        if self.scaler is not None and not skipped and not unscales_by_itself(optimizer):
-            self.strategy.unscale_gradients(self.scaler, optimizer)
-        if self.before_step is not None:
-            self.before_step(optimizer)
-        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
-        if self.user_clip is not None:
-            self.user_clip(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
-        elif value:
-            self.strategy.clip_gradients(optimizer, value, algorithm or "norm")
-        return skipped
-
-    def _zero_grad(self, batch_idx: int) -> None:
-        optimizer, counts = self.optimizer, self.zero_grads
-        counts.ready += 1
-        if self.before_zero_grad is not None:
-            self.before_zero_grad(optimizer)
-        counts.started = counts.ready
-        if self.user_zero_grad is not None:
-            self.user_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
-        elif self.own_zero_grad:  # the same, without the profiler's record that optimizer.zero_grad() opens
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:
-            optimizer.zero_grad()
-        counts.completed = counts.ready
-
-    def _seen_loss(self, result: StepResult) -> Tensor | None:
-        """The loss as others see it: detached, and divided by the parts of the window."""
+    def _visible_loss(self, result: StepResult) -> Tensor | None:
+        """Return the loss for hooks and optimisers: detached, and divided by the parts of the window."""
         if result.loss is None:
             return None
         loss = result.loss.detach()
-        return loss / self.window.parts if self.window.parts > 1 else loss.clone()
+        if self._window.parts > 1:
+            return loss / self._window.parts
+        return loss.clone()
 
     def outputs(self, result: StepResult) -> dict[str, Any]:
-        """What `on_train_batch_end` receives."""
-        loss = self._seen_loss(result)
+        """Return what `on_train_batch_end` receives."""
+        loss = self._visible_loss(result)
         if loss is None:
             return {}
-        if isinstance(result.outputs, Tensor):
+        returned = result.outputs
+        if isinstance(returned, Tensor):
             return {"loss": loss}
-        out = result.outputs
-        if isinstance(out, PartialOutputs):
-            if not self.gathers:
+        is_gathered = isinstance(returned, PartialOutputs)
+        if is_gathered:
+            if not self._gathers_outputs:
                 return {"loss": loss}
-            out = out.gathered()
-        extra = out if isinstance(out, Mapping) else {}
-        outputs = {"loss": loss, **{key: value for key, value in extra.items() if key != "loss"}}
-        if out is not result.outputs and "loss_weight" in outputs:
-            outputs["loss_weight"] = result.weight  # of the whole batch; others of its kind are averaged
+            returned = returned.gathered()
+        outputs: dict[str, Any] = {"loss": loss}
+        if isinstance(returned, Mapping):
+            outputs.update(returned)
+            outputs["loss"] = loss
+        # Gathering averages numbers, but the weight of a batch is the sum of its parts' weights.
+        if is_gathered and "loss_weight" in outputs:
+            outputs["loss_weight"] = result.weight
         return outputs
 
 
-def _loss_and_weight(out: Any) -> tuple[Tensor, Weight | None]:
-    """The loss and its weight in what `training_step` returned, which is no tensor."""
-    if not isinstance(out, Mapping):
-        raise StepError(
-            "`training_step` must return a tensor, a dictionary with the key 'loss', or None to skip the batch, not"
-            f" {type(out).__name__}."
+def _check_scaler(scaler: GradScaler | None, optimizer: Optimizer, clip_value: float | None) -> None:
+    """Check that an optimiser can be used with a scaler of the loss.
+
+    Raises:
+        ConfigurationError: If it cannot.
+    """
+    if scaler is None:
+        return
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            "precision='16-mixed' scales the loss, which LBFGS cannot take. Choose bf16-mixed or another optimiser."
         )
-    loss = out.get("loss")
-    if loss is None:
-        raise StepError(
-            f"`training_step` returned a dictionary without 'loss'; its keys are {list(out)}. Return the loss under"
-            " that key, or None to skip the batch."
+    if clip_value and unscales_by_itself(optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}(fused=True) unscales gradients in its own step, too late for"
+            f" gradient_clip_val={clip_value}."
+            " Take fused=False, or precision='bf16-mixed'."
         )
-    if not isinstance(loss, Tensor):
-        raise StepError(
-            f"`training_step` must return the loss as a tensor with its graph, but under 'loss' is {loss!r} of type"
-            f" {type(loss).__name__}."
-        )
-    return loss, out.get("loss_weight")

@@ -60,9 +60,9 @@ class BatchWeight:
         self.counts.go_on()
         return self._unknown() if size is None else size
 
-    def of_piece(self, piece: Any, batch_idx: int) -> int:
-        """Return the weight of a piece of a batch, of which the batch sampler knows nothing."""
-        size = self._size(piece)
+    def of_micro_batch(self, micro_batch: Any, batch_idx: int) -> int:
+        """Return the weight of a micro-batch, of which the batch sampler knows nothing."""
+        size = self._size(micro_batch)
         return self._unknown() if size is None else size
 
     def _unknown(self) -> int:

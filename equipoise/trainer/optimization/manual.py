@@ -12,11 +12,12 @@ from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
+from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.backward import Backward
 from equipoise.trainer.optimization.module_step import ModuleStep
 from equipoise.trainer.optimization.optimizers import takes_no_closure
+from equipoise.trainer.recovery.manual_refusal import refuse_to_repeat
 from equipoise.trainer.recovery.micro_batching import is_armed
-from equipoise.trainer.recovery.recovery import refuse_by_hand
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -25,102 +26,139 @@ __all__ = ["ManualOptimization"]
 
 
 class ManualOptimization:
-    """The user's training step runs backward and steps the optimisers."""
+    """The user's training step runs backward and steps the optimisers.
+
+    Attributes:
+        step: The training step.
+        backward: The backward, for Lightning's `manual_backward`.
+    """
 
     def __init__(self, context: "RunContext") -> None:
-        hooks = context.hooks
-        self.trainer, self.strategy, self.scaler = context.trainer, context.strategy, context.precision.scaler
+        strategy = context.strategy
+        self._scaler = context.precision.scaler
+        self._counts = context.state.progress.manual_step.current
+        self._before_step = context.hooks.bind("on_before_optimizer_step")
+        self._optimizers = StrategyOptimizers(strategy.setup_optimizer)
         self.step = _ManualStep(context)
-        compute = self.strategy.forward_backward
-        self.forward_backward = refuse_by_hand(context, compute) if is_armed(context) else compute
         self.backward = _ManualBackward(context, self.step)
-        self.before_step = hooks.bind("on_before_optimizer_step")
-        self.counts = context.trainer.progress.manual_step.current
+        self._forward_backward = strategy.forward_backward
+        if is_armed(context):
+            self._forward_backward = refuse_to_repeat(context, strategy.forward_backward)
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
-        """Runs the training step on a batch."""
-        self.step.batch_idx, self.step.indices, self.step.phase = batch_idx, (batch_idx,), "forward"
-        return self.forward_backward(self.step, parts, last)
+        """Run the training step on a batch."""
+        self.step.begin_batch(batch_idx)
+        return self._forward_backward(self.step, parts, last)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """What a LightningOptimizer calls."""
+        """Step an optimiser, with the hooks and the scaler; a LightningOptimizer calls this."""
+        strategy_optimizer = self._optimizers.of(optimizer)
 
-        def wrapped() -> Any:
-            self.step.phase = "training step"
-            answer = closure()
-            self.step.phase = "optimizer step"
-            if self.scaler is not None and not unscales_by_itself(optimizer):
-                self.strategy.unscale_gradients(self.scaler, optimizer)
-            if self.before_step is not None:
-                self.before_step(optimizer)
-            return answer
+        def compute() -> Any:
+            return self._compute(strategy_optimizer, closure)
 
-        self.counts.ready += 1
-        self.step.phase = "optimizer step"
-        if self.scaler is not None:
-            wrapped()
-            answer = self.strategy.scaled_step(self.scaler, optimizer, **kwargs)
-            self.scaler.update()
+        self._counts.ready += 1
+        self.step.enter_phase("optimizer step")
+        if self._scaler is not None:
+            compute()
+            result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
+            self._scaler.update()
         elif closure is NO_CLOSURE and takes_no_closure(optimizer):
-            wrapped()
-            answer = self.strategy.optimizer_step(optimizer, **kwargs)
+            # A closure costs more than a small step, so it is left out if neither the optimiser nor the user can tell.
+            compute()
+            result = strategy_optimizer.step(**kwargs)
         else:
-            answer = self.strategy.optimizer_step(optimizer, wrapped, **kwargs)
-        self.counts.completed = self.counts.ready
-        self.step.phase = "training step"
-        return answer
+            result = strategy_optimizer.step(compute, **kwargs)
+        self._counts.completed = self._counts.ready
+        self.step.enter_phase("training step")
+        return result
+
+    def _compute(self, strategy_optimizer: StrategyOptimizer, closure: Callable[[], Any]) -> Any:
+        """Run the user's closure, then all up to the optimiser's step."""
+        self.step.enter_phase("training step")
+        loss = closure()
+        self.step.enter_phase("optimizer step")
+        optimizer = strategy_optimizer.optimizer
+        if self._scaler is not None and not unscales_by_itself(optimizer):
+            strategy_optimizer.unscale(self._scaler)
+        if self._before_step is not None:
+            self._before_step(optimizer)
+        return loss
 
     def outputs(self, result: StepResult) -> dict[str, Any]:
-        """What `on_train_batch_end` receives."""
-        out = result.outputs
-        outputs = dict(out) if isinstance(out, Mapping) else {} if out is None else {"loss": out}
+        """Return what `on_train_batch_end` receives."""
+        returned = result.outputs
+        if returned is None:
+            return {}
+        if not isinstance(returned, Mapping):
+            return {"loss": returned.detach()}
+        outputs = dict(returned)
         if "loss" in outputs:
             outputs["loss"] = outputs["loss"].detach()
         return outputs
 
 
-class _ManualBackward:
-    """Tells the step of backwards."""
-
-    def __init__(self, context: "RunContext", step: "_ManualStep") -> None:
-        self._run, self._step = Backward(context).manual, step
-
-    def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """`manual_backward`."""
-        self._step.phase = "backward"
-        self._run(loss, *args, **kwargs)
-        self._step.phase = "training step"
-
-
 class _ManualStep(ModuleStep):
-    """Runs the training step, in which the user does everything.
+    """Run the training step, in which the user runs backward and steps the optimisers.
 
     Attributes:
-        phase: How far it came, as far as anybody sees.
+        batch_idx: The number of the batch.
+        begins_window: True, as there are no accumulation windows.
+        phase: The phase of the step, as far as the trainer can tell.
     """
 
-    phase: Phase = "forward"
+    begins_window = True
 
     def __init__(self, context: "RunContext") -> None:
         super().__init__(context, "training_step")
-        self.batch_idx, self.begins_window = 0, True
+        self.batch_idx = 0
+        self.phase: Phase = "forward"
+
+    def begin_batch(self, *indices: int) -> None:
+        """Begin a batch of the training loader, with the number of the batch."""
+        super().begin_batch(*indices)
+        self.batch_idx = indices[0]
+        self.phase = "forward"
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Note the phase that begins."""
+        self.phase = phase
 
     def __call__(self, part: Any) -> StepResult:
-        """Runs the training step on a part."""
-        out = self.run(part)
-        if out is not None and not isinstance(out, (Tensor, Mapping)):
+        """Run the training step on a part."""
+        output = self.run(part)
+        if output is not None and not isinstance(output, (Tensor, Mapping)):
             raise StepError(
                 "In manual optimisation `training_step` returns a tensor, a dictionary or nothing, not"
-                f" {type(out).__name__}."
+                f" {type(output).__name__}."
             )
-        return StepResult(None, None, out)
+        return StepResult(None, None, output)
 
     def begin_micro_batch(self, size: int, batch_size: int) -> None:
-        """Nothing is weighed."""
+        """Do nothing: micro-batches have no weights here."""
 
     def total_with(self, result: StepResult) -> Weight:
-        """Nothing is weighed."""
+        """Return 0: micro-batches have no weights here."""
         return 0
 
     def backward(self, result: StepResult) -> None:
-        """Nothing: the user did it."""
+        """Do nothing: the user has run the backward."""
+
+
+class _ManualBackward:
+    """The user's backwards, of which the step notes the phase.
+
+    Args:
+        context: The run.
+        step: The training step.
+    """
+
+    def __init__(self, context: "RunContext", step: _ManualStep) -> None:
+        self._backward = Backward(context)
+        self._step = step
+
+    def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward that the user calls as `manual_backward`."""
+        self._step.enter_phase("backward")
+        self._backward.manual(loss, *args, **kwargs)
+        self._step.enter_phase("training step")

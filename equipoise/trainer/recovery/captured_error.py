@@ -15,60 +15,73 @@ __all__ = ["CapturedError", "raise_with_advice"]
 
 @dataclass
 class CapturedError:
-    """What is kept of an error: no traceback, whose frames would keep the tensors of the failed attempt.
+    """The text of an error. A traceback is not kept: its frames would keep the tensors of the failed attempt.
 
     Attributes:
-        message: What the allocator said.
+        message: The message of the allocator.
         lines: The traceback, as text.
-        held: What the model held on the device then.
+        footprint: The memory of the model on the device at that time.
     """
 
     message: str
     lines: str
-    held: Footprint = field(default_factory=Footprint)
+    footprint: Footprint = field(default_factory=Footprint)
 
     @classmethod
     def of(cls, error: BaseException) -> "CapturedError":
-        """Takes from an error what is to be kept."""
+        """Return the text of an error."""
         lines = "".join(traceback.format_exception(error))
-        while error.__cause__ is not None:  # an error that was explained on its way
+        # An error that was explained on its way has the allocator's error as its first cause.
+        while error.__cause__ is not None:
             error = error.__cause__
         return cls(str(error), lines)
 
+    def note_footprint(self, footprint: Footprint) -> None:
+        """Note the memory of the model."""
+        self.footprint = footprint
 
-def raise_with_advice(failure: CapturedError, event: OutOfMemoryEvent, advice: str = "") -> NoReturn:
-    """Raises the error of an allocator: what was asked for, what was free, what holds the rest, and what would help.
+
+def raise_with_advice(captured: CapturedError, event: OutOfMemoryEvent, advice: str = "") -> NoReturn:
+    """Raise an allocator's error with what it requested, what was free, what uses the rest, and what would help.
 
     Args:
-        failure: The error.
-        event: What happened.
-        advice: What would help. Default: what does in general.
+        captured: The error.
+        event: The event that callbacks received.
+        advice: What would help. Default: what helps in general.
 
     Raises:
         OutOfMemoryError: Torch's.
     """
-    asked = f" It asked for {format_bytes(event.requested)}." if event.requested else ""
-    free = f" There were {format_bytes(event.free)} free." if event.free is not None else ""
+    requested = ""
+    if event.requested:
+        requested = f" It asked for {format_bytes(event.requested)}."
+    free = ""
+    if event.free is not None:
+        free = f" There were {format_bytes(event.free)} free."
+    if not advice:
+        advice = _advice(captured, event)
     raise torch.OutOfMemoryError(
-        f"{event}{asked}{free} {_held(failure)} {advice or _advice(failure, event)}\n\n"
-        f"The allocator said: {event.message}\n\n{failure.lines}"
+        f"{event}{requested}{free} {_usage(captured)} {advice}\n\n"
+        f"The allocator said: {event.message}\n\n{captured.lines}"
     ) from None
 
 
-def _held(failure: CapturedError) -> str:
-    """What holds the memory: the model's own parts are counted, activations are what is left of what was allocated."""
-    held, allocated = failure.held, allocated_bytes(failure.message)
+def _usage(captured: CapturedError) -> str:
+    """Return a sentence about the use of memory. Activations are the rest of what was allocated."""
+    footprint = captured.footprint
+    allocated = allocated_bytes(captured.message)
     rest = ""
-    if allocated is not None and allocated > held.total:
-        rest = f", activations, the batch and the rest about {format_bytes(allocated - held.total)}"
+    if allocated is not None and allocated > footprint.total:
+        rest = f", activations, the batch and the rest about {format_bytes(allocated - footprint.total)}"
     return (
-        f"Held: parameters {format_bytes(held.parameters)}, gradients {format_bytes(held.gradients)}, optimiser state"
-        f" {format_bytes(held.optimizer_state)}{rest}."
+        f"Held: parameters {format_bytes(footprint.parameters)}, gradients {format_bytes(footprint.gradients)},"
+        f" optimiser state {format_bytes(footprint.optimizer_state)}{rest}."
     )
 
 
-def _advice(failure: CapturedError, event: OutOfMemoryEvent) -> str:
-    """Options, the most effective first."""
+def _advice(captured: CapturedError, event: OutOfMemoryEvent) -> str:
+    """Return options, the most effective first."""
+    # 1. Cases in which a smaller batch does not help.
     if event.phase == "optimizer step":
         return (
             f"{event.obstacle} Parameters, gradients and the optimiser's state do not fit. An optimiser with less state"
@@ -81,17 +94,22 @@ def _advice(failure: CapturedError, event: OutOfMemoryEvent) -> str:
             "A single sample does not fit. Mixed precision (precision='bf16-mixed'), activation checkpointing, shorter"
             " or smaller samples, or a model over several devices would help."
         )
-    allocated = allocated_bytes(failure.message)
-    if allocated is not None and 2 * failure.held.total > allocated:  # smaller batches make room in the lesser half
+
+    # 2. The model uses more than half of the memory: smaller batches make room in the other half only.
+    allocated = allocated_bytes(captured.message)
+    if allocated is not None and 2 * captured.footprint.total > allocated:
         return (
             "What would help, the most effective first: an optimiser with less state (SGD), precision='bf16-true',"
             " OOMRecovery(policy='split'), a smaller batch_size with accumulate_grad_batches."
         )
-    smaller = (
-        "a smaller batch_size" if event.phase == "evaluation" else ("a smaller batch_size with accumulate_grad_batches")
-    )
-    last = "" if event.phase == "evaluation" else ", activation checkpointing"
+
+    # 3. Activations use most of it. Evaluations neither accumulate nor keep activations.
+    smaller_batch = "a smaller batch_size with accumulate_grad_batches"
+    checkpointing = ", activation checkpointing"
+    if event.phase == "evaluation":
+        smaller_batch = "a smaller batch_size"
+        checkpointing = ""
     return (
-        f"What would help, the most effective first: OOMRecovery(policy='split'), {smaller}, precision='bf16-mixed'"
-        f"{last}."
+        f"What would help, the most effective first: OOMRecovery(policy='split'), {smaller_batch},"
+        f" precision='bf16-mixed'{checkpointing}."
     )

@@ -3,24 +3,19 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
-from torch import Tensor
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.memory.devices import empty_cache, free_memory
 from equipoise.memory.footprint import footprint_of
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Phase, Split, device_of, free_bytes, requested_bytes
-from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.step_protocols import StepResult
-from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.recovery.captured_error import CapturedError
+from equipoise.trainer.recovery.micro_batch_outputs import detached, outputs_in_order
 from equipoise.tree import entries_of
 
 if TYPE_CHECKING:
@@ -28,151 +23,210 @@ if TYPE_CHECKING:
 
 __all__ = ["Measure", "MicroBatcher", "is_armed"]
 
-_MOST_AGAIN = 5  # times that the same is tried: a callback may wait for memory, but not for ever
+# Number of times that the same computation is tried. A callback may wait for memory, but not for ever.
+_MOST_REPEATS = 5
 Shapes = tuple[tuple[int, ...], ...]
 
 
 def is_armed(context: "RunContext") -> bool:
-    """Whether a callback decides what happens when memory runs out."""
+    """Return True if a callback decides what happens when memory runs out."""
     return any(overrides(callback, "on_out_of_memory", Callback) for callback in context.hooks.callbacks)
 
 
 class Measure(NamedTuple):
-    """What a batch has in common with others, and its number of samples."""
+    """Kind of a batch, which batches share that need as much memory for each sample, and its number of samples."""
 
     kind: Shapes
     size: int
 
 
 @dataclass
-class _Size:
-    """How many samples fit at once, for batches of one kind."""
+class _FittingSize:
+    """Number of samples that fit at once, for batches of one kind.
+
+    Attributes:
+        samples: Number of samples.
+        grow_after: Number of batches after which a size twice as large is tried. 0: never.
+        batches: Number of batches of this size that went well.
+        last_fitting: Number of samples that fits for certain, while a larger one is tried; 0 otherwise.
+    """
 
     samples: int
     grow_after: int
-    good: int = 0
-    before: int = 0  # the size that is known to fit, while a larger one is tried
+    batches: int = 0
+    last_fitting: int = 0
+
+    def note_success(self, size: int) -> None:
+        """Note that a batch of so many samples went well, and try a larger size after enough of them."""
+        self.batches += 1
+        if self.last_fitting and size > self.last_fitting:
+            # The larger size fits.
+            self.last_fitting = 0
+        is_trying = self.last_fitting > 0
+        if not is_trying and self.grow_after and self.batches >= self.grow_after:
+            self.last_fitting = self.samples
+            self.samples = 2 * self.samples
+            self.batches = 0
+
+    def note_failure(self, samples: int) -> None:
+        """Note that memory ran out; use the size before, or this number of samples."""
+        if self.last_fitting:
+            self.grow_after *= 2
+            samples = self.last_fitting
+        self.samples = samples
+        self.batches = 0
+        self.last_fitting = 0
 
 
 class MicroBatcher:
-    """Computes batches in as many parts as they need, and learns how many that is.
+    """Compute batches in as many micro-batches as they need, and learn how many that is.
 
     Args:
         context: The run.
-        compute: Computes a batch, or a part of one: `compute(parts, is_last_part)`.
-        name: Whose sizes are learned. Default: "training".
+        compute: Function that computes a batch or a micro-batch: `compute(parts, is_last)`.
+        name: The stage whose sizes are learned. Default: "training".
     """
 
     def __init__(
         self, context: "RunContext", compute: Callable[[Sequence[Any], bool], Any], name: str = "training"
     ) -> None:
-        self.context, self.compute = context, compute
-        self.strategy: Strategy = context.strategy
-        self.splitter = Splitter(context.module, context.strategy.dim)
-        self._again = 0  # answers in a row that did not ask for smaller parts
-        self._sizes: dict[Shapes, _Size] = context.fitting.setdefault(name, {})
+        self._context = context
+        self._compute = compute
+        self._strategy = context.strategy
+        self._splitter = Splitter(context.module, context.strategy.dim)
+        # Number of answers in a row that did not ask for smaller micro-batches.
+        self._repeats = 0
+        self._sizes: dict[Shapes, _FittingSize] = context.fitting.setdefault(name, {})
+
+    # Sizes
 
     def _kind(self, parts: Sequence[Any]) -> Shapes:
-        """What batches have in common that need as much memory for each sample."""
-        shapes = [tuple(tensor.shape) for part in parts for _, tensor in entries_of(part)]
-        dim = self.strategy.dim
-        return tuple(shape[:dim] + shape[dim + 1 :] for shape in shapes)
+        """Return the shapes of a batch's tensors without the dimension of the samples."""
+        dim = self._strategy.dim
+        kind = []
+        for part in parts:
+            for _, tensor in entries_of(part):
+                shape = tuple(tensor.shape)
+                kind.append(shape[:dim] + shape[dim + 1 :])
+        return tuple(kind)
 
     def count(self, parts: Sequence[Any]) -> int:
-        """In how many parts a batch is to be computed, by what is known of its kind."""
-        if not self._sizes or (known := self._sizes.get(self._kind(parts))) is None:
+        """Return the number of micro-batches of a batch, by what earlier batches of its kind needed."""
+        if not self._sizes:
             return 1
-        return -(-self.size(parts) // known.samples)
+        fitting = self._sizes.get(self._kind(parts))
+        if fitting is None:
+            return 1
+        # The quotient, rounded up.
+        return -(-self.size(parts) // fitting.samples)
 
     def size(self, parts: Sequence[Any]) -> int:
-        """The number of samples of a batch that must be cut."""
-        return sum(self.splitter.size_to_cut(part) for part in parts)
+        """Return the number of samples of a batch that must be split."""
+        return sum(self._splitter.size_to_cut(part) for part in parts)
 
     def most(self, parts: Sequence[Any]) -> tuple[int | None, int, str]:
-        """A batch's number of samples, in how many parts it can be computed at most, and why not in more."""
+        """Return the number of samples of a batch, the largest number of micro-batches, and why there are not more."""
         if not parts:
             return None, 1, ""
         try:
-            sizes = [self.splitter.size_to_cut(part) for part in parts]
+            sizes = [self._splitter.size_to_cut(part) for part in parts]
         except StepError as error:
             return None, 1, str(error)
         return sum(sizes), max(sizes), ""
 
-    def measure(self, parts: Sequence[Any]) -> "Measure | None":
+    def measure(self, parts: Sequence[Any]) -> Measure | None:
         """Return the kind and size of a batch, before a step takes something out of it; None if no size is known."""
         if not self._sizes:
             return None
         kind = self._kind(parts)
-        return Measure(kind, self.size(parts)) if kind in self._sizes else None
+        if kind not in self._sizes:
+            return None
+        return Measure(kind, self.size(parts))
 
-    def good(self, measured: "Measure | None") -> None:
-        """Note that a batch went well; after enough of them a larger size is tried.
+    def note_success(self, measure: Measure | None) -> None:
+        """Note that a batch went well.
 
         Args:
-            measured: What `measure` returned for the batch.
+            measure: The result of `measure` for the batch.
         """
-        self._again = 0
-        if measured is not None and (known := self._sizes.get(measured.kind)) is not None:
-            known.good += 1
-            if known.before and measured.size > known.before:
-                known.before = 0  # the larger size fits
-            if not known.before and known.grow_after and known.good >= known.grow_after:
-                known.before, known.samples, known.good = known.samples, 2 * known.samples, 0
-
-    def failed(self, parts: Sequence[Any], split: Split) -> None:
-        """A batch is to be computed in more parts."""
-        kind, samples = self._kind(parts), max(1, -(-self.size(parts) // split.parts))
-        known = self._sizes.get(kind)
-        if known is None:
-            self._sizes[kind] = _Size(samples, split.grow_after)
+        self._repeats = 0
+        if measure is None:
             return
-        if known.before:
-            known.grow_after *= 2
-        known.samples, known.good, known.before = known.before or samples, 0, 0
+        fitting = self._sizes.get(measure.kind)
+        if fitting is not None:
+            fitting.note_success(measure.size)
+
+    def note_failure(self, parts: Sequence[Any], split: Split) -> None:
+        """Note that a batch is split into more micro-batches from now on."""
+        kind = self._kind(parts)
+        # The quotient, rounded up.
+        samples = max(1, -(-self.size(parts) // split.parts))
+        fitting = self._sizes.get(kind)
+        if fitting is None:
+            self._sizes[kind] = _FittingSize(samples, split.grow_after)
+        else:
+            fitting.note_failure(samples)
+
+    # Computation
 
     def run(self, step: Any, parts: Sequence[Any], count: int) -> StepResult:
-        """Computes a batch in so many parts.
+        """Compute a batch in micro-batches.
 
         Args:
             step: The user's step.
             parts: The batch, as the strategy has placed it.
-            count: In how many parts.
+            count: The number of micro-batches.
         """
-        pieces = self.strategy.recovery.split(parts, count, self.splitter)
-        sizes = [self.size(piece) for piece in pieces]  # before a step takes something out of them
+        micro_batches = self._strategy.recovery.split(parts, count, self._splitter)
+        # Before a step takes something out of them.
+        sizes = [self.size(micro_batch) for micro_batch in micro_batches]
+        device = self._strategy.root_device
+        dim = self._strategy.dim
         results: list[StepResult] = []
-        device, dim = self.strategy.root_device, self.strategy.dim
-        step.in_micro_batches = True
+        step.begin_micro_batches()
         try:
-            for index, piece in enumerate(pieces):
-                last = index + 1 == len(pieces)
-                result, logged = step.capture_logs(lambda piece=piece, last=last: self.compute(piece, last))
-                results.append(_detached(result)._replace(logged=logged))
+            # 1. The micro-batches, one after another. Processes exchange gradients with the last one.
+            for index, micro_batch in enumerate(micro_batches):
+                is_last = index + 1 == len(micro_batches)
+                result, logged = self._run_one(step, micro_batch, is_last)
+                results.append(result._replace(logged=logged))
                 del result
-            bare = [result._replace(outputs=None) for result in results]
-            combined: StepResult = step.merge(bare, sizes, device, dim=dim, original=lambda metric: metric)
+            # 2. The loss and the logs of all. Outputs are put together apart, in the order of the data.
+            without_outputs = [result._replace(outputs=None) for result in results]
+            merged: StepResult = step.merge(without_outputs, sizes, device, dim=dim, original=lambda metric: metric)
         finally:
-            step.in_micro_batches = False
-        outputs = _in_order(pieces, results, sizes, device, dim)
-        return combined._replace(outputs=step.finished(outputs))
+            step.end_micro_batches()
+        outputs = outputs_in_order(micro_batches, results, sizes, device, dim)
+        return merged._replace(outputs=step.finished(outputs))
+
+    def _run_one(self, step: Any, micro_batch: Sequence[Any], is_last: bool) -> tuple[StepResult, Sequence[Any]]:
+        """Compute a micro-batch. Return its result without the graph, and what it logged."""
+        result, logged = step.capture_logs(lambda: self._compute(micro_batch, is_last))
+        return detached(result), logged
+
+    # Errors
 
     def event(
-        self, failure: CapturedError, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int, refusal: str = ""
+        self, captured: CapturedError, phase: Phase, batch_idx: int, parts: Sequence[Any], count: int, refusal: str = ""
     ) -> OutOfMemoryEvent:
-        """An event for callbacks; the failure learns what is held.
+        """Return the event for callbacks, and note in the error what the model held.
 
         Args:
-            failure: The error.
-            phase: What ran.
+            captured: The error.
+            phase: The phase that failed.
             batch_idx: The number of the batch.
             parts: The batch, as the strategy has placed it.
-            count: In how many parts it was computed.
-            refusal: Why it cannot be done again, whatever callbacks say; empty if it can.
+            count: The number of micro-batches.
+            refusal: Why it cannot be repeated, whatever callbacks answer; empty if it can.
         """
+        context = self._context
         size, most, obstacle = self.most(parts)
-        device = str(self.strategy.recovery.device_of_failure(device_of(failure.message)) or self.strategy.root_device)
-        failure.held = footprint_of(self.context.module, self.context.trainer.optimizers, device)
-        free = free_bytes(failure.message)
+        failed_device = self._strategy.recovery.device_of_failure(device_of(captured.message))
+        device = str(failed_device or self._strategy.root_device)
+        captured.note_footprint(footprint_of(context.module, context.state.optimizers, device))
+        free = free_bytes(captured.message)
+        if free is None:
+            free = free_memory(device)
         return OutOfMemoryEvent(
             phase=phase,
             device=device,
@@ -181,69 +235,52 @@ class MicroBatcher:
             parts=count,
             most_parts=1 if refusal else most,
             obstacle=refusal or obstacle,
-            requested=requested_bytes(failure.message),
-            free=free_memory(device) if free is None else free,
-            message=failure.message,
-            step=self.context.trainer.global_step,
+            requested=requested_bytes(captured.message),
+            free=free,
+            message=captured.message,
+            step=context.global_step,
             seconds=time.monotonic(),
-            global_rank=self.strategy.processes.rank,
+            global_rank=self._strategy.processes.rank,
             can_repeat=not refusal,
         )
 
     def ask(self, event: OutOfMemoryEvent) -> Split | None:
-        """What the callbacks decide; None: raise."""
-        for callback in self.context.hooks.callbacks:
-            if overrides(callback, "on_out_of_memory", Callback):
-                answer = callback.on_out_of_memory(  # type: ignore[attr-defined]
-                    self.context.trainer, self.context.module, event
-                )
-                if answer is not None:
-                    split = _split(answer, callback)
-                    self._again = self._again + 1 if 0 < split.parts <= event.parts else 0
-                    return None if self._again > _MOST_AGAIN else split
+        """Return the decision of the callbacks; None: raise the error."""
+        trainer = self._context.hooks.trainer
+        module = self._context.module
+        for callback in self._context.hooks.callbacks:
+            if not overrides(callback, "on_out_of_memory", Callback):
+                continue
+            decision = callback.on_out_of_memory(trainer, module, event)  # type: ignore[attr-defined]
+            if decision is None:
+                continue
+            split = _as_split(decision, callback)
+            if 0 < split.parts <= event.parts:
+                self._repeats += 1
+            else:
+                self._repeats = 0
+            if self._repeats > _MOST_REPEATS:
+                return None
+            return split
         return None
 
-    def let_go(self) -> None:
-        """Frees what the failed attempt held, in cycles and in the allocator's cache."""
+    def free_memory(self) -> None:
+        """Free what the failed attempt held, in cycles and in the allocator's cache."""
         gc.collect()
-        empty_cache(self.strategy.devices)
+        empty_cache(self._strategy.devices)
 
 
-def _split(answer: Any, callback: Any) -> Split:
-    if isinstance(answer, Split):
-        return answer
-    if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
+def _as_split(decision: Any, callback: Any) -> Split:
+    """Return the decision of a callback as a Split.
+
+    Raises:
+        ConfigurationError: If it is neither a Split nor a number of micro-batches.
+    """
+    if isinstance(decision, Split):
+        return decision
+    if isinstance(decision, bool) or not isinstance(decision, int) or decision < 0:
         raise ConfigurationError(
             f"{type(callback).__name__}.on_out_of_memory returns a number of parts from 0, a Split or None, not"
-            f" {answer!r}."
+            f" {decision!r}."
         )
-    return Split(answer)
-
-
-def _detached(result: Any) -> StepResult:
-    """A result without its graph."""
-    loss = None if result.loss is None else result.loss.detach()
-    outputs = result.outputs
-    if isinstance(outputs, PartialOutputs):
-        detached = [apply_to_collection(out, Tensor, Tensor.detach) for out in outputs.outputs]
-        return StepResult(loss, result.weight, replace(outputs, outputs=detached))
-    return StepResult(loss, result.weight, apply_to_collection(outputs, Tensor, Tensor.detach))
-
-
-def _in_order(
-    pieces: Sequence[Any], results: Sequence[StepResult], sizes: Sequence[int], device: torch.device, dim: int
-) -> PartialOutputs:
-    """The outputs of pieces in the order of the data, where each piece holds some samples of every device."""
-    entries: list[tuple[int, int, Any, int, Any]] = []
-    for number, (piece, result, size) in enumerate(zip(pieces, results, sizes, strict=True)):
-        outputs, weight = result.outputs, 1 if result.weight is None else result.weight
-        if isinstance(outputs, PartialOutputs):
-            apart = zip(piece.indices, outputs.outputs, outputs.sizes, outputs.weights, strict=True)
-            entries += [(index, number, out, part_size, part_weight) for index, out, part_size, part_weight in apart]
-        else:
-            entries.append((0, number, outputs, size, weight))
-    entries.sort(key=lambda entry: entry[:2])
-    _, _, parts, part_sizes, weights = zip(*entries, strict=True)
-    made = PartialOutputs(parts, part_sizes, device, dim, weights)
-    made.check()
-    return made
+    return Split(decision)

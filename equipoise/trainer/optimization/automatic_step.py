@@ -1,0 +1,217 @@
+"""The training step of automatic optimisation: the forward, and the backward with the zeroing of gradients."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from equipoise.errors import StepError
+from equipoise.memory.out_of_memory import Phase
+from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
+from equipoise.parallel.step_protocols import StepResult
+from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
+from equipoise.trainer.optimization.backward import Backward
+from equipoise.trainer.optimization.batch_weight import BatchWeight, check_weight
+from equipoise.trainer.optimization.module_step import ModuleStep
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["AutomaticStep", "RepeatableStep"]
+
+# Returns the weight of a batch or micro-batch. It receives the number of the batch, too.
+WeightOf = Callable[[Any, int], int]
+
+# Creates a named tuple without the Python code of its constructor, which handles defaults.
+_new_tuple = tuple.__new__
+
+
+class AutomaticStep(ModuleStep):
+    """Run the training step and, as `backward`, everything from the zeroing of gradients to `on_after_backward`.
+
+    Args:
+        context: The run.
+        window: The accumulation window.
+        batch_weight: Finds the weight of a batch.
+        zero_grad: Function that zeroes the gradients. It receives the number of the batch.
+        skip_backward: Whether to run the forward only.
+        count_skipped: Function that is called when `training_step` has returned None.
+
+    Attributes:
+        batch_idx: The number of the batch.
+        begins_window: True if the gradients of an earlier window are still there.
+        window: The accumulation window.
+        run_backward: The backward.
+    """
+
+    def __init__(
+        self,
+        context: "RunContext",
+        window: AccumulationWindow,
+        batch_weight: BatchWeight,
+        zero_grad: Callable[[int], None],
+        *,
+        skip_backward: bool,
+        count_skipped: Callable[[], None],
+    ) -> None:
+        super().__init__(context, "training_step")
+        self.batch_idx = 0
+        self.begins_window = True
+        self.window = window
+        self.run_backward = Backward(context)
+        self._zero_grad = zero_grad
+        self._skip_backward = skip_backward
+        self._count_skipped = count_skipped
+        self._batch_weight = batch_weight
+        # One process that computes a window at once needs no weights.
+        self._is_alone = context.strategy.processes.world_size == 1
+        is_unweighed = window.parts == 1 and self._is_alone and not context.strategy.goes_back_in_parts
+        self._usual_weight_of: WeightOf | None = None if is_unweighed else batch_weight
+        self._weight_of: WeightOf | None = self._usual_weight_of
+
+    def begin_batch(self, *indices: int) -> None:
+        """Begin a batch of the training loader, with the number of the batch."""
+        self.indices = indices
+        batch_idx = indices[0]
+        self.batch_idx = batch_idx
+        self.begins_window = batch_idx % self.window.parts == 0
+
+    def begin_micro_batch(self, size: int, batch_size: int) -> None:
+        """Note that the next part is a micro-batch; see `AccumulationWindow.micro_batch`."""
+        self.window.begin_micro_batch(size, batch_size)
+
+    def __call__(self, part: Any) -> StepResult:
+        """Run the training step on a batch, and find the loss and its weight in what it returned."""
+        # 1. The forward. The plain way saves a call of `run`.
+        if self.is_plain:
+            try:
+                output = self.method(part, self.batch_idx)
+            except EXPLAINED as error:
+                explain_device_mismatch(error, self.module, part)
+                raise
+        else:
+            output = self.run(part)
+
+        # 2. The loss, and the user's weight.
+        loss = output
+        weight = None
+        if not isinstance(output, Tensor):
+            if output is None:
+                self._count_skipped()
+                return StepResult(None, 0, None)
+            loss, weight = _loss_and_weight(output)
+
+        # 3. The weight, if the window needs one.
+        if self._weight_of is not None:
+            weight = self._weight_of(part, self.batch_idx) if weight is None else check_weight(weight)
+        return _new_tuple(StepResult, (loss, weight, output, ()))
+
+    def result(self, output: Any, size: int, logged: Sequence[Any]) -> StepResult:
+        """Return the result of a part. It weighs as many samples as it has, unless the user returned a weight."""
+        if output is None:
+            self._count_skipped()
+            return StepResult(None, 0, None, logged)
+        if isinstance(output, Tensor):
+            return StepResult(output, size, output, logged)
+        loss, weight = _loss_and_weight(output)
+        if weight is None:
+            return StepResult(loss, size, output, logged)
+        return StepResult(loss, check_weight(weight), output, logged)
+
+    def total_with(self, result: StepResult) -> Weight:
+        """Return Σw of the window, this result included."""
+        weight = 0 if result.weight is None else result.weight
+        return self.window.total_with(weight)
+
+    def backward(self, result: StepResult) -> None:
+        """Zero the gradients at the beginning of a window, then run the backward with the part's factor."""
+        if self._skip_backward:
+            return
+        if self.begins_window:
+            self.begins_window = False
+            self._zero_grad(self.batch_idx)
+        loss = result.loss
+        weight = result.weight
+        if loss is None:
+            self._add_nothing()
+        elif self._weight_of is None or weight is None:
+            self.run_backward(loss)
+        elif isinstance(weight, Tensor) or weight:
+            factor = self.window.add(weight)
+            self.run_backward(loss, factor, self.window.parts)
+        else:
+            self._add_nothing()
+
+    def _add_nothing(self) -> None:
+        """Add a part without weight: the first part fixes the reference weight, in all processes."""
+        if not self._is_alone:
+            self.window.add(0)
+
+
+class RepeatableStep(AutomaticStep):
+    """A training step that notes its progress, and can be computed again in micro-batches.
+
+    Attributes:
+        phase: "forward" or "backward".
+    """
+
+    phase: Phase = "forward"
+
+    def begin_batch(self, *indices: int) -> None:
+        """Begin a batch of the training loader."""
+        self.phase = "forward"
+        AutomaticStep.begin_batch(self, *indices)
+
+    def repeat_batch(self, batch_idx: int) -> None:
+        """Begin a batch again after a failed attempt. Gradients that the attempt has zeroed are not zeroed again."""
+        self.phase = "forward"
+        self.indices = (batch_idx,)
+        self.batch_idx = batch_idx
+
+    def begin_micro_batches(self) -> None:
+        """Begin a batch that does not fit into memory. Its micro-batches, and the rest of the window, are weighed."""
+        super().begin_micro_batches()
+        self._weight_of = self._batch_weight.of_micro_batch
+
+    def end_micro_batches(self) -> None:
+        """End the batch; the next part is a batch again."""
+        super().end_micro_batches()
+        self.window.end_micro_batches()
+
+    def end_window(self) -> None:
+        """Return to the usual weights after the optimiser's step."""
+        self._weight_of = self._usual_weight_of
+        if self._weight_of is None:
+            self.window.forget_reference()
+
+    def __call__(self, part: Any) -> StepResult:
+        """Run the training step on a batch."""
+        self.phase = "forward"
+        # Quicker than by super().
+        return AutomaticStep.__call__(self, part)
+
+    def backward(self, result: StepResult) -> None:
+        """Run the backward."""
+        self.phase = "backward"
+        AutomaticStep.backward(self, result)
+
+
+def _loss_and_weight(output: Any) -> tuple[Tensor, Weight | None]:
+    """Return the loss and its weight from what `training_step` returned, unless that is a tensor."""
+    if not isinstance(output, Mapping):
+        raise StepError(
+            "`training_step` must return a tensor, a dictionary with the key 'loss', or None to skip the batch, not"
+            f" {type(output).__name__}."
+        )
+    loss = output.get("loss")
+    if loss is None:
+        raise StepError(
+            f"`training_step` returned a dictionary without 'loss'; its keys are {list(output)}. Return the loss under"
+            " that key, or None to skip the batch."
+        )
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"`training_step` must return the loss as a tensor with its graph, but under 'loss' is {loss!r} of type"
+            f" {type(loss).__name__}."
+        )
+    return loss, output.get("loss_weight")

@@ -1,0 +1,119 @@
+"""Values that the parts of a batch logged, merged into one value each."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from equipoise.interop.lightning.self_log import LogOptions
+from equipoise.parallel.batches.weighting import Weight, weighted_mean
+from equipoise.trainer.logging.collection import Logged
+from equipoise.trainer.logging.entry import default_dtype, reduction_name
+from equipoise.trainer.logging.logs import Logs
+
+__all__ = ["log_merged"]
+
+
+class _Key(NamedTuple):
+    """A value that each part logs: the hook, the name, and the number among values of the same hook and name."""
+
+    hook: str | None
+    name: str
+    number: int
+
+
+class _PartValue(NamedTuple):
+    """A value that one part logged, and the weight of the part."""
+
+    logged: Logged
+    weight: Weight
+
+
+def log_merged(
+    logs: Logs,
+    parts: Sequence[Sequence[Logged]],
+    weights: Sequence[Weight],
+    device: torch.device,
+    original: Callable[[Metric], Metric],
+) -> None:
+    """Log each value of a batch once: means by weight, others by their own reduction, metrics as the module's own.
+
+    Args:
+        logs: Receives the merged values.
+        parts: The values that each part logged. Parts whose weight is the number 0 are left out.
+        weights: The weights of the parts.
+        device: The device of the merged values.
+        original: Function that returns the module's metric for a copy of it.
+    """
+    # 1. The values of all parts, by what they are values of.
+    values: dict[_Key, list[_PartValue]] = {}
+    for part, weight in zip(parts, weights, strict=True):
+        has_weight = isinstance(weight, Tensor) or weight != 0
+        if not has_weight:
+            continue
+        for key, logged in _with_keys(part):
+            values.setdefault(key, []).append(_PartValue(logged, weight))
+
+    # 2. One value of each.
+    for key, part_values in values.items():
+        first = part_values[0].logged
+        if isinstance(first.value, Metric):
+            logs.add(key.hook, key.name, original(first.value), first.arguments, first.batch_size)
+        elif isinstance(first.value, (Tensor, int, float)):
+            merged = _reduced(part_values, device)
+            logs.add(key.hook, key.name, merged, first.arguments, _total_size(part_values))
+        else:
+            # `add` raises the error that a value of this type gets in any step.
+            logs.add(key.hook, key.name, first.value, first.arguments, first.batch_size)
+
+
+def _with_keys(part: Sequence[Logged]) -> Iterator[tuple[_Key, Logged]]:
+    """Yield the values of a part with their keys. A hook may log a name several times."""
+    counts: Counter[tuple[str | None, str]] = Counter()
+    for logged in part:
+        number = counts[logged.hook, logged.name]
+        yield _Key(logged.hook, logged.name, number), logged
+        counts[logged.hook, logged.name] += 1
+
+
+def _total_size(values: Sequence[_PartValue]) -> int | None:
+    """Return the sum of the batch sizes that the user gave; None if there are none."""
+    sizes = [value.logged.batch_size for value in values if value.logged.batch_size is not None]
+    if not sizes:
+        return None
+    return sum(sizes)
+
+
+def _reduced(values: Sequence[_PartValue], device: torch.device) -> Tensor:
+    """Return one value for those of several parts, by the reduction with which they were logged."""
+    tensors = [_as_tensor(value.logged.value).to(device) for value in values]
+    options = LogOptions(*values[0].logged.arguments)
+    reduction = reduction_name(options.reduce_fx)
+    if reduction == "mean":
+        weights = [_weight_in_mean(value) for value in values]
+        mean, _ = weighted_mean(tensors, weights, device)
+        if mean is None:
+            return tensors[0]
+        return mean
+    stacked = torch.stack(tensors)
+    if reduction == "sum":
+        return stacked.sum(0)
+    if reduction == "min":
+        return stacked.amin(0)
+    return stacked.amax(0)
+
+
+def _as_tensor(value: Tensor | int | float) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=default_dtype())
+
+
+def _weight_in_mean(value: _PartValue) -> Weight:
+    """Return the weight of a part's value: the user's `batch_size`, or the weight of the part."""
+    if value.logged.batch_size is None:
+        return value.weight
+    return value.logged.batch_size

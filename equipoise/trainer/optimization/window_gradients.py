@@ -1,0 +1,126 @@
+"""The gradients of an accumulation window: zeroed at its beginning; weighed, unscaled and clipped at its end."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from equipoise.interop.torch.optimizers import unscales_by_itself
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.strategy_optimizer import StrategyOptimizers
+from equipoise.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["WindowGradients"]
+
+
+class WindowGradients:
+    """The gradients of the parameters of one optimiser.
+
+    Args:
+        context: The run.
+        window: The accumulation window.
+        optimizer: The optimiser whose gradients are zeroed.
+        optimizers: The optimisers as the strategy steps them.
+        may_split: Whether a batch may be split into micro-batches after an out-of-memory error.
+
+    Attributes:
+        are_weighed: Whether `finish` may weigh the gradients. Then the window must be reset after a step.
+    """
+
+    def __init__(
+        self,
+        context: "RunContext",
+        window: AccumulationWindow,
+        optimizer: Optimizer,
+        optimizers: StrategyOptimizers,
+        *,
+        may_split: bool,
+    ) -> None:
+        hooks = context.hooks
+        self._state = context.state
+        self._strategy = context.strategy
+        self._scaler = context.precision.scaler
+        self._window = window
+        self._optimizer = optimizer
+        self._optimizers = optimizers
+
+        # 1. Zeroing. Torch's own `zero_grad` opens a record of the profiler, so it is not called.
+        self._counts = context.state.progress.zero_grad.current
+        self._before_zero_grad = hooks.bind("on_before_zero_grad")
+        self._user_zero_grad = hooks.bind_module("optimizer_zero_grad")
+        self._is_torch_zero_grad = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
+
+        # 2. Weighing. A window that is computed at once in one process has gradients that are right already, unless
+        #    recovery from an out-of-memory error splits a batch.
+        self._weigh: Callable[[AccumulationWindow, Optimizer], bool | None] | None = None
+        strategy_class = type(self._strategy)
+        has_default_finish = strategy_class.finish_gradients is Strategy.finish_gradients
+        is_one_part = window.parts == 1 and not strategy_class.goes_back_in_parts
+        if not has_default_finish or not is_one_part:
+            self._weigh = self._strategy.finish_gradients
+        elif may_split:
+            self._weigh = self._weigh_if_split
+        self.are_weighed = self._weigh is not None
+
+        # 3. What the user sees and changes.
+        self._before_step = hooks.bind("on_before_optimizer_step")
+        self._user_clip = hooks.bind_module("configure_gradient_clipping")
+
+    def zero(self, batch_idx: int) -> None:
+        """Zero the gradients, with the hooks around it.
+
+        Args:
+            batch_idx: The number of the batch with which the window begins.
+        """
+        counts = self._counts
+        optimizer = self._optimizer
+        counts.ready += 1
+        if self._before_zero_grad is not None:
+            self._before_zero_grad(optimizer)
+        counts.started = counts.ready
+        if self._user_zero_grad is not None:
+            self._user_zero_grad(self._state.current_epoch, batch_idx, optimizer)
+        elif self._is_torch_zero_grad:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            optimizer.zero_grad()
+        counts.completed = counts.ready
+
+    def finish(self, optimizer: Optimizer, skipped: bool) -> bool:
+        """Weigh, unscale and clip the gradients, in this order.
+
+        Args:
+            optimizer: The optimiser that holds the parameters.
+            skipped: Whether the last step of this process has returned None.
+
+        Returns:
+            Whether there are no gradients: no process had a loss.
+        """
+        if self._weigh is not None:
+            has_no_weight = self._weigh(self._window, optimizer)
+            if has_no_weight is not None:
+                skipped = has_no_weight
+        if self._scaler is not None and not skipped and not unscales_by_itself(optimizer):
+            self._optimizers.of(optimizer).unscale(self._scaler)
+        if self._before_step is not None:
+            self._before_step(optimizer)
+        # Callbacks may change how gradients are clipped, so the settings are read in each step.
+        value = self._state.gradient_clip_val
+        if self._user_clip is not None:
+            algorithm = self._state.gradient_clip_algorithm
+            self._user_clip(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+        elif value:
+            algorithm = self._state.gradient_clip_algorithm
+            self._strategy.clip_gradients(optimizer, value, algorithm or "norm")
+        return skipped
+
+    def _weigh_if_split(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
+        """Weigh the gradients of a batch that was split; a batch that was not split has added no weight."""
+        if not window.is_open:
+            return None
+        return self._strategy.finish_gradients(window, optimizer)
