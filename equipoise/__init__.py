@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch as _torch  # noqa: F401  the one import that every use of the package pays for
 
-from equipoise.former_names import find_by_former_names
-from equipoise.public_names import lazy_dir, lazy_getattr, names_of
+from equipoise.names.former import find_by_former_names
+from equipoise.names.public import lazy_dir, lazy_getattr, names_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule as LightningDataModule

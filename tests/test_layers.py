@@ -15,7 +15,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.r
 
 # The floors, from the ground up. A module imports what stands on lower lines, and what its own line names.
 FLOORS = [
-    ["public_names", "former_names", "errors", "notices", "interleave", "to_device", "tree"],
+    ["names", "errors", "notices", "formats", "interleave", "to_device", "tree"],
     ["precision", "interop", "safe_loading", "validation"],
     ["memory", "parallel"],
     ["pipeline", "callbacks"],

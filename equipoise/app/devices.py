@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import DeviceInfo, format_bytes, list_devices
+from equipoise.formats import format_bytes
+from equipoise.memory.devices import DeviceInfo, list_devices
 
 __all__ = ["show_devices"]
 

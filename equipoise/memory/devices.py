@@ -21,7 +21,6 @@ __all__ = [
     "MemoryReading",
     "PeakMeter",
     "empty_cache",
-    "format_bytes",
     "free_memory",
     "list_devices",
     "peak_of_process",
@@ -252,26 +251,6 @@ def empty_cache(devices: Iterable[torch.device]) -> None:
     """
     if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes with binary units.
-
-    Args:
-        count: The number of bytes.
-
-    Example:
-        >>> format_bytes(1536 * 2**20), format_bytes(12)
-        ('1.5 GiB', '12 B')
-    """
-    if abs(count) < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        count /= 1024
-        # From 1023.95 on, one decimal would round to 1024.0.
-        if abs(count) < 1023.95:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1024:.1f} PiB"
 
 
 def _cpu() -> DeviceInfo:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from equipoise.memory.devices import format_bytes
+from equipoise.formats import format_bytes
 
 __all__ = ["CATEGORIES", "Category", "Composition", "MemoryPoint", "TensorRecord"]
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import format_bytes, read_memory
+from equipoise.formats import format_bytes, format_count, format_span
+from equipoise.memory.devices import read_memory
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.memory.records import MemoryPoint
 from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.report.facts import checkpoint_callbacks, devices_of, shorten
 from equipoise.report.learning_curves import group_curves
 from equipoise.report.page.record import PipelineStep, RunEvent, RunRecord, StageSpan
-from equipoise.report.page.scales import format_count, format_span
 from equipoise.report.throughput import Throughput
 
 __all__ = ["collect_record", "pipeline_step"]

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from equipoise.callbacks.progress.formatting import format_time
 from equipoise.interop.lightning.classes import is_a, takes_iterator
 from equipoise.parallel.batches.splitting import Splitter
 
-__all__ = ["checkpoint_callbacks", "device_name", "devices_of", "format_duration", "shorten", "size_function"]
+__all__ = ["checkpoint_callbacks", "device_name", "devices_of", "shorten", "size_function"]
 
 
 def devices_of(trainer: Any) -> list[torch.device]:
@@ -39,15 +38,6 @@ def device_name(device: torch.device) -> str:
 def checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
     """Return the callbacks that save checkpoints."""
     return [callback for callback in trainer.callbacks if is_a(callback, ModelCheckpoint)]
-
-
-def format_duration(seconds: float) -> str:
-    """Format a time, below a minute with three digits."""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 59.95:
-        return f"{seconds:.3g} s"
-    return format_time(seconds)
 
 
 def size_function(trainer: Any, module: Any) -> Callable[[Any], int | None]:

@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from equipoise.callbacks.progress.formatting import format_value
+from equipoise.formats import format_number
 
 __all__ = ["can_draw", "draw_curves", "group_curves", "split_name"]
 
@@ -206,7 +206,7 @@ def _draw_curve(axes: Any, run_stage: str, curve: Curve, colour: str) -> None:
     """Draw a line with its last value in the legend and a larger marker at its end."""
     steps = sorted(curve)
     values = [curve[step] for step in steps]
-    last_value = format_value(values[-1])
+    last_value = format_number(values[-1])
     marker_size = 0.0
     if len(steps) <= _FEW_POINTS:
         marker_size = 3.5

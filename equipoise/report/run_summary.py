@@ -14,18 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.callbacks.callback import Callback
-from equipoise.callbacks.progress.formatting import format_value
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import format_bytes, peak_of_process
+from equipoise.formats import format_bytes, format_duration, format_number
+from equipoise.memory.devices import peak_of_process
 from equipoise.report.curve_history import CurveHistory
-from equipoise.report.facts import (
-    checkpoint_callbacks,
-    device_name,
-    devices_of,
-    format_duration,
-    shorten,
-    size_function,
-)
+from equipoise.report.facts import checkpoint_callbacks, device_name, devices_of, shorten, size_function
 from equipoise.report.learning_curves import can_draw, draw_curves
 
 __all__ = ["RunSummary"]
@@ -306,11 +299,11 @@ class RunSummary(Callback):
             curve = self.history[name]
             if curve:
                 last_epoch = max(curve)
-                rows.append((name, format_value(curve[last_epoch])))
+                rows.append((name, format_number(curve[last_epoch])))
         for callback in checkpoint_callbacks(trainer):
             if callback.monitor and callback.best_model_score is not None:
                 score = float(callback.best_model_score)
-                rows.append((f"best {callback.monitor}", format_value(score)))
+                rows.append((f"best {callback.monitor}", format_number(score)))
         return rows
 
     def _draw(self, path: Path) -> Text:

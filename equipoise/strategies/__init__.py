@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from equipoise.public_names import lazy_dir, lazy_getattr, names_of
+from equipoise.names.public import lazy_dir, lazy_getattr, names_of
 
 if TYPE_CHECKING:
     from equipoise.parallel.step_protocols import StepResult as StepResult

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 import equipoise
 from equipoise.callbacks.progress.progress_bar import ProgressBar
-from equipoise.memory.devices import format_bytes, peak_of_process
+from equipoise.formats import format_bytes
+from equipoise.memory.devices import peak_of_process
 from equipoise.report import run_summary
 from equipoise.report.run_summary import RunSummary
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer

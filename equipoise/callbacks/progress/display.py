@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.text import Text
 
-from equipoise.callbacks.progress.formatting import format_rate, format_time, format_value, printable
 from equipoise.callbacks.progress.track import Track
+from equipoise.formats import format_clock, format_number, format_rate, printable
 
 __all__ = ["Layout", "Metrics", "plain_line"]
 
@@ -171,10 +171,10 @@ def _rate(track: Track) -> Text:
 
 def _clock(track: Track, now: float) -> Text:
     """Format the elapsed time, and the remaining time if it is known."""
-    text = format_time(track.elapsed(now))
+    text = format_clock(track.elapsed(now))
     remaining = track.remaining
     if remaining is not None:
-        text += f"<{format_time(remaining)}"
+        text += f"<{format_clock(remaining)}"
     return Text(text, "dim")
 
 
@@ -182,9 +182,9 @@ def _short_clock(track: Track, now: float) -> Text:
     """Format the remaining time if it is known, else the elapsed time."""
     remaining = track.remaining
     if remaining is None:
-        text = format_time(track.elapsed(now))
+        text = format_clock(track.elapsed(now))
     else:
-        text = f"{format_time(remaining)} left"
+        text = f"{format_clock(remaining)} left"
     return Text(text, "dim")
 
 
@@ -200,12 +200,12 @@ def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
     if rate is not None:
         parts.append(format_rate(rate).strip())
     elapsed = track.elapsed(now)
-    parts.append(format_time(elapsed))
+    parts.append(format_clock(elapsed))
     remaining = track.remaining
     if remaining is not None:
-        parts.append(f"{format_time(remaining)} left")
+        parts.append(f"{format_clock(remaining)} left")
     for name, value in metrics.items():
-        text = format_value(value)
+        text = format_number(value)
         parts.append(f"{printable(name)} {text}")
     line = ", ".join(parts)
     return f"{printable(track.label)}: {line}"
@@ -228,7 +228,7 @@ def _metrics(metrics: Metrics) -> Text:
         if isinstance(value, float) and not math.isfinite(value):
             style = "bold red"
         label = f"{printable(name)} "
-        number = format_value(value)
+        number = format_number(value)
         text = Text.assemble((label, "dim"), (number, style))
         texts.append(text)
     return _SPACE.join(texts)

@@ -109,7 +109,8 @@ class LatestValues:
         if copy is None or copy.dtype != value.dtype:
             copy = torch.empty((), dtype=value.dtype, pin_memory=self._pin_memory)
             self._copies[name] = copy
-        copy.copy_(value.reshape(()), non_blocking=True)
+        scalar = value.reshape(())
+        copy.copy_(scalar, non_blocking=True)
 
 
 def _values_on_cuda(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -123,7 +124,8 @@ def _values_on_cuda(values: Mapping[str, Any]) -> dict[str, Tensor]:
 def _names_by_device(values: Mapping[str, Tensor]) -> dict[torch.device, list[str]]:
     names: dict[torch.device, list[str]] = {}
     for name, value in values.items():
-        names.setdefault(value.device, []).append(name)
+        names_of_device = names.setdefault(value.device, [])
+        names_of_device.append(name)
     return names
 
 

@@ -106,7 +106,8 @@ class ProgressBar(_LightningProgressBar):
         # None stands for the default, as in Python's `print`.
         separator = " " if sep is None else sep
         ending = "\n" if end is None else end
-        drawing.display.write(separator.join(map(str, args)) + ending)
+        text = separator.join(map(str, args))
+        drawing.display.write(text + ending)
 
     @property
     def trainer(self) -> Any:
@@ -177,7 +178,8 @@ class ProgressBar(_LightningProgressBar):
             return
         has_left_line = self._keep_epoch(drawing)
         self._train_batch = -1
-        drawing.begin_epoch(Track(self.train_description, self.total_train_batches, monotonic()))
+        epoch = Track(self.train_description, self.total_train_batches, monotonic())
+        drawing.begin_epoch(epoch)
         self._draw_change(drawing, at_once=has_left_line)
         if drawing.awaits_first_batch:
             self._due = -math.inf
@@ -305,7 +307,8 @@ class ProgressBar(_LightningProgressBar):
         """Begin the line of another loader, of which the first batch is done."""
         self._loader = dataloader_idx
         if self._drawing is not None:
-            self._drawing.change_loader(dataloader_idx, self._evaluation_batch + 1, monotonic())
+            done = self._evaluation_batch + 1
+            self._drawing.change_loader(dataloader_idx, done, monotonic())
 
     def _leave_evaluation(self, drawing: Drawing) -> None:
         """Leave the finished line of an evaluation."""
@@ -345,9 +348,11 @@ class ProgressBar(_LightningProgressBar):
         if drawing.epoch is None or self._train_batch > 0:
             # The batches before it have no part in the rate.
             done = self._train_batch + 1
-            total = min(float(self.trainer.num_training_batches), self.total_train_batches + done)
+            batches = float(self.trainer.num_training_batches)
+            total = min(batches, self.total_train_batches + done)
             now = monotonic()
-            drawing.resume_epoch(Track(self.train_description, total, now), done, now)
+            epoch = Track(self.train_description, total, now)
+            drawing.resume_epoch(epoch, done, now)
 
     def _draw_change(self, drawing: Drawing, *, at_once: bool = False) -> None:
         """Draw the start or end of a stage, unless there were many just now."""
@@ -368,7 +373,9 @@ class ProgressBar(_LightningProgressBar):
         self._due = now + self._interval(drawing)
 
     def _update(self, drawing: Drawing) -> None:
-        drawing.update(self._train_batch + 1, self._evaluation_batch + 1, monotonic())
+        train_batches = self._train_batch + 1
+        evaluation_batches = self._evaluation_batch + 1
+        drawing.update(train_batches, evaluation_batches, monotonic())
 
     def _metrics(self, drawing: Drawing, *, wait: bool) -> dict[str, Any]:
         self._wait_for_values = wait

@@ -22,7 +22,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from equipoise.memory.devices import format_bytes
+from equipoise.formats import format_bytes
 from equipoise.memory.leaks.creation_sites import CreationSites
 from equipoise.memory.leaks.live_tensors import GraphAges, LiveTensors, find_live_tensors, storage_bytes
 from equipoise.memory.leaks.references import find_holders, find_tensors, globals_of_user

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import format_bytes, list_devices
+from equipoise.formats import format_bytes
+from equipoise.memory.devices import list_devices
 from equipoise.pipeline.graph.call_names import modules_of, names_of, owners, with_parents
 from equipoise.pipeline.graph.stages import may_cut, taking_inputs
 from equipoise.pipeline.graph.tracing import Traced

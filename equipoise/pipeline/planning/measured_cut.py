@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import format_bytes
+from equipoise.formats import format_bytes
 from equipoise.pipeline.graph.call_names import with_parents
 from equipoise.pipeline.graph.tracing import Traced
 from equipoise.pipeline.planning.block_merging import add_rest, merge_blocks

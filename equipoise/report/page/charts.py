@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from equipoise.formats import Unit, format_quantity
 from equipoise.report.page.markup import Markup, join, tag
-from equipoise.report.page.scales import Point, Scale, Unit, format_value, make_scale, thin
+from equipoise.report.page.scales import Point, Scale, make_scale, thin
 
 __all__ = ["Boundary", "Line", "Mark", "line_chart", "text_anchor", "tick_words"]
 
@@ -170,8 +171,8 @@ def _finite_points(lines: Sequence[Line]) -> list[Point]:
 
 def _description(title: str, lines: Sequence[Line], across: Scale) -> str:
     labels = ", ".join(line.label for line in lines)
-    first = format_value(across.low, across.unit)
-    last = format_value(across.high, across.unit)
+    first = format_quantity(across.low, across.unit)
+    last = format_quantity(across.high, across.unit)
     return f"{title}: {labels}, from {first} to {last}"
 
 
@@ -204,7 +205,7 @@ def _percent(share: float) -> str:
 
 def _labels(up: Scale, height: int, below: int) -> Markup:
     """Draw the axis up: a column of its own, as wide as its words."""
-    words = [format_value(tick, up.unit) for tick in up.ticks]
+    words = [format_quantity(tick, up.unit) for tick in up.ticks]
     longest = max((len(word) for word in words), default=0)
     width = 10 + round(_CHARACTER * longest)
     texts = []
@@ -251,7 +252,7 @@ def tick_words(across: Scale, y: int) -> Markup:
         share = across.place(tick)
         # The style sheet hides these where there is little room.
         style = "odd" if index % 2 else None
-        word = format_value(tick, across.unit)
+        word = format_quantity(tick, across.unit)
         words.append(
             tag(
                 "text",

@@ -6,10 +6,11 @@ Of several stages on a device later ones are paler.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from equipoise.formats import format_span
 from equipoise.report.page.charts import tick_words
 from equipoise.report.page.markup import Markup, tag
 from equipoise.report.page.record import PipelineStep, StageSpan
-from equipoise.report.page.scales import Scale, format_span, make_scale
+from equipoise.report.page.scales import Scale, make_scale
 
 __all__ = ["pipeline_chart"]
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from equipoise.memory.devices import format_bytes
+from equipoise.formats import format_bytes
 from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
 from equipoise.report.page.charts import Line, Mark, line_chart
 from equipoise.report.page.markup import Markup, hint, section, table, tag

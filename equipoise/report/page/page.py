@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from equipoise.formats import format_span
 from equipoise.report.page.markup import Markup, join, plain, tag
 from equipoise.report.page.memory_sections import memory_section, peak_section
 from equipoise.report.page.record import RunRecord
-from equipoise.report.page.scales import format_span
 from equipoise.report.page.sections import (
     configuration_section,
     curves_section,

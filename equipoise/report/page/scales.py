@@ -1,16 +1,14 @@
-"""Axis marks, numbers for people, and thinned time lines."""
+"""Axis marks, and thinned time lines."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from equipoise.memory.devices import format_bytes
+from equipoise.formats import Unit
 
-__all__ = ["Point", "Scale", "Unit", "format_count", "format_span", "format_value", "make_scale", "thin"]
+__all__ = ["Point", "Scale", "make_scale", "thin"]
 
 Point = tuple[float, float]
-Unit = Literal["number", "bytes", "seconds", "step"]
 
 # Larger values are cut to this one: the difference of two values must stay finite.
 _LARGEST = 1e300
@@ -20,7 +18,6 @@ _SAME = 1e-9
 _AIR = 0.04
 _MINUTE = 60
 _HOUR = 3600
-_DAY = 86400
 # Distances between ticks: seconds, multiples of 1024 to a power, and of 10 to a power.
 _TIME_STEPS = (
     1,
@@ -43,78 +40,6 @@ _TIME_STEPS = (
 )
 _BYTE_STEPS = (1, 2, 4, 5, 8, 10, 20, 50, 100, 200, 256, 512, 1024)
 _DECIMAL_STEPS = (1, 2, 5, 10)
-_SI_PREFIXES = (
-    (1e12, " T"),
-    (1e9, " G"),
-    (1e6, " M"),
-)
-_TIME_UNITS = (
-    (_DAY, "d"),
-    (_HOUR, "h"),
-    (_MINUTE, "min"),
-    (1, "s"),
-)
-
-
-def format_count(value: float) -> str:
-    """Format a number with at most four significant digits, separated thousands, and names for millions and more.
-
-    Example:
-        >>> [format_count(value) for value in (0.98764, 12, 12345, 1.5e-7, 2_345_678, float("nan"))]
-        ['0.9876', '12', '12,345', '1.5e-07', '2.346 M', 'nan']
-    """
-    if not math.isfinite(value):
-        return f"{value:.1f}"
-    magnitude = abs(value)
-    for size, prefix in _SI_PREFIXES:
-        # Beyond the last prefix, exponents read better.
-        if size <= magnitude < 1e15:
-            return f"{value / size:.4g}{prefix}"
-    # From here on four significant digits are whole numbers.
-    if 999.95 <= magnitude < 1e6:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def format_span(seconds: float) -> str:
-    """Format a time in its two largest units.
-
-    Example:
-        >>> [format_span(seconds) for seconds in (0, 0.25, 12.34, 90, 3720, 200_000)]
-        ['0 s', '0.25 s', '12.3 s', '1 min 30 s', '1 h 2 min', '2 d 7 h']
-    """
-    # From 59.95 on, three significant digits would read as 60 seconds.
-    is_short = abs(seconds) < 59.95
-    if is_short or not math.isfinite(seconds):
-        return f"{seconds:.3g} s"
-    # Zeros in front are left out, and so is a zero in second place.
-    remaining = round(seconds)
-    counts: list[tuple[int, str]] = []
-    for size, unit in _TIME_UNITS:
-        count, remaining = divmod(remaining, size)
-        if count or counts:
-            counts.append((count, unit))
-    words = []
-    for count, unit in counts[:2]:
-        if count:
-            words.append(f"{count} {unit}")
-    return " ".join(words)
-
-
-def format_value(value: float, unit: Unit) -> str:
-    """Format a number with its unit, as short as possible.
-
-    Example:
-        >>> format_value(3 * 2**30, "bytes"), format_value(90, "seconds"), format_value(1e4, "step")
-        ('3 GiB', '1 min 30 s', '10,000')
-    """
-    if unit == "seconds":
-        return format_span(value)
-    if unit != "bytes":
-        return format_count(value)
-    if not math.isfinite(value):
-        return f"{value}"
-    return format_bytes(value).replace(".0 ", " ")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
-from equipoise.memory.devices import DeviceInfo, format_bytes
+from equipoise.formats import format_bytes, format_count, format_span
+from equipoise.memory.devices import DeviceInfo
 from equipoise.report.page.charts import Boundary, Line, Mark, line_chart
 from equipoise.report.page.gantt import pipeline_chart
 from equipoise.report.page.markup import Markup, hint, join, section, table, tag
 from equipoise.report.page.record import PipelineStep, RunEvent
-from equipoise.report.page.scales import Point, format_count, format_span
+from equipoise.report.page.scales import Point
 
 __all__ = [
     "MOST_CHARTS",

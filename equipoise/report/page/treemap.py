@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from equipoise.memory.devices import format_bytes
+from equipoise.formats import format_bytes, format_quantity
 from equipoise.memory.records import Category, Composition, TensorRecord
 from equipoise.report.page.markup import Markup, tag
-from equipoise.report.page.scales import format_value
 
 __all__ = ["Box", "fold", "squarify", "style_of", "tree_map"]
 
@@ -327,7 +326,7 @@ class _Drawing:
             label = f"{owner} · {record.name}" if owner else record.name
             texts.append(tag("text", label, x=5, y=14))
         if box.width > 48 and box.height > 34:
-            size = format_value(record.nbytes, "bytes")
+            size = format_quantity(record.nbytes, "bytes")
             texts.append(tag("text", size, x=5, y=29, class_="small"))
         tip = tag("title", self._tip(record))
         style = f"cell {style_of(record.category)}"

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from equipoise.memory.devices import format_bytes
+from equipoise.formats import format_bytes
 from equipoise.memory.footprint import Footprint
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, allocated_bytes
 

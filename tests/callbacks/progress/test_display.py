@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from equipoise.callbacks.progress.display import Layout, plain_line
-from equipoise.callbacks.progress.formatting import format_rate, format_time, format_value
 from equipoise.callbacks.progress.live_display import Display
 from equipoise.callbacks.progress.track import Track
 from tests.support.terminal import Terminal
@@ -160,30 +159,6 @@ class TestLayout:
 def test_a_plain_line_says_the_same_in_words():
     line = plain_line(half_done(), {"loss": 0.3124, "a\nb": 3}, now=10.0)
     assert line == "Epoch 3/10: 412/1095 batches, 41.2 it/s, 0:10, 0:17 left, loss 0.3124, a b 3"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.31239, "0.3124"), (12.0, "12.00"), (1234.5, "1234"), (99999.0, "1.000e+05"), (1.5e-7, "1.500e-07"),
-        (-0.5, "-0.5000"), (0.0, "0.0"), (math.nan, "nan"), (-math.inf, "-inf"), (7, "7"), ("v\t1", "v 1"),
-    ],
-)  # fmt: skip
-def test_values_have_four_digits(value: object, text: str):
-    assert format_value(value) == text
-
-
-def test_times_and_rates():
-    assert [format_time(seconds) for seconds in (0.4, 59.6, 3599, 3600, 360000)] == [
-        "0:00",
-        "1:00",
-        "59:59",
-        "1:00:00",
-        "100:00:00",
-    ]
-    assert [format_rate(rate) for rate in (12345.0, 99.96, 38.24, 9.996, 1.0, 0.5, 0.01)] == [
-        "12345 it/s", " 100 it/s", "38.2 it/s", "10.0 it/s", "1.00 it/s", "2.00 s/it", " 100 s/it",
-    ]  # fmt: skip
 
 
 class _Bytes(io.BytesIO):

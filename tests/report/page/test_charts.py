@@ -6,7 +6,7 @@ import random
 import pytest
 
 from equipoise.report.page.charts import Boundary, Line, Mark, line_chart
-from equipoise.report.page.scales import format_count, format_span, format_value, make_scale, thin
+from equipoise.report.page.scales import make_scale, thin
 from tests.report.page.parsing import Element, parse
 
 
@@ -72,39 +72,6 @@ class TestScale:
         scale = make_scale([value], "number")
         assert 0 <= scale.place(value) <= 1
         assert make_scale([value], "bytes", from_zero=True).low <= 0
-
-
-class TestNumbers:
-    def test_numbers(self):
-        assert [format_count(value) for value in (0.0, -0.5, 999.94, 1000.4, 123456, 2.5e9, 1e20, math.inf)] == [
-            "0",
-            "-0.5",
-            "999.9",
-            "1,000",
-            "123,456",
-            "2.5 G",
-            "1e+20",
-            "inf",
-        ]
-
-    def test_times(self):
-        assert [format_span(value) for value in (0.001, 59.94, 59.96, 3600, 86399, 86400, -5)] == [
-            "0.001 s",
-            "59.9 s",
-            "1 min",
-            "1 h",
-            "23 h 59 min",
-            "1 d",
-            "-5 s",
-        ]
-
-    def test_units(self):
-        assert [format_value(1536.0, unit) for unit in ("number", "bytes", "seconds")] == [
-            "1,536",
-            "1.5 KiB",
-            "25 min 36 s",
-        ]
-        assert format_value(math.nan, "bytes") == "nan"
 
 
 class TestFigure:

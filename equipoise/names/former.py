@@ -29,6 +29,7 @@ FORMER_NAMES = {
 
 def find_by_former_names() -> None:
     """Let `import` find modules by their former names, if it finds nothing else."""
+    # The last finder is asked only about names that no other finder knows.
     sys.meta_path.append(_Finder())
 
 

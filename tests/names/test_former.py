@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from equipoise.former_names import FORMER_NAMES
+from equipoise.names.former import FORMER_NAMES
 
 
 @pytest.mark.parametrize("former", FORMER_NAMES)

@@ -1,0 +1,1 @@
+"""Public names: where they are defined, and where they were."""
