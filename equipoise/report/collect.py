@@ -14,8 +14,8 @@ from equipoise.memory.devices import read_memory
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.memory.records import MemoryPoint
 from equipoise.pipeline.schedule.timeline import Timeline
+from equipoise.report.curve_names import group_curves
 from equipoise.report.facts import checkpoint_callbacks, devices_of, shorten
-from equipoise.report.learning_curves import group_curves
 from equipoise.report.page.record import PipelineStep, RunEvent, RunRecord, StageSpan
 from equipoise.report.throughput import Throughput
 

@@ -1,9 +1,8 @@
-"""RunSummary: the callback that prints a table and saves learning curves after a fit."""
+"""RunSummary: the callback that prints a table after a fit."""
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -17,9 +16,9 @@ from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_bytes, format_duration, format_number
 from equipoise.memory.devices import peak_of_process
+from equipoise.notices import rank_zero_warn
 from equipoise.report.curve_history import CurveHistory
 from equipoise.report.facts import checkpoint_callbacks, device_name, devices_of, shorten, size_function
-from equipoise.report.learning_curves import can_draw, draw_curves
 
 __all__ = ["RunSummary"]
 
@@ -33,7 +32,6 @@ class _Fit:
 
     Attributes:
         trainer: The trainer of the fit.
-        folder: Folder of the picture.
         started: Time of the begin.
         size_of: Returns the number of samples of a batch, None if unknown.
         first_epoch: First epoch of this fit; None before training.
@@ -50,7 +48,6 @@ class _Fit:
     """
 
     trainer: Any
-    folder: Path
     started: float
     size_of: Callable[[Any], int | None]
     first_epoch: int | None = None
@@ -113,20 +110,18 @@ class _Fit:
 
 
 class RunSummary(Callback):
-    """Prints a table when a fit ends, and draws its learning curves into `curves.png`.
+    """Print a table when a fit ends, and record its learning curves.
 
     The table holds the metrics of the last epoch, the best checkpoint, samples per second, times, devices and peak
-    memory. The table of an interrupted fit holds the values up to then. The picture lies in the folder of the first
-    logger, else in `default_root_dir`; it needs matplotlib (`pip install 'equipoise[plots]'`). The curves are part of
-    a checkpoint, so those of a resumed fit are complete. A `fast_dev_run` writes no file.
+    memory. The table of an interrupted fit holds the values up to then. A `RunReport` draws the curves. They are part
+    of a checkpoint, so those of a resumed fit are complete.
 
     A value that is logged for steps only appears in the table as it was in the epoch's last step; log it with
-    `on_epoch=True` to see the mean. The picture shows the values that loggers receive, by step, also without a logger.
-    Reading the values for the table waits for the device once an epoch.
+    `on_epoch=True` to see the mean. Reading the values for the table waits for the device once an epoch.
 
     Args:
-        curves: Draw the picture. Default: True.
         table: Print the table. Default: True.
+        curves: No effect, for programs from before learning curves were part of `RunReport` alone. Default: None.
 
     Attributes:
         recorded: The recorded curves, also for a `RunReport`.
@@ -138,8 +133,12 @@ class RunSummary(Callback):
 
     uses_outputs = False
 
-    def __init__(self, *, curves: bool = True, table: bool = True) -> None:
-        self.curves = curves
+    def __init__(self, *, table: bool = True, curves: bool | None = None) -> None:
+        if curves is not None:
+            rank_zero_warn(
+                "RunSummary(curves=...) has no effect: there is no curves.png any more. Learning curves are in"
+                " report.html, which RunReport writes. Leave the argument out."
+            )
         self.table = table
         self.recorded = CurveHistory()
         self._fit: _Fit | None = None
@@ -173,12 +172,9 @@ class RunSummary(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock."""
-        # All processes agree on log_dir, so it is read while all of them run this hook.
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
         size_of = size_function(trainer, pl_module)
         self._fit = _Fit(
             trainer=trainer,
-            folder=folder,
             started=monotonic(),
             size_of=size_of,
         )
@@ -236,12 +232,12 @@ class RunSummary(Callback):
             self._fit.count_all_processes()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Print the table and draw the picture."""
+        """Print the table."""
         self.recorded.leave(trainer)
         self._conclude(trainer, "finished")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Print and draw the values up to now, if training had begun."""
+        """Print the values up to now, if training had begun."""
         fit = self._fit
         if fit is None or fit.first_epoch is None:
             self.recorded.leave(trainer)
@@ -255,22 +251,17 @@ class RunSummary(Callback):
             outcome = "interrupted"
         self._conclude(trainer, outcome)
 
-    # Table and picture.
+    # Table.
 
     def _conclude(self, trainer: Any, outcome: str) -> None:
         fit = self._fit
         self._fit = None
-        if fit is None or not trainer.is_global_zero:
+        if fit is None or not self.table or not trainer.is_global_zero:
             return
         console = rich.get_console()
-        if self.table:
-            console.print(self._make_table(trainer, fit, outcome))
-            # Paths stand outside of the table, so that it does not break them.
-            for line in _checkpoint_lines(trainer):
-                console.print(line, soft_wrap=True)
-        writes_files = self.curves and not trainer.fast_dev_run
-        if writes_files and self.recorded.step_curves():
-            line = self._draw(fit.folder / "curves.png")
+        console.print(self._make_table(trainer, fit, outcome))
+        # Paths stand outside of the table, so that it does not break them.
+        for line in _checkpoint_lines(trainer):
             console.print(line, soft_wrap=True)
 
     def _make_table(self, trainer: Any, fit: _Fit, outcome: str) -> Table:
@@ -305,17 +296,6 @@ class RunSummary(Callback):
                 score = float(callback.best_model_score)
                 rows.append((f"best {callback.monitor}", format_number(score)))
         return rows
-
-    def _draw(self, path: Path) -> Text:
-        """Draw the picture and return a line with its path, or with the reason why there is none."""
-        if not can_draw():
-            return Text("Learning curves need matplotlib: pip install 'equipoise[plots]'", "dim")
-        try:
-            draw_curves(self.recorded.step_curves(), path, epoch_ends=self.recorded.epoch_ends())
-        except OSError as error:
-            # A full disk must not make a run fail that has ended well.
-            return Text(f"Learning curves could not be written: {error}", "red")
-        return Text.assemble(("Learning curves: ", "dim"), shorten(str(path)))
 
 
 def _checkpoint_lines(trainer: Any) -> list[Text]:

@@ -22,8 +22,8 @@ FILES = {
           log_every_n_steps: 1
           enable_progress_bar: false
           enable_model_summary: false
-        # Both take longer than the training.
-        callbacks: {memory_logger: {leaks: false}, run_summary: {curves: false}}
+        # The search for leaks takes longer than the training.
+        callbacks: {memory_logger: {leaks: false}}
         """,
     "conf/module/line.yaml": """
         _target_: tiny.module.Line

@@ -13,7 +13,7 @@ MISTAKES = [
     ("fit module.lrr=3", "no key 'module.lrr'", "did you mean 'module.lr'?"),
     ("fit module.zzz=3", "no key 'module.zzz'", "there are: lr, settings, sizes."),
     ("fit +module.lrr=3", "module.lrr is not an argument of Line", "did you mean 'module.lr'?"),
-    ("fit callbacks.run_summary.curvez=1", "no key 'callbacks.run_summary.curvez'", "run_summary.curves'?"),
+    ("fit callbacks.run_summary.tabel=1", "no key 'callbacks.run_summary.tabel'", "run_summary.table'?"),
     ("fit hydra.run.dirr=3", "no key 'hydra.run.dirr'", "did you mean 'hydra.run.dir'?"),
     ("fit ~modul", "no key 'modul'", "did you mean 'module'?"),
     ("fit trainer.strategy=ddp", "'trainer.strategy' is not a key of the trainer", "strategy=NAME"),

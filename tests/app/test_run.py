@@ -34,11 +34,11 @@ def rows(run: Path) -> list[dict[str, str]]:
 
 
 def test_one_folder_holds_everything_and_the_working_directory_stays(project, equipoise):
-    code, _, _ = equipoise("fit", "callbacks.run_summary.curves=true", "callbacks.memory_logger.leaks=true")
+    code, _, _ = equipoise("fit", "callbacks.memory_logger.leaks=true")
     assert code == 0
     assert Path.cwd() == project
     run = only_run(project)
-    assert {"config.yaml", "metrics.csv", "curves.png", "checkpoints"} <= {path.name for path in run.iterdir()}
+    assert {"config.yaml", "metrics.csv", "report.html", "checkpoints"} <= {path.name for path in run.iterdir()}
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
     assert {path.name for path in project.iterdir()} == {"conf", "tiny", "outputs"}
 
@@ -314,7 +314,6 @@ def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog):
     short = ("experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=3", "test=false")
     short += (
         "trainer.limit_val_batches=2",
-        "callbacks.run_summary.curves=false",
         "callbacks.memory_logger.leaks=false",
     )
     steady = ("module.dropout=0", "precision=64-true", "trainer.log_every_n_steps=1")

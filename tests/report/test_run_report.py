@@ -120,7 +120,7 @@ class TestFit:
 
     @BOTH
     def test_curves_are_those_of_the_summary(self, cls: type):
-        for index, callbacks in enumerate(([RunReport()], [RunReport(), RunSummary(curves=False, table=False)])):
+        for index, callbacks in enumerate(([RunReport()], [RunReport(), RunSummary(table=False)])):
             fit(
                 cls,
                 Small(),
@@ -148,7 +148,7 @@ class TestFit:
             assert epoch.one("line").attributes["x1"] == "100.00%"
 
     def test_curves_are_recorded_once(self):
-        summary, report = RunSummary(curves=False, table=False), RunReport()
+        summary, report = RunSummary(table=False), RunReport()
         fit(equipoise.Trainer, Small(), loader(2), callbacks=[report, summary])
         assert summary.history
         assert report.state_dict() == {}
@@ -306,7 +306,7 @@ class TestGoingOn:
             saving = ModelCheckpoint(
                 tmp_path, filename="last", save_on_train_epoch_end=True, enable_version_counter=False
             )
-            return [RunReport(), *([RunSummary(curves=False, table=False)] if beside else []), saving]
+            return [RunReport(), *([RunSummary(table=False)] if beside else []), saving]
 
         options: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": False}
         trainer(cls, callbacks=callbacks(), max_epochs=2, **options).fit(Small(), loader(4), loader(1))

@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,16 +86,14 @@ class TestTable:
         assert rows(text)["device"].endswith(" 1 thread")
         assert memory.split()[1] in ("MiB", "GiB")
         assert "Best checkpoint: best/epoch=1.ckpt\n" in text
-        assert "Learning curves: curves.png\n" in text
-        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
         assert all(line.isprintable() for line in text.split("\n"))
 
     def test_the_peak_is_that_of_the_process(self, plain: io.StringIO):
-        trainer(callbacks=[RunSummary(curves=False)], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(1))
+        trainer(callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(1))
         assert rows(plain.getvalue())["peak memory"] == format_bytes(peak_of_process("cpu"))
 
     def test_values_are_those_lightning_holds_at_the_end(self, plain: io.StringIO):
-        summary = RunSummary(curves=False, table=False)
+        summary = RunSummary(table=False)
         run = trainer(
             callbacks=[summary, LearningRateMonitor()], max_epochs=2, logger=CSVLogger("."), enable_progress_bar=False
         )
@@ -110,7 +107,7 @@ class TestTable:
 
     @pytest.mark.parametrize("first", [True, False])
     def test_it_stands_below_the_bar(self, terminal: Terminal, clock: Clock, first: bool):
-        callbacks = [RunSummary(curves=False), ProgressBar()]
+        callbacks = [RunSummary(), ProgressBar()]
         trainer(callbacks=callbacks if first else callbacks[::-1], max_epochs=1).fit(
             Small(step_of(clock, {"train": 1.0})), loader(3)
         )
@@ -127,7 +124,7 @@ class TestTable:
     def test_a_checkpoint_that_monitors_nothing(self, plain: io.StringIO, tmp_path: Path):
         saving = ModelCheckpoint(tmp_path, filename="last")
         run = trainer(
-            callbacks=[RunSummary(curves=False), saving],
+            callbacks=[RunSummary(), saving],
             max_epochs=1,
             enable_checkpointing=True,
             enable_progress_bar=False,
@@ -144,7 +141,7 @@ class TestTable:
                 return self.layer(batch[0]).square().mean()
 
         data = DataLoader([0] * 4, batch_size=2, collate_fn=lambda batch: [torch.ones(2), torch.ones(3)])
-        trainer(callbacks=[RunSummary(curves=False)], max_epochs=1, enable_progress_bar=False).fit(Ragged(), data)
+        trainer(callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False).fit(Ragged(), data)
         assert "samples per second" not in rows(plain.getvalue())
         assert rows(plain.getvalue())["steps"] == "2"
 
@@ -163,18 +160,12 @@ class TestTable:
         assert rows(plain.getvalue())["steps"] == "1"
         assert list(tmp_path.iterdir()) == []
 
-    def test_without_matplotlib_it_says_how_to_get_it(
-        self, plain: io.StringIO, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ):
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        trainer(callbacks=[RunSummary(table=False)], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(2))
-        assert plain.getvalue() == "Learning curves need matplotlib: pip install 'equipoise[plots]'\n"
-
-    def test_a_file_that_cannot_be_written_hides_nothing(self, plain: io.StringIO, tmp_path: Path):
-        (tmp_path / "curves.png").mkdir()
-        trainer(callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(2))
+    def test_a_picture_is_no_longer_drawn(self, plain: io.StringIO, tmp_path: Path):
+        with pytest.warns(UserWarning, match=r"RunSummary\(curves=\.\.\.\) has no effect.*report\.html"):
+            summary = RunSummary(curves=True)
+        trainer(callbacks=[summary], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(2))
         assert "Fit finished" in plain.getvalue()
-        assert "Learning curves could not be written: " in plain.getvalue()
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestInterrupted:
@@ -201,7 +192,6 @@ class TestInterrupted:
         assert (shown["loss"], shown["val_loss"], shown["epochs"], shown["steps"]) == ("7.000", "11.00", "2", "9")
         assert (shown["time per epoch"], shown["total time"]) == ("6 s", "14 s")
         assert shown["samples per second"] == "3"  # 27 samples; the tenth second went into the step that failed
-        assert (tmp_path / "curves.png").exists()
 
     def test_an_interrupted_validation_is_no_training_time(self, plain: io.StringIO, clock: Clock):
         run = trainer(callbacks=[RunSummary()], max_epochs=5, enable_progress_bar=False, num_sanity_val_steps=0)
@@ -225,7 +215,7 @@ class TestInterrupted:
 
 class TestHistory:
     def test_validations_within_an_epoch_stand_at_their_fraction(self):
-        summary = RunSummary(curves=False, table=False)
+        summary = RunSummary(table=False)
         run = trainer(callbacks=[summary], max_epochs=2, val_check_interval=0.25, enable_progress_bar=False)
         run.fit(Small(), loader(8), loader(1))
         assert list(summary.history["val_loss"]) == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
@@ -233,7 +223,7 @@ class TestHistory:
         assert summary.history["late"] == {1.0: 100.0, 2.0: 101.0}
 
     def test_epochs_without_validation_have_no_value_of_it(self):
-        summary = RunSummary(curves=False, table=False)
+        summary = RunSummary(table=False)
         run = trainer(callbacks=[summary], max_epochs=4, check_val_every_n_epoch=2, enable_progress_bar=False)
         run.fit(Small(), loader(2), loader(1))
         assert summary.history["val_loss"] == {2.0: 11.0, 4.0: 13.0}
@@ -252,7 +242,7 @@ class TestHistory:
         plain.truncate(0)
         resumed = RunSummary()
         make(3, resumed).fit(Small(), loader(4), loader(1), ckpt_path=tmp_path / "last.ckpt")
-        whole = RunSummary(curves=False, table=False)
+        whole = RunSummary(table=False)
         trainer(cls, callbacks=[whole], max_epochs=3, enable_progress_bar=False).fit(Small(), loader(4), loader(1))
         assert resumed.history == whole.history
         assert whole.history["late"] == {1.0: 100.0, 2.0: 101.0, 3.0: 102.0}
@@ -264,20 +254,20 @@ class TestHistory:
         options = {"max_epochs": 1, "enable_checkpointing": True, "enable_progress_bar": False}
         module = Small(step_of(clock, {"train": 0.5}))
         trainer(callbacks=[saving], **options).fit(module, loader(5, batch_size=4))
-        run = trainer(callbacks=[RunSummary(curves=False), saving], **options)
+        run = trainer(callbacks=[RunSummary(), saving], **options)
         run.fit(module, loader(5, batch_size=4), ckpt_path=tmp_path / "step=3.ckpt")
         shown = rows(plain.getvalue())
         assert (shown["samples per second"], shown["time per epoch"]) == ("8", "1 s")
 
     def test_another_fit_with_the_same_callback_begins_anew(self):
-        summary = RunSummary(curves=False, table=False)
+        summary = RunSummary(table=False)
         for epochs in (3, 1):
             run = trainer(callbacks=[summary], max_epochs=epochs, val_check_interval=0.5, enable_progress_bar=False)
             run.fit(Small(), loader(4), loader(1))
         assert summary.history["val_loss"] == {0.5: 10.0, 1.0: 10.0}
 
     def test_state_survives_pickle_and_deepcopy(self):
-        summary = RunSummary(curves=False, table=False)
+        summary = RunSummary(table=False)
         summary.load_state_dict({"history": {"val_loss": {1.0: 0.5}}, "validation_names": ["val_loss"]})
         for other in (copy.deepcopy(summary), pickle.loads(pickle.dumps(summary))):
             assert other.state_dict() == summary.state_dict()
