@@ -2,7 +2,7 @@
 
 The trainer never asks which strategy it has. A batch goes through a strategy in this order:
 
-    place        put the batch where it is needed, as a sequence of parts
+    batch_to_devices   put the batch where it is needed, as a sequence of parts
     forward_backward   compute the gradients of the parts        (evaluate: the outputs alone)
     finish_gradients   at the end of an accumulation window: weigh, exchange
     clip_gradients
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch import foreach
+from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.communication.processes import Processes, SingleProcess
@@ -25,11 +26,13 @@ from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
+from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
 __all__ = ["Strategy", "Transfer"]
 
 _NEUTRAL_RECOVERY = RecoverySupport()
+_WHOLE_STATE = PortableState()
 
 Transfer = Callable[[Any, torch.device], Any]
 
@@ -42,7 +45,8 @@ class Strategy:
 
     Attributes:
         name: The name by which `Trainer(strategy=...)` finds it.
-        goes_back_in_parts: Whether `forward_backward` runs a backward for each part of a batch rather than one for all.
+        backward_per_micro_batch: Whether `forward_backward` runs a backward for each part of a batch rather than one
+            for all.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
@@ -53,7 +57,7 @@ class Strategy:
     """
 
     name: ClassVar[str] = ""
-    goes_back_in_parts: ClassVar[bool] = False
+    backward_per_micro_batch: ClassVar[bool] = False
     keeps_batches_whole: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
@@ -74,6 +78,11 @@ class Strategy:
     def recovery(self) -> RecoverySupport:
         """Support for steps that are repeated after an out-of-memory error."""
         return _NEUTRAL_RECOVERY
+
+    @property
+    def portable(self) -> PortableState:
+        """Full states of the module and the optimisers, which any other strategy can load."""
+        return _WHOLE_STATE
 
     # Where it runs.
 
@@ -140,34 +149,19 @@ class Strategy:
 
     # Data.
 
-    def shard(self, loader: Any, stage: str) -> Any:
+    def shard(self, loader: Any, stage: str) -> Shard:
         """Return this process's part of a loader.
 
         Args:
             loader: Any iterable over batches.
             stage: "train", "validate", "test" or "predict".
         """
-        return loader
+        return Shard(loader)
 
-    def part_of(self, batches: float, part: Any) -> float | None:
-        """Return the number of batches of a loader that this process evaluates.
-
-        Args:
-            batches: The number that all processes together evaluate; infinite if unknown.
-            part: The part of the loader that `shard` has returned.
-
-        Returns:
-            The number; None where the part is an independent loader, whose batches may be counted.
-        """
-        return batches
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the epoch to samplers that `shard` has added."""
-
-    def begin_evaluation(self) -> None:
+    def sync_buffers(self) -> None:
         """Make the module the same in all processes, where training lets it differ."""
 
-    def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
+    def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy a batch to the devices that compute it.
 
         Args:
@@ -186,7 +180,7 @@ class Strategy:
 
         Args:
             step: `step(part)` runs the training step, `step.backward(result)` its backward.
-            parts: The parts that `place` has returned.
+            parts: The parts that `batch_to_devices` has returned.
             last: Whether the accumulation window ends with this batch.
         """
         result = step(parts[0])
@@ -250,19 +244,3 @@ class Strategy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state as far as it applies; another strategy or other devices may have saved it."""
-
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """Return the module's full state."""
-        return module.state_dict()
-
-    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-        """Load a state that `module_state` has returned."""
-        module.load_state_dict(state, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimiser's full state."""
-        return optimizer.state_dict()
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state that `optimizer_state` has returned, moved to the devices of the parameters."""
-        optimizer.load_state_dict(state)

@@ -56,14 +56,14 @@ def dump_checkpoint(context: "RunContext", *, weights_only: bool = False, path: 
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": lightning.pytorch.__version__,
-        "state_dict": strategy.module_state(context.module),
+        "state_dict": strategy.portable.module_state(context.module),
         "loops": _loop_states(trainer),
     }
     if not weights_only:
         stateful = [callback for callback in trainer.callbacks if overrides(callback, "state_dict", Callback)]
         states = ((state_key_of(callback), callback.state_dict()) for callback in stateful)
         checkpoint["callbacks"] = {key: state for key, state in states if state}
-        checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
+        checkpoint["optimizer_states"] = [strategy.portable.optimizer_state(optimizer) for optimizer in trainer.optimizers]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         if state := context.precision.state_dict():
             checkpoint[context.precision.checkpoint_key] = state
@@ -133,7 +133,7 @@ def restore_modules_and_callbacks(context: "RunContext", checkpoint: dict[str, A
     if module.strict_loading:
         check_fits(module, checkpoint["state_dict"])
     with loading("state_dict"):
-        context.strategy.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+        context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
     if datamodule is not None and (key := type(datamodule).__qualname__) in checkpoint:
         with loading(key, datamodule):
             hooks.call_datamodule("load_state_dict", checkpoint[key])
@@ -282,7 +282,7 @@ def _restore_optimizers(context: "RunContext", checkpoint: dict[str, Any]) -> No
 
 def _load_optimizer(context: "RunContext", index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
     try:
-        context.strategy.load_optimizer_state(optimizer, state)
+        context.strategy.portable.load_optimizer_state(optimizer, state)
     except ValueError as error:
         raise CheckpointError(
             f"The state of optimiser {index} ({type(optimizer).__name__}) in the checkpoint does not fit: {error}."

@@ -18,6 +18,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import base_of, is_a, is_overridden
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.sampling import BatchesInTurn, SameOrder, UnpaddedDistributedSampler
+from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.communication.object_exchange import gather_objects
 
 __all__ = ["EvaluationHost", "find_loader"]
@@ -89,15 +90,24 @@ class EvaluationHost:
             return cls(device=device, transfer=transfer)
         return cls(device=device, rank=dist.get_rank(), world_size=dist.get_world_size(), transfer=transfer)
 
-    def share(self, loader: Any) -> Any:
-        """Return this process's share of a loader: whole batches in turn, none of them twice."""
+    def shard(self, loader: Any) -> Shard:
+        """Return this process's part of a loader: whole batches in turn, none of them twice."""
         if self.world_size == 1:
-            return loader
+            return Shard(loader)
         # Torch's sampler repeats samples at the end.
         if isinstance(loader, DataLoader) and type(loader.sampler) is DistributedSampler:
-            return _unpadded(loader, loader.sampler)
+            return self.as_shard(_unpadded(loader, loader.sampler))
         if self.strategy is not None:
-            return self.strategy.shard(loader, "validate")
+            shard: Shard = self.strategy.shard(loader, "validate")
+            return shard
+        return self.as_shard(self._dealt(loader))
+
+    def as_shard(self, loader: Any) -> Shard:
+        """Return a loader as the part of this process."""
+        return Shard(loader, self.rank, self.world_size, in_turn=self.strategy is None)
+
+    def _dealt(self, loader: Any) -> Any:
+        """Return the batches of a loader that are dealt to this process."""
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             return _InTurn(loader, self.rank, self.world_size)
         if isinstance(loader.sampler, DistributedSampler):
@@ -109,21 +119,19 @@ class EvaluationHost:
         batches = BatchesInTurn(SameOrder(loader.batch_sampler), self.rank, self.world_size)
         return with_sampler(loader, batches, batches=True)
 
-    def part_of(self, batches: int | None, part: Any) -> int | None:
+    def num_batches(self, batches: int | None, shard: Shard) -> int | None:
         """Return the number of batches that this process evaluates; None: all.
 
         Args:
             batches: Number of batches of all processes together; None: all.
-            part: This process's share of the loader.
+            shard: This process's part of the loader.
         """
-        if batches is None or self.world_size == 1:
+        if batches is None:
+            return None
+        num_batches = shard.num_batches(batches)
+        if num_batches is None:
             return batches
-        if self.strategy is None:
-            return len(range(self.rank, batches, self.world_size))
-        share = self.strategy.part_of(batches, part)
-        if share is None:
-            return batches
-        return int(share)
+        return int(num_batches)
 
     def share_buffers(self, module: nn.Module) -> None:
         """Copy the buffers of the main process to all processes.
@@ -131,7 +139,7 @@ class EvaluationHost:
         In training, each process has different statistics of BatchNorm.
         """
         if self.strategy is not None:
-            self.strategy.begin_evaluation()
+            self.strategy.sync_buffers()
         elif self.world_size > 1:
             with torch.no_grad():
                 for buffer in module.buffers():

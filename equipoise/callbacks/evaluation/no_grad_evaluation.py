@@ -17,6 +17,7 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.loaders import with_own_iterator
 from equipoise.parallel.batches.gathering import gather
+from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.validation import check_whole
@@ -127,7 +128,7 @@ class NoGradEvaluation(Callback):
 
     def _forget_run(self) -> None:
         self._loader: Any = None
-        self._part: Any = None
+        self._shard = Shard(None)
         self._run_metrics: Metric | MetricCollection | None = None
         # Optimiser steps at the end of the last batch.
         self._steps = 0
@@ -220,7 +221,7 @@ class NoGradEvaluation(Callback):
             metrics=metrics,
             forward=self.forward,
             inference_mode=self.inference_mode,
-            limit=host.part_of(self._limit(trainer), self._part),
+            limit=host.num_batches(self._limit(trainer), self._shard),
             collect=self.collect,
         )
         # 2. Read the counters.
@@ -234,7 +235,7 @@ class NoGradEvaluation(Callback):
             _silence(module)
             host.share_buffers(module)
             module.eval()
-            evaluation.run(module, self._part)
+            evaluation.run(module, self._shard.loader)
             result = evaluation.finish(step=step, epoch=epoch)
             if metrics is not None:
                 # Metrics may hold lists of all predictions.
@@ -253,8 +254,9 @@ class NoGradEvaluation(Callback):
         if isinstance(loader, DataLoader):
             loader = with_own_iterator(loader)
         if self.shard and getattr(trainer, "use_distributed_sampler", True):
-            loader = host.share(loader)
-        self._part = loader
+            self._shard = host.shard(loader)
+        else:
+            self._shard = host.as_shard(loader)
         self._run_metrics = deepcopy(self.metrics)
 
     def _limit(self, trainer: Any) -> int | None:
@@ -305,7 +307,7 @@ class NoGradEvaluation(Callback):
         state = dict(vars(self))
         state.pop("log", None)
         state.pop("log_dict", None)
-        state.update(_loader=None, _part=None, _run_metrics=None)
+        state.update(_loader=None, _shard=Shard(None), _run_metrics=None)
         return state
 
 

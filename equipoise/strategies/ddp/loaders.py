@@ -21,8 +21,9 @@ from equipoise.parallel.batches.sampling import (
     SharedBatches,
     UnpaddedDistributedSampler,
 )
+from equipoise.parallel.batches.shard import count_of_rank
 
-__all__ = ["Sizes", "count_of_rank", "is_dealt", "refuse_missing_batch", "share_loader", "why_not_by_shares"]
+__all__ = ["Sizes", "is_dealt", "refuse_missing_batch", "share_loader", "why_not_by_shares"]
 
 # Return the samples of each process, from the number of samples of a step and the number of the step in its epoch.
 Sizes = Callable[[int, int], list[int]]
@@ -72,11 +73,6 @@ def why_not_by_shares(loader: Any) -> str:
 def is_dealt(loader: Any) -> bool:
     """Return whether one process's part of a loader consists of its batches in turn."""
     return isinstance(loader, _Turns) or isinstance(getattr(loader, "batch_sampler", None), BatchesInTurn)
-
-
-def count_of_rank(count: int, rank: int, processes: int) -> int:
-    """Return how many of `count` items a process receives, if they are dealt in turn."""
-    return len(range(rank, count, processes))
 
 
 def refuse_missing_batch(batch: Any, *, shares_statistics: bool) -> None:

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.calibration import SimulatedDevice
 from equipoise.parallel.batches.sampling import NO_BATCH
+from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange, check_engine_options
-from equipoise.strategies.ddp.loaders import count_of_rank, is_dealt, refuse_missing_batch, share_loader
+from equipoise.strategies.ddp.loaders import is_dealt, refuse_missing_batch, share_loader
 from equipoise.strategies.ddp.metric_sync import synchronise_metrics
 from equipoise.strategies.ddp.module_sync import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp.processes import ProcessGroup
@@ -199,36 +200,30 @@ class DDPStrategy(Strategy):
 
     # Data.
 
-    def shard(self, loader: Any, stage: str) -> Any:
+    def shard(self, loader: Any, stage: str) -> Shard:
         """Return this process's part of a loader; see `Strategy.shard`."""
-        if self.processes.world_size == 1:
-            return loader
+        rank = self.processes.rank
+        world_size = self.processes.world_size
+        if world_size == 1:
+            return Shard(loader)
         # `seed_everything` sets this variable.
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)
         training = stage == "train"
         sizes = None
         if training:
             sizes = self._current_shares.sizes_for(loader)
-        rank, world_size = self.processes.rank, self.processes.world_size
-        return share_loader(loader, rank, world_size, seed, training=training, sizes=sizes)
+        part = share_loader(loader, rank, world_size, seed, training=training, sizes=sizes)
+        return Shard(part, rank, world_size, in_turn=is_dealt(part))
 
-    def part_of(self, batches: float, part: Any) -> float | None:
-        """Return the number of batches that this process evaluates; see `Strategy.part_of`."""
-        if self.processes.world_size == 1 or batches == float("inf"):
-            return batches
-        if is_dealt(part):
-            return count_of_rank(int(batches), self.processes.rank, self.processes.world_size)
-        return None
-
-    def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
-        """Copy a batch to the device; see `Strategy.place`."""
+    def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
+        """Copy a batch to the device; see `Strategy.batch_to_devices`."""
         refuse_missing_batch(batch, shares_statistics=self._run is not None and self._run.shares_statistics)
         if batch is NO_BATCH:
             return ()
         return (transfer(batch, self.devices[0]),)
 
-    def begin_evaluation(self) -> None:
-        """Copy the buffers of rank 0, which checkpoints hold, to all processes; see `Strategy.begin_evaluation`."""
+    def sync_buffers(self) -> None:
+        """Copy the buffers of rank 0, which checkpoints hold, to all processes; see `Strategy.sync_buffers`."""
         if self._group is not None and self._group.is_connected and self._module is not None:
             copy_from_first(self._module.buffers())
 

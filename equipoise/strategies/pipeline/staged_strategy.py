@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.pipeline.processes.backend import ProcessBackend
 from equipoise.pipeline.processes.launch import StageLaunch
 from equipoise.pipeline.processes.process_optimizer import ProcessOptimizer
+from equipoise.strategies.pipeline.portable_state import PipelineState
+from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.strategy import Strategy
 
 __all__ = ["StagedStrategy"]
@@ -43,27 +44,12 @@ class StagedStrategy(Strategy):
 
     # State.
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's whole state, of all processes; see `Strategy.module_state`."""
-        return super().module_state(module) if self._split is None else self._split.module_state()
-
-    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-        """Loads the module's state in all processes; see `Strategy.load_module_state`."""
+    @property
+    def portable(self) -> PortableState:
+        """Full states of the module; see `Strategy.portable`."""
         if self._split is None:
-            super().load_module_state(module, state, strict)
-        else:
-            self._split.load_module_state(state, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimiser's whole state, of all processes; see `Strategy.optimizer_state`."""
-        return super().optimizer_state(optimizer) if self._split is None else self._split.optimizer_state(optimizer)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Loads an optimiser's state in all processes; see `Strategy.load_optimizer_state`."""
-        if self._split is None:
-            super().load_optimizer_state(optimizer, state)
-        else:
-            self._split.load_optimizer_state(optimizer, state)
+            return super().portable
+        return PipelineState(self._split)
 
     # On its way to other processes.
 

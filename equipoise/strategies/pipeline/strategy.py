@@ -77,7 +77,7 @@ class PipelineStrategy(StagedStrategy):
     """
 
     name: ClassVar[str] = "pipeline"
-    goes_back_in_parts: ClassVar[bool] = True
+    backward_per_micro_batch: ClassVar[bool] = True
     copies_always: ClassVar[bool] = False  # tied weights also for stages on one device, as if it were several
 
     def __init__(
@@ -229,8 +229,8 @@ class PipelineStrategy(StagedStrategy):
                 split.end()
         super().teardown(error)
 
-    def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
-        """Copies a batch to the last device; see `Strategy.place`."""
+    def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
+        """Copies a batch to the last device; see `Strategy.batch_to_devices`."""
         return (transfer(batch, self.root_device),)
 
     # Computation.

@@ -186,8 +186,8 @@ class ReplicatedStrategy(Strategy):
 
     # Data.
 
-    def place(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
-        """Split a batch, then copy every part to its device; see `Strategy.place`."""
+    def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
+        """Split a batch, then copy every part to its device; see `Strategy.batch_to_devices`."""
         if len(self.devices) == 1:
             return (transfer(batch, self.devices[0]),)
         if self.parallelize == "forward":

@@ -17,6 +17,7 @@ from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.lightning.loaders import combine, combined_mode, seed_workers
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.batches.shard import Shard
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import BatchStream, length_of
 from equipoise.trainer.data.loader_state import PersistentWorkers
@@ -108,22 +109,23 @@ class Loaders:
 
         # 2. Check the loaders, and shard them.
         prepared = [self._prepare(loader, source, overfit, strategy.processes.rank) for loader in flattened]
-        self.flat = prepared
+        shards = [Shard(loader) for loader in prepared]
         if share:
-            self.flat = [strategy.shard(loader, source.stage) for loader in prepared]
+            shards = [strategy.shard(loader, source.stage) for loader in prepared]
+        self.flat = [shard.loader for shard in shards]
         self.single = len(self.flat) == 1 and (requested is flattened[0] or self.sequential)
         if self.flat:
             combined.flattened = self.flat
 
         # 3. Count their batches.
         self.num_batches: list[float] = []
-        for loader, shard in zip(prepared, self.flat, strict=True):
+        for loader, shard in zip(prepared, shards, strict=True):
             num_batches = None
             # In training a limit is that of each process, in an evaluation that of all together.
             if share and not training:
-                num_batches = strategy.part_of(count_batches(loader, limit, source), shard)
+                num_batches = shard.num_batches(count_batches(loader, limit, source))
             if num_batches is None:
-                num_batches = count_batches(shard, limit, source)
+                num_batches = count_batches(shard.loader, limit, source)
             self.num_batches.append(num_batches)
         self.workers = PersistentWorkers(self.flat, several_at_once=not (self.single or self.sequential))
 

@@ -162,7 +162,7 @@ class EvaluationLoop:
         several = len(streams) > 1
         indexed_hooks = (f"{word}_step", f"on_{word}_batch_start", f"on_{word}_batch_end")
         check_dataloader_idx(module, indexed_hooks, several=several)
-        context.strategy.begin_evaluation()
+        context.strategy.sync_buffers()
         hooks.call_module(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
         hooks.call(f"on_{word}_epoch_start")
@@ -189,7 +189,7 @@ class EvaluationLoop:
         hooks = context.hooks
         logs = context.logs
         word = self.word
-        place = context.strategy.place
+        place = context.strategy.batch_to_devices
         transfer = context.make_transfer(dataloader_idx)
         evaluate = evaluator(context, self.stage)
         batch_start = hooks.bind(f"on_{word}_batch_start")

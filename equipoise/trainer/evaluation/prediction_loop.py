@@ -124,7 +124,7 @@ class PredictionLoop:
         check_dataloader_idx(context.module, indexed_hooks, several=several)
         self._predictions = [[] for _ in passes]
         self.epoch_batch_indices = [[] for _ in passes]
-        context.strategy.begin_evaluation()
+        context.strategy.sync_buffers()
         hooks.call_module("on_predict_model_eval")
         hooks.call("on_predict_start")
         hooks.call("on_predict_epoch_start")
@@ -172,7 +172,7 @@ class PredictionLoop:
         # Bound once for all batches.
         state = self.state
         hooks = context.hooks
-        place = context.strategy.place
+        place = context.strategy.batch_to_devices
         transfer = context.make_transfer(dataloader_idx)
         evaluate = evaluator(context, "predict")
         batch_start = hooks.bind("on_predict_batch_start")

@@ -228,7 +228,6 @@ class FitLoop:
         assert data.loaders is not None
         epoch = progress.epoch.current.processed
         data.loaders.set_epoch(epoch)
-        self.context.strategy.set_epoch(epoch)
         # 2. The hooks.
         if self.resumption is None:
             # An epoch that was left early may have left it open.

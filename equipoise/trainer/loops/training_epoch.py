@@ -74,7 +74,7 @@ class TrainingEpoch:
         counts = progress.current
         data = self.fit.data
         stream = data.open_stream
-        place = context.strategy.place
+        place = context.strategy.batch_to_devices
         transfer = context.make_transfer()
         window = self.state.accumulate_grad_batches
         batch_start = hooks.bind("on_train_batch_start")

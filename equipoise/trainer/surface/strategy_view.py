@@ -115,12 +115,20 @@ class StrategyView:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module."""
-        return self._own.module_state(self._connected_module("lightning_module_state_dict"))
+        return self._own.portable.module_state(self._connected_module("lightning_module_state_dict"))
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint into the module."""
         module = self._connected_module("load_model_state_dict")
-        self._own.load_module_state(module, checkpoint["state_dict"], strict=strict)
+        self._own.portable.load_module_state(module, checkpoint["state_dict"], strict=strict)
+
+    def module_state(self, module: Any) -> dict[str, Any]:
+        """Return the whole state of a module."""
+        return self._own.portable.module_state(module)
+
+    def load_module_state(self, module: Any, state: dict[str, Any], strict: bool = True) -> None:
+        """Load a state that `module_state` has returned."""
+        self._own.portable.load_module_state(module, state, strict)
 
     def _connected_module(self, name: str) -> Any:
         module = self._of.lightning_module
@@ -174,12 +182,12 @@ class StrategyView:
         """Return the whole state of an optimiser, as `self.optimizers()` or `trainer.optimizers` gives it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        return self._own.optimizer_state(optimizer)
+        return self._own.portable.optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load the states of the optimisers of a checkpoint."""
         for optimizer, state in zip(self._of.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._own.load_optimizer_state(optimizer, state)
+            self._own.portable.load_optimizer_state(optimizer, state)
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context that changes nothing: gradients are exchanged when they are needed."""
