@@ -11,8 +11,8 @@ __all__ = ["PortableState"]
 class PortableState:
     """Reads and loads full states; called in every process.
 
-    This class is for modules and optimisers that are in this process as a whole. Strategies that distribute them over processes
-    override it.
+    This class is for modules and optimisers that are in this process as a whole. Strategies that distribute them over
+    processes override it.
     """
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:

@@ -63,7 +63,9 @@ def dump_checkpoint(context: "RunContext", *, weights_only: bool = False, path: 
         stateful = [callback for callback in trainer.callbacks if overrides(callback, "state_dict", Callback)]
         states = ((state_key_of(callback), callback.state_dict()) for callback in stateful)
         checkpoint["callbacks"] = {key: state for key, state in states if state}
-        checkpoint["optimizer_states"] = [strategy.portable.optimizer_state(optimizer) for optimizer in trainer.optimizers]
+        checkpoint["optimizer_states"] = [
+            strategy.portable.optimizer_state(optimizer) for optimizer in trainer.optimizers
+        ]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         if state := context.precision.state_dict():
             checkpoint[context.precision.checkpoint_key] = state

@@ -184,6 +184,10 @@ class StrategyView:
             optimizer = optimizer.optimizer
         return self._own.portable.optimizer_state(optimizer)
 
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a state that `optimizer_state` has returned."""
+        self._own.portable.load_optimizer_state(optimizer, state)
+
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load the states of the optimisers of a checkpoint."""
         for optimizer, state in zip(self._of.optimizers, checkpoint["optimizer_states"], strict=True):
