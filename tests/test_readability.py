@@ -51,7 +51,6 @@ SQUEEZED = {
     "strategies/pipeline",
     "strategies/replicated",
     "trainer",
-    "trainer/loops",
     "trainer/optimization",
     "trainer/recovery",
     "trainer/runtime",

@@ -74,6 +74,14 @@ class AccumulationWindow:
         equal_weight = (self._equal_parts + 1) * reference
         return equal_weight + self._unequal_weight
 
+    def resize(self, parts: int) -> None:
+        """Set the nominal number of parts.
+
+        Args:
+            parts: The number.
+        """
+        self.parts = parts
+
     @property
     def has_reference(self) -> bool:
         """True if the reference weight is fixed."""

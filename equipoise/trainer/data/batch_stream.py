@@ -76,40 +76,40 @@ class BatchStream:
             " iterator, which can be read once only: pass a DataLoader or a list to read it in every pass."
         )
 
-    def resume(self, seen: int, *, ahead: Any = NOTHING, stateful: bool = False) -> None:
+    def resume(self, batches_read: int, *, ahead: Any = NOTHING, stateful: bool = False) -> None:
         """Continue a pass that an earlier process began.
 
         The order of the batches is drawn here, with every generator as it was when the pass began; the caller may set
         the generators afterwards.
 
         Args:
-            seen: Number of batches that were read before.
+            batches_read: Number of batches that were read before.
             ahead: The batch that had been read ahead, if it is known.
             stateful: Whether the loader itself restores its position after them.
         """
         # 1. Pass over the batches that were read, if possible without loading them.
         if not stateful and not self.combined and _can_skip(self.loader):
-            batches = self._skip_unloaded(seen)
+            batches = self._skip_unloaded(batches_read)
         else:
             batches = self._open()
             if not stateful:
-                for _ in range(seen):
+                for _ in range(batches_read):
                     next(batches, None)
             # The batch that was read ahead comes from the checkpoint, so the loader's is dropped.
             if ahead is not NOTHING:
                 next(batches, None)
             # A sampler draws its order when it is asked for the first batch.
-            elif not seen:
+            elif not batches_read:
                 batches = _with_first_fetched(batches)
         # 2. Deliver the others.
-        self._begin(batches, seen, ahead)
+        self._begin(batches, batches_read, ahead)
 
-    def _skip_unloaded(self, seen: int) -> Iterator[Any]:
+    def _skip_unloaded(self, batches_read: int) -> Iterator[Any]:
         """Return an iterator behind the batches that were read before, without loading them."""
         sampler = self.loader.batch_sampler
         if self._counts is not None:
             sampler = self._counts.counting(sampler)
-        remaining = _RemainingBatches(sampler, seen)
+        remaining = _RemainingBatches(sampler, batches_read)
         batches = iter(with_sampler(self.loader, remaining, batches=True))
         remaining.draw_order()
         return batches

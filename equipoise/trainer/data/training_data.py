@@ -144,12 +144,12 @@ class TrainingData:
         self.workers_before_epoch = workers
         load_random_state(self.flat, random_state)
 
-    def resume_stream(self, loader_states: list[Any], seen: int | None, ahead: Any = NOTHING) -> None:
+    def resume_stream(self, loader_states: list[Any], batches_read: int | None, ahead: Any = NOTHING) -> None:
         """Continue the pass of an earlier process.
 
         Args:
             loader_states: States of the loaders that have one.
-            seen: Number of batches that were read; None if the epoch had not begun.
+            batches_read: Number of batches that were read; None if the epoch had not begun.
             ahead: The batch that had been read ahead, if it is known.
         """
         assert self.stream is not None
@@ -157,10 +157,10 @@ class TrainingData:
         # A checkpoint of Lightning may lack some of the states.
         for loader, state in zip(stateful, loader_states, strict=False):
             loader.load_state_dict(state)
-        if seen is None:
+        if batches_read is None:
             self.stream.start()
         else:
-            self.stream.resume(seen, ahead=ahead, stateful=bool(stateful))
+            self.stream.resume(batches_read, ahead=ahead, stateful=bool(stateful))
 
     def check_not_empty(self, max_epochs: int | None) -> None:
         """Check that an epoch without batches is not repeated for ever.

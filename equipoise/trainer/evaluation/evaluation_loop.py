@@ -49,7 +49,7 @@ class EvaluationLoop:
         self.stage = stage
         self.fitting = fitting
         # As in on_validation_start and test_step.
-        self.word = "validation" if stage == "val" else "test"
+        self.word = {"val": "validation", "test": "test"}[stage]
         self.progress = state.progress.val_batch if fitting else BatchProgress()
         self.collection = Collection(training=False)
         self.loaders: Loaders | None = None
@@ -74,7 +74,7 @@ class EvaluationLoop:
         epoch = state.current_epoch
         if self.loaders is not None and not (self.fitting and self._is_reload_due(epoch, self.loaded_at)):
             return
-        limit = state.limit_val_batches if self.stage == "val" else state.limit_test_batches
+        limit = self._limit()
         if limit == 0 or not is_overridden(f"{self.word}_step", context.module):
             return
         # A sanity check before an epoch without validation does not count as a request.
@@ -85,6 +85,11 @@ class EvaluationLoop:
         self.num_batches = self.loaders.num_batches
         self._steps_logged.clear()
         self._restore_loaders(epoch)
+
+    def _limit(self) -> int | float:
+        if self.stage == "val":
+            return self.state.limit_val_batches
+        return self.state.limit_test_batches
 
     def _is_reload_due(self, epoch: int, loaded_at: float) -> bool:
         every = self.state.reload_dataloaders_every_n_epochs
@@ -98,7 +103,11 @@ class EvaluationLoop:
         if self.loaders is not None:
             workers = self.loaders.workers.state_dict()
         steps = [[index, count] for index, count in self._steps_logged.items()]
-        return {"loaded_at": self.loaded_at, "workers": workers, "steps_logged": steps}
+        return {
+            "loaded_at": self.loaded_at,
+            "workers": workers,
+            "steps_logged": steps,
+        }
 
     def resume_loaders(self, saved: dict[str, Any] | None) -> None:
         """Continue to read the loaders of an earlier run, once they are requested.
@@ -112,9 +121,12 @@ class EvaluationLoop:
         """Continue to read the loaders of the resumed run, unless it would have requested new ones by now."""
         saved = self.resumed
         self.resumed = None
-        if saved is None or self.loaders is None or self._is_reload_due(epoch, saved["loaded_at"]):
+        if saved is None or self.loaders is None:
             return
-        self.loaded_at = saved["loaded_at"]
+        loaded_at = saved["loaded_at"]
+        if self._is_reload_due(epoch, loaded_at):
+            return
+        self.loaded_at = loaded_at
         self.loaders.workers.load_state_dict(saved["workers"])
         self._steps_logged.update(dict(saved["steps_logged"]))
 
@@ -156,11 +168,16 @@ class EvaluationLoop:
         # 1. Open the loaders, and let hooks see the start.
         self.has_run = False
         self.progress.begin()
-        loaders.set_epoch(self.state.progress.epoch.current.processed)
+        epoch = self.state.progress.epoch.current
+        loaders.set_epoch(epoch.processed)
         streams = loaders.streams(self.max_batches)
         streams[0].start()
         several = len(streams) > 1
-        indexed_hooks = (f"{word}_step", f"on_{word}_batch_start", f"on_{word}_batch_end")
+        indexed_hooks = (
+            f"{word}_step",
+            f"on_{word}_batch_start",
+            f"on_{word}_batch_end",
+        )
         check_dataloader_idx(module, indexed_hooks, several=several)
         context.strategy.sync_buffers()
         hooks.call_module(f"on_{word}_model_eval")
@@ -169,8 +186,10 @@ class EvaluationLoop:
         # 2. Evaluate loader after loader.
         outputs: list[dict[str, Any]] = []
         for index, stream in enumerate(streams):
-            self._evaluate(context, stream, index, several=several, final=index == len(streams) - 1)
+            final = index == len(streams) - 1
+            self._evaluate(context, stream, index, several=several, final=final)
             context.logs.end_batches(show=not sanity_checking)
+            # Values of a sanity check are not shown.
             outputs.append({} if sanity_checking else context.logs.metrics())
         # 3. Let hooks and loggers see the values, and restore the modes.
         outputs = self._finish(context, outputs)
@@ -194,36 +213,41 @@ class EvaluationLoop:
         evaluate = evaluator(context, self.stage)
         batch_start = hooks.bind(f"on_{word}_batch_start")
         batch_end = hooks.bind(f"on_{word}_batch_end")
-        step = EvaluationStep(context, f"{word}_step", wanted=hooks.reads_outputs(f"on_{word}_batch_end"))
+        reads_outputs = hooks.reads_outputs(f"on_{word}_batch_end")
+        step = EvaluationStep(context, f"{word}_step", wanted=reads_outputs)
         progress = self.progress
         counts = progress.current
-        loader_index = (dataloader_idx,) if several else ()
-        log_index = dataloader_idx if several else None
+        # The index of the loader is an argument of hooks, and a part of names, only if there are several.
+        loader_index: tuple[int, ...] = ()
+        log_index = None
+        if several:
+            loader_index = (dataloader_idx,)
+            log_index = dataloader_idx
         sanity_checking = state.sanity_checking
         index = -1
         for batch in context.batches(stream, f"[_EvaluationLoop].{self.stage}_next"):
             index += 1
-            progress.is_last_batch = final and index + 1 == stream.length
+            progress.mark_last(final and index + 1 == stream.length)
             # 1. Copy the batch to the devices, in parts.
             parts = place(batch, transfer)
             batch = parts[0] if len(parts) == 1 else batch
-            counts.ready += 1
+            counts.make_ready()
             logs.begin_batch(batch, log_index)
             indices = (index, *loader_index)
             step.begin_batch(*indices)
             if batch_start is not None:
                 batch_start(batch, *indices)
-            counts.started += 1
+            counts.start()
             # 2. Compute.
             output = evaluate(step, parts)
-            counts.processed += 1
+            counts.process()
             if batch_end is not None:
                 batch_end(output, batch, *indices)
             # Their memory is free before the next batch is read.
             del output, batch, parts
             # 3. Log, and end here if a signal came.
             logs.end_batch()
-            counts.completed += 1
+            counts.complete()
             if not sanity_checking:
                 self._after_batch(context, dataloader_idx)
             if state.received_sigterm and not progress.is_last_batch:
@@ -232,7 +256,8 @@ class EvaluationLoop:
     def _after_batch(self, context: "RunContext", dataloader_idx: int) -> None:
         self.has_run = True
         if self.state.loggers and self.collection.any_on_step:
-            context.logger_output.log_metrics(context.logs.metrics(), step=self._steps_logged[dataloader_idx])
+            step = self._steps_logged[dataloader_idx]
+            context.logger_output.log_metrics(context.logs.metrics(), step=step)
         self._steps_logged[dataloader_idx] += 1
 
     def _finish(self, context: "RunContext", outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -243,10 +268,12 @@ class EvaluationLoop:
         logs.leave_loaders()
         hooks.call(f"on_{self.word}_epoch_end")
         # Values logged in that hook belong to all loaders.
-        at_end = {} if sanity_checking else logs.metrics()
+        at_end: dict[str, Any] = {}
         if not sanity_checking:
+            at_end = logs.metrics()
             logs.refresh()
-            context.logger_output.log_metrics({**ChainMap(*outputs), **at_end})
+            together = {**ChainMap(*outputs), **at_end}
+            context.logger_output.log_metrics(together)
         hooks.call(f"on_{self.word}_end")
         logs.reset()
         return [{**values, **at_end} for values in outputs]
@@ -257,4 +284,5 @@ class EvaluationLoop:
         Args:
             outputs: The values of each loader.
         """
-        print_results(outputs, "validate" if self.stage == "val" else "test")
+        entry_point = {"val": "validate", "test": "test"}[self.stage]
+        print_results(outputs, entry_point)

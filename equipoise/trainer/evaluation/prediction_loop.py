@@ -181,16 +181,19 @@ class PredictionLoop:
         progress = self.progress
         counts = progress.current
         stream = recorded.stream
-        loader_index = (dataloader_idx,) if several else ()
+        # The index of the loader is an argument of hooks only if there are several.
+        loader_index: tuple[int, ...] = ()
+        if several:
+            loader_index = (dataloader_idx,)
         cpu = torch.device("cpu")
         index = -1
         for batch in context.batches(stream, "[_PredictionLoop].predict_next"):
             index += 1
-            progress.is_last_batch = final and index + 1 == stream.length
+            progress.mark_last(final and index + 1 == stream.length)
             # 1. Copy the batch to the devices, in parts.
             parts = place(batch, transfer)
             batch = parts[0] if len(parts) == 1 else batch
-            counts.ready += 1
+            counts.make_ready()
             if recorded.record:
                 self.current_batch_indices = recorded.indices(index)
                 self.epoch_batch_indices[dataloader_idx].append(self.current_batch_indices)
@@ -198,16 +201,16 @@ class PredictionLoop:
             step.begin_batch(*indices)
             if batch_start is not None:
                 batch_start(batch, *indices)
-            counts.started += 1
+            counts.start()
             # 2. Compute.
             output = evaluate(step, parts)
             if output is None:
                 rank_zero_warn("`predict_step` returned None. If that was on purpose, ignore this warning.")
-            counts.processed += 1
+            counts.process()
             # 3. Hand the output on, and keep it on the CPU.
             if batch_end is not None:
                 batch_end(output, batch, *indices)
-            counts.completed += 1
+            counts.complete()
             if outputs is not None:
                 outputs.append(move_data_to_device(output, cpu))
             # Their memory is free before the next batch is read.

@@ -146,9 +146,9 @@ class FitLoop:
     def _load_validation_data(self) -> None:
         """Request the validation loaders before the first validation, so that a progress bar knows their length."""
         if self.context.validates_in_epoch and self.val_loop.loaders is None:
-            self.state.validating = True
+            self.state.begin_validation()
             self.val_loop.load_data(self.context)
-            self.state.training = True
+            self.state.end_validation()
 
     def _train(self) -> None:
         """Train epoch by epoch. A resumed run first completes its epoch."""
@@ -243,8 +243,9 @@ class FitLoop:
     def _run_epoch(self) -> None:
         """Run the batches of the epoch, in the way that the module's training step requires."""
         assert self.loss_watch is not None
-        kind = IteratorEpoch if takes_iterator(self.context.module, "training_step") else TrainingEpoch
-        epoch = kind(
+        pulls_batches = takes_iterator(self.context.module, "training_step")
+        epoch_type = IteratorEpoch if pulls_batches else TrainingEpoch
+        epoch = epoch_type(
             self.context,
             self.fit,
             schedulers=self.schedulers,
@@ -287,10 +288,8 @@ class FitLoop:
         """Let schedulers and loggers see the epoch's values, and forget them."""
         if self.fit.batches_done():
             self.schedulers.after_epoch()
-        # The values stand at the epoch's last step, not at the next epoch's first.
-        self.fit.progress.batches_that_stepped -= 1
-        self.context.logger_output.log_metrics(self.context.logs.metrics())
-        self.fit.progress.batches_that_stepped += 1
+        with self.fit.progress.at_last_step():
+            self.context.logger_output.log_metrics(self.context.logs.metrics())
         self.context.logs.reset()
 
     # Validation.
@@ -303,7 +302,7 @@ class FitLoop:
         """
         context = self.context
         self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
-        self.state.validating = True
+        self.state.begin_validation()
         # The memory of the gradients is free during the validation.
         if window_ended:
             context.hooks.call_module("on_validation_model_zero_grad")
@@ -311,7 +310,7 @@ class FitLoop:
         self.val_loop.run(context)
         context.logs.leave(outer)
         self.fit.restart_clock()
-        self.state.training = True
+        self.state.end_validation()
 
     # Resumption.
 
@@ -340,7 +339,8 @@ class FitLoop:
         # 1. The values that the epoch has logged.
         if position is not None and not resumption.at_epoch_end:
             resumption.load_logs()
-            self.context.logs.in_batches = resumption.in_epoch and self.fit.progress.batch.current.ready > 0
+            has_begun_batches = resumption.in_epoch and self.fit.progress.batch.current.ready > 0
+            self.context.logs.resume_batches(has_begun_batches)
         # 2. The order of the batches.
         if resumption.in_epoch:
             self._begin_epoch()

@@ -80,13 +80,13 @@ class IteratorEpoch(TrainingEpoch):
         iterator = self.iterator
         # 1. Count the step, and let hooks see where it begins.
         index = counts.ready
-        counts.ready = index + 1
-        self.progress.batch.is_last_batch = False
+        counts.make_ready()
+        self.progress.batch.mark_last(False)
         self.logs.begin_batch(iterator)
         if self.batch_start is not None and self.batch_start(iterator.batch, iterator.batch_idx) == -1:
             self.skip_rest(index)
             return True
-        counts.started = index + 1
+        counts.start()
         # 2. Compute it. The step pulls its batches meanwhile.
         last = (index + 1) % self.state.accumulate_grad_batches == 0
         try:
@@ -95,9 +95,9 @@ class IteratorEpoch(TrainingEpoch):
             self._leave_step(index)
             return True
         # 3. Count what it pulled, and step the schedulers.
-        counts.processed = index + 1
+        counts.process()
         self.pulled.set(self.pulled.ready)
-        self.progress.batch.is_last_batch = iterator.done
+        self.progress.batch.mark_last(iterator.done)
         ends = iterator.done or index + 1 == self.fit.data.max_batches
         if self.watch is not None:
             self.watch(result, iterator.batch, iterator.batch_idx, last)
@@ -110,7 +110,7 @@ class IteratorEpoch(TrainingEpoch):
         if self.batch_end is not None:
             self.batch_end(outputs, iterator.batch, iterator.batch_idx)
         self.logs.end_batch()
-        counts.completed = index + 1
+        counts.complete()
         return self.after_batch(index, last or ends, ends)
 
     def _run_step(self, last: bool) -> Any:
@@ -152,7 +152,7 @@ class IteratorEpoch(TrainingEpoch):
         self.logs.end_batch()
         self.progress.rewind()
         # More than were completed: this tells a resumed run that a step was left.
-        self.pulled.ready = pulled
-        self.progress.batch.is_last_batch = True
+        self.pulled.make_ready(lost)
+        self.progress.batch.mark_last(True)
         self.schedulers.end_batches()
         self.after_batch(index - 1, last=False, ends=True, write=False)

@@ -14,11 +14,11 @@ from torch import nn
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states, metric_states
-from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.optimization.optimizers import gradients_of
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
@@ -72,10 +72,7 @@ def _gradients(context: "RunContext", fit: FitState) -> list[Any]:
     """Return the gradients of an unfinished accumulation window, in the order of the optimisers' parameters."""
     if not fit.window.is_open:
         return []
-    gradients: list[Any] = []
-    for optimizer in context.state.optimizers:
-        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
-    return gradients
+    return gradients_of(context.state.optimizers)
 
 
 def _metrics_of_validation(val_loop: "EvaluationLoop", names: dict[int, str]) -> list[str]:

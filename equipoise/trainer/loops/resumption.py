@@ -20,12 +20,12 @@ from torchmetrics import Metric
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
-from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.position import restore_before_validation
+from equipoise.trainer.optimization.optimizers import load_gradients
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
@@ -61,7 +61,7 @@ def resume(
     positions = ours.get("positions", [])
     written_in = ours.get("written_in")
     if position is not None and _was_stopped(state, position.get("stopped_by", [])):
-        state.should_stop = True
+        state.request_stop()
     # 2. An epoch that a limit has cut short continues there, if the limits now allow it.
     left = ours.get("left")
     fit.leave_epoch(left)
@@ -142,7 +142,10 @@ class Resumption:
         was_left = position is not None and position.get("batch_is_done", False)
         self.in_validation = between_batches and not was_left
         # 2. Set the counters to where training continues.
-        self._restore_counters(None if position is None else position.get("pulled"))
+        pulled = None
+        if position is not None:
+            pulled = position.get("pulled")
+        self._restore_counters(pulled)
         if position is not None:
             fit.load_position(position)
             val_loaders = position.get("val_loaders")
@@ -245,16 +248,9 @@ class Resumption:
 
     def load_gradients(self) -> None:
         """Restore the gradients of an unfinished accumulation window."""
-        if self.position is None:
-            return
-        parameters = []
-        for optimizer in self.context.state.optimizers:
-            parameters.extend(optimizer_parameters(optimizer))
         # There are none between two windows.
-        for parameter, gradient in zip(parameters, self.position["gradients"], strict=False):
-            if gradient is not None:
-                gradient = gradient.to(parameter.device)
-            parameter.grad = gradient
+        if self.position is not None:
+            load_gradients(self.context.state.optimizers, self.position["gradients"])
 
     def restore_before_validation(self) -> None:
         """Restore the state before a validation that was killed, which begins anew."""
@@ -267,9 +263,9 @@ class Resumption:
             return
         state = self.context.state
         # 1. The checkpoint callbacks behind the one that wrote the file.
-        state.validating = True
+        state.begin_validation()
         self.finish_hook("on_validation_end")
-        state.training = True
+        state.end_validation()
         # 2. The metrics that the validation has logged.
         modules = dict(self.context.module.named_modules())
         for name in self.position["metrics_of_validation"]:

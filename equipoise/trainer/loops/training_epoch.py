@@ -55,7 +55,7 @@ class TrainingEpoch:
     def _bind_optimization(
         self, window: AccumulationWindow, weight: BatchWeight
     ) -> AutomaticOptimization | ManualOptimization:
-        window.parts = self.state.accumulate_grad_batches
+        window.resize(self.state.accumulate_grad_batches)
         return make_optimization(
             self.context,
             window,
@@ -148,6 +148,6 @@ class TrainingEpoch:
         Args:
             index: The batch's index.
         """
-        self.progress.batch.is_last_batch = True
-        self.progress.batch.current.processed = index + 1
+        self.progress.batch.mark_last(True)
+        self.progress.batch.current.process()
         self.schedulers.after_batch(index, ends=True)

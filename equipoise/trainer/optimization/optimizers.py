@@ -1,6 +1,6 @@
 """Optimisers and learning-rate schedulers, in all forms that `configure_optimizers` may return."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,22 @@ from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.torch.optimizers import has_step_hooks
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.validation import is_whole
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.progress import Progress
 
-__all__ = ["NoOptimizer", "Schedulers", "move_state", "parse_optimizers", "takes_no_closure"]
+__all__ = [
+    "NoOptimizer",
+    "Schedulers",
+    "gradients_of",
+    "load_gradients",
+    "move_state",
+    "parse_optimizers",
+    "takes_no_closure",
+]
 
 _FORMS = (
     "It may return an optimiser; a list or tuple of optimisers; two lists, ([optimiser], [scheduler]); a dictionary"
@@ -306,3 +315,31 @@ def takes_no_closure(optimizer: Optimizer) -> bool:
         and not isinstance(optimizer, LBFGS)
         and not has_step_hooks(optimizer)
     )
+
+
+def gradients_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
+    """Return the gradients of all parameters of optimisers, in order.
+
+    Args:
+        optimizers: Any optimisers of torch.
+    """
+    gradients: list[torch.Tensor | None] = []
+    for optimizer in optimizers:
+        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
+    return gradients
+
+
+def load_gradients(optimizers: Iterable[Optimizer], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Set the gradients of the parameters of optimisers, on the device of each.
+
+    Args:
+        optimizers: Any optimisers of torch.
+        gradients: Gradients that `gradients_of` returned. Parameters beyond them keep theirs.
+    """
+    parameters: list[torch.nn.Parameter] = []
+    for optimizer in optimizers:
+        parameters.extend(optimizer_parameters(optimizer))
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        if gradient is not None:
+            gradient = gradient.to(parameter.device)
+        parameter.grad = gradient

@@ -5,6 +5,8 @@ started, processed, and completed with all its hooks. `current` counts since the
 since training began. The layout of `state_dict` is that of Lightning's checkpoints, so either reads the other's.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +28,13 @@ class Counts:
         """Sets all four."""
         self.ready = self.started = self.processed = self.completed = value
 
-    def make_ready(self) -> None:
-        """Count one more unit that is ready."""
-        self.ready += 1
+    def make_ready(self, number: int = 1) -> None:
+        """Count more units that are ready.
+
+        Args:
+            number: Number of units.
+        """
+        self.ready += number
 
     def start(self) -> None:
         """Count one more unit as started."""
@@ -125,6 +131,10 @@ class BatchProgress(Progress):
         super().begin()
         self.is_last_batch = False
 
+    def mark_last(self, is_last_batch: bool) -> None:
+        """Set whether the present batch is the last."""
+        self.is_last_batch = is_last_batch
+
     def state_dict(self) -> dict[str, Any]:
         """The counts, and whether the last batch was reached."""
         return {**super().state_dict(), "is_last_batch": self.is_last_batch}
@@ -170,6 +180,13 @@ class FitProgress:
         for progress in (self.batch, self.pulled, self.scheduler, self.optimizer_step, self.zero_grad):
             progress.begin()
         self.val_batch.forget_total()
+
+    @contextmanager
+    def at_last_step(self) -> Iterator[None]:
+        """Log values at the last step, where the epoch ended, and not at the next one."""
+        self.batches_that_stepped -= 1
+        yield
+        self.batches_that_stepped += 1
 
     def rewind(self) -> None:
         """Goes back to the last completed batch, after a failure or when a checkpoint is resumed."""

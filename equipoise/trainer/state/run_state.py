@@ -94,6 +94,10 @@ class RunState(Stages, Limits):
     optimizers: list[Optimizer] = field(default_factory=list, metadata=_LOCAL)
     lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=_LOCAL)
 
+    def request_stop(self) -> None:
+        """Let training end after the batch, as soon as `min_epochs` and `min_steps` are met."""
+        self.should_stop = True
+
     @property
     def current_epoch(self) -> int:
         """Number of epochs done."""

@@ -40,6 +40,14 @@ class Stages:
     def validating(self, value: bool) -> None:
         self._set_stage(RunningStage.VALIDATING, value)
 
+    def begin_validation(self) -> None:
+        """Enter a validation inside a fit."""
+        self.validating = True
+
+    def end_validation(self) -> None:
+        """Go back to training."""
+        self.training = True
+
     @property
     def testing(self) -> bool:
         """True while a test runs."""
