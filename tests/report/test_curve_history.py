@@ -18,7 +18,7 @@ pytestmark = LIGHTNINGS_OWN_WARNINGS
 
 
 def fit(module: Small, *loaders: Any, callbacks: Any = (), ckpt_path: Any = None, **options: Any) -> RunSummary:
-    summary = RunSummary(curves=False, table=False)
+    summary = RunSummary(table=False)
     options = {"max_epochs": 1, "enable_progress_bar": False, "num_sanity_val_steps": 0, **options}
     run = trainer(equipoise.Trainer, callbacks=[summary, *callbacks], **options)
     run.fit(module, *loaders, ckpt_path=ckpt_path)
@@ -86,7 +86,7 @@ class TestRecorded:
         assert curves["late"] == {3: 100, 7: 101}
 
     def test_an_evaluation_after_the_fit_adds_nothing(self):
-        summary = RunSummary(curves=False, table=False)
+        summary = RunSummary(table=False)
         run = trainer(equipoise.Trainer, callbacks=[summary], max_epochs=1, enable_progress_bar=False)
         run.fit(Small(), loader(2), loader(1))
         before = by_step(summary)
@@ -112,7 +112,7 @@ class TestBrokenOff:
     def run(
         self, module: Small, *loaders: Any, error: type[BaseException] = ValueError
     ) -> dict[str, dict[float, float]]:
-        summary = RunSummary(curves=False, table=False)
+        summary = RunSummary(table=False)
         options = {"max_epochs": 2, "log_every_n_steps": 3, "enable_progress_bar": False, "num_sanity_val_steps": 0}
         run = trainer(equipoise.Trainer, callbacks=[summary], **options)
         with pytest.raises(error, match="stop"):
