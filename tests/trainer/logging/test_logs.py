@@ -1,0 +1,508 @@
+"""Values of `self.log` without a trainer: batches and loops, dictionaries, shares in threads, several processes."""
+
+import pickle
+from collections.abc import Callable
+from threading import Barrier, Thread
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+
+from equipoise.interop.lightning.self_log import LogOptions
+from equipoise.trainer.logging.collection import Collection
+from equipoise.trainer.logging.cross_process import LogReduction
+from equipoise.trainer.logging.logs import Logs
+
+CPU = torch.device("cpu")
+
+
+def logs_of(*, training: bool = True, **arguments: Any) -> Logs:
+    """Return logs in a loop, before its first batch."""
+    logs = Logs()
+    logs.connect_run(len, **arguments)
+    logs.enter(Collection(training=training))
+    return logs
+
+
+def log(logs: Logs, name: str, value: Any, *, hook: str | None = None, size: int | None = None, **options: Any) -> None:
+    if hook is None:
+        hook = "training_step"
+    logs.add(hook, name, value, tuple(LogOptions(**options)), size)
+
+
+def both(logs: Logs, name: str, value: Any, **options: Any) -> None:
+    log(logs, name, value, on_step=True, on_epoch=True, **options)
+
+
+def run(logs: Logs, values: list[tuple[float, int]], **options: Any) -> None:
+    """Log a value and the size of the batch, in batch after batch."""
+    for value, size in values:
+        logs.begin_batch(torch.zeros(size))
+        both(logs, "loss", torch.tensor(value, dtype=torch.float64), **options)
+        logs.end_batch()
+
+
+def plain(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+# Steps and epochs
+
+
+def test_steps_in_batches_and_epochs_after_them() -> None:
+    logs = logs_of()
+    run(logs, [(1.0, 2), (4.0, 1)])
+    assert plain(logs.metrics()) == {"loss_step": 4.0}
+    assert plain(logs.callback_metrics) == {"loss": 4.0, "loss_step": 4.0}
+    logs.end_batches()
+    assert plain(logs.metrics()) == {"loss_epoch": 2.0}
+    assert plain(logs.callback_metrics) == {"loss": 2.0, "loss_step": 4.0, "loss_epoch": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "in_batch", "after"),
+    [
+        ({"on_step": True, "on_epoch": False}, {"loss": 4.0}, {}),
+        ({"on_step": False, "on_epoch": True}, {}, {"loss": 2.0}),
+        ({"on_step": True, "on_epoch": True}, {"loss_step": 4.0}, {"loss_epoch": 2.0}),
+        ({}, {"loss": 4.0}, {}),
+    ],
+    ids=["step", "epoch", "both", "default of a training step"],
+)
+def test_levels(options: dict[str, Any], in_batch: dict[str, float], after: dict[str, float]) -> None:
+    logs = logs_of()
+    for value, size in ((1.0, 2), (4.0, 1)):
+        logs.begin_batch(torch.zeros(size))
+        log(logs, "loss", value, **options)
+        logs.end_batch()
+    assert plain(logs.metrics()) == in_batch
+    logs.end_batches()
+    assert plain(logs.metrics()) == after
+
+
+def test_hooks_of_the_same_name_are_apart() -> None:
+    logs = logs_of()
+    logs.begin_batch([0])
+    log(logs, "x", 1.0, hook="on_train_batch_start", on_step=False, on_epoch=True)
+    log(logs, "x", 2.0, on_step=True)
+    logs.end_batch()
+    assert plain(logs.metrics()) == {"x": 2.0}
+
+
+def test_a_mean_has_the_weights_of_batches_or_the_users() -> None:
+    logs = logs_of()
+    for value, size in ((1.0, None), (2.0, 10), (3.0, 20)):
+        logs.begin_batch(torch.zeros(3))
+        both(logs, "loss", torch.tensor(value, dtype=torch.float64), size=size)
+        logs.end_batch()
+    logs.end_batches()
+    expected = (1.0 * 3 + 2.0 * 10 + 3.0 * 20) / 33
+    assert logs.metrics()["loss_epoch"].item() == pytest.approx(expected, rel=1e-7)
+
+
+def test_the_size_of_a_batch_is_computed_once() -> None:
+    batches: list[Any] = []
+    logs = Logs()
+    logs.connect_run(lambda batch: batches.append(batch) or 2)
+    logs.enter(Collection(training=True))
+    logs.begin_batch("first")
+    both(logs, "a", 1.0)
+    both(logs, "b", 1.0)
+    log(logs, "c", 1.0, on_step=True, on_epoch=False)
+    logs.end_batch()
+    assert batches == ["first"]
+
+
+def test_a_loop_within_a_loop() -> None:
+    """A validation runs within an epoch of training."""
+    logs = logs_of()
+    run(logs, [(1.0, 1)])
+    logs.begin_batch([0])
+    both(logs, "loss", 5.0)
+    outer = logs.enter(Collection(training=False))
+    assert plain(logs.callback_metrics) == {"loss": 5.0, "loss_step": 5.0}
+    logs.begin_batch([0], 0)
+    both(logs, "score", 3.0, hook="validation_step")
+    logs.end_batch()
+    assert set(logs.callback_metrics) == {"loss", "loss_step"}, "an evaluation shows its values at its end"
+    assert plain(logs.logged_metrics)["score_step/dataloader_idx_0"] == 3.0
+    logs.end_batches()
+    logs.leave_loaders()
+    log(logs, "summary", 8.0, hook="on_validation_epoch_end")
+    assert plain(logs.metrics()) == {"summary": 8.0}
+    logs.reset()
+    logs.leave(outer)
+    assert plain(logs.metrics()) == {"loss_step": 5.0}
+    logs.end_batch()
+    logs.end_batches()
+    assert plain(logs.metrics()) == {"loss_epoch": 3.0}
+    assert plain(logs.callback_metrics)["score/dataloader_idx_0"] == 3.0
+
+
+def test_loaders_have_values_of_their_own() -> None:
+    logs = logs_of(training=False)
+    values = []
+    for index in (0, 1):
+        for value in (1.0, 2.0):
+            logs.begin_batch([0], index)
+            log(logs, "loss", value + 10 * index, hook="validation_step")
+            log(
+                logs, "all", value, hook="validation_step", add_dataloader_idx=False, reduce_fx="sum"
+            ) if index else None
+            logs.end_batch()
+        logs.end_batches()
+        values.append(plain(logs.metrics()))
+    assert values == [
+        {"loss/dataloader_idx_0": 1.5},
+        {"loss/dataloader_idx_1": 11.5, "all": 3.0},
+    ]
+
+
+def test_values_outside_of_batches_count_at_once() -> None:
+    logs = logs_of()
+    log(logs, "x", 2.0, hook="on_train_epoch_start", on_epoch=True)
+    assert logs.pending == []
+    assert plain(logs.metrics()) == {"x": 2.0}
+
+
+# Values
+
+
+def test_a_value_may_be_changed_afterwards() -> None:
+    logs, value = logs_of(), torch.tensor(1.0)
+    logs.begin_batch([0])
+    log(logs, "x", value)
+    value.add_(100.0)
+    assert plain(logs.metrics()) == {"x": 1.0}
+
+
+def test_values_are_detached() -> None:
+    logs = logs_of()
+    logs.begin_batch([0])
+    both(logs, "x", torch.ones((), requires_grad=True) * 2)
+    assert not logs.metrics()["x_step"].requires_grad
+
+
+def test_a_failed_attempt_is_forgotten_by_clearing_pending_values() -> None:
+    logs = logs_of()
+    run(logs, [(1.0, 1)])
+    logs.begin_batch([0])
+    both(logs, "loss", 100.0)
+    logs.pending.clear()
+    both(logs, "loss", 3.0)
+    logs.end_batch()
+    logs.end_batches()
+    assert plain(logs.metrics()) == {"loss_epoch": 2.0}
+
+
+def test_a_metric_shows_its_last_batch_and_its_epoch() -> None:
+    logs, metric = logs_of(), MeanMetric()
+    for value in (1.0, 5.0):
+        logs.begin_batch([0])
+        metric(value)
+        both(logs, "mean", metric)
+        logs.end_batch()
+    assert plain(logs.metrics()) == {"mean_step": 5.0}
+    logs.end_batches()
+    assert plain(logs.metrics()) == {"mean_epoch": 3.0}
+    logs.reset()
+    assert metric.update_count == 0
+
+
+class Square(MeanMetric):
+    """A metric that computes no tensor."""
+
+    def compute(self) -> Any:
+        return {"square": super().compute() ** 2}
+
+
+def test_a_metric_must_compute_a_tensor() -> None:
+    logs, metric = logs_of(), Square()
+    logs.begin_batch([0])
+    metric.update(2.0)
+    log(logs, "square", metric, on_step=False, on_epoch=True)
+    logs.end_batch()
+    with pytest.raises(ValueError, match=r"'square' computes .* must compute a tensor"):
+        logs.end_batches()
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "error", "message"),
+    [
+        ("text", {}, ValueError, "takes a number, a tensor of one element or a torchmetrics Metric, not str"),
+        (MetricCollection([MeanMetric()]), {}, ValueError, "not MetricCollection"),
+        (torch.ones(2), {}, ValueError, r"shape \(2,\), but it must have a single element"),
+        (1.0, {"on_step": False, "on_epoch": False}, MisconfigurationException, "logs nothing"),
+        (1.0, {"hook": "on_save_checkpoint"}, MisconfigurationException, "on_save_checkpoint"),
+        (1.0, {"reduce_fx": "median"}, MisconfigurationException, "only mean, sum, min and max"),
+        (1.0, {"name": "x/dataloader_idx_0"}, MisconfigurationException, "holds a loader's index"),
+    ],
+    ids=["text", "collection", "two elements", "no level", "hook", "reduction", "name"],
+)
+def test_wrong_arguments(value: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    logs = logs_of()
+    logs.begin_batch([0])
+    with pytest.raises(error, match=message):
+        log(logs, **{"name": "x", "value": value, **options})
+
+
+def test_one_name_has_the_same_arguments_in_every_call() -> None:
+    logs = logs_of()
+    log(logs, "x", 1.0, on_epoch=True)
+    log(logs, "x", 1.0, on_step=True, on_epoch=True)  # these are the defaults
+    with pytest.raises(MisconfigurationException, match=r"'x', \.\.\.\)` was called twice in `training_step`"):
+        log(logs, "x", 1.0, on_step=False, on_epoch=True)
+
+
+def test_logging_needs_a_loop_and_a_hook() -> None:
+    logs = Logs()
+    with pytest.raises(MisconfigurationException, match="inside a loop"):
+        log(logs, "x", 1.0)
+    logs.enter(Collection(training=True))
+    with pytest.raises(MisconfigurationException, match="outside of the hooks and steps"):
+        logs.add(None, "x", 1.0, tuple(LogOptions()), None)
+
+
+# Dictionaries
+
+
+def test_each_dictionary_has_its_values() -> None:
+    logs = logs_of()
+    logs.begin_batch([0])
+    log(logs, "a", 1.0, prog_bar=True, logger=False)
+    log(logs, "b", 2.0)
+    logs.end_batch()
+    assert plain(logs.progress_bar_metrics) == {"a": 1.0}
+    assert plain(logs.logged_metrics) == {"b": 2.0}
+    assert plain(logs.callback_metrics) == {"a": 1.0, "b": 2.0}
+    assert plain(logs.metrics()) == {"b": 2.0}
+    logs.reset_metrics()
+    assert (logs.progress_bar_metrics, logs.logged_metrics, logs.callback_metrics) == ({}, {}, {})
+
+
+def test_a_loop_that_was_reset_shows_what_it_showed() -> None:
+    logs = logs_of()
+    run(logs, [(1.0, 1)])
+    logs.end_batches()
+    logs.reset()
+    assert logs.metrics() == {}
+    assert plain(logs.callback_metrics)["loss_epoch"] == 1.0
+
+
+@pytest.mark.parametrize(("failed", "expected"), [(False, 3.0), (True, 1.0)])
+def test_the_end_of_a_run(failed: bool, expected: float) -> None:
+    """After an error the values of the batch that failed are left out; the batch itself is released."""
+    logs = logs_of()
+    run(logs, [(1.0, 1)])
+    logs.begin_batch([0])
+    both(logs, "loss", 3.0)
+    logs.close(failed=failed)
+    assert plain(logs.callback_metrics)["loss_step"] == expected
+    assert (logs.collection, logs._batch, logs.pending) == (None, None, [])
+
+
+def test_another_process_receives_what_is_shown() -> None:
+    logs = logs_of()
+    run(logs, [(1.0, 1)])
+    logs.refresh()
+    copy = pickle.loads(pickle.dumps(logs))
+    assert copy.collection is None
+    assert plain(copy.callback_metrics) == plain(logs.callback_metrics)
+    fresh = Logs()
+    fresh.show(logs.shown())
+    assert plain(fresh.logged_metrics) == plain(logs.logged_metrics)
+
+
+def test_an_epoch_goes_on_after_a_resumption() -> None:
+    logs = logs_of()
+    run(logs, [(1.0, 2), (4.0, 1)])
+    assert logs.collection is not None
+    state = logs.state_dict(logs.collection, {})
+    resumed = logs_of()
+    assert resumed.collection is not None
+    resumed.load_state_dict(state, resumed.collection, {})
+    assert plain(resumed.callback_metrics)["loss_step"] == 4.0
+    run(resumed, [(7.0, 3)])
+    resumed.end_batches()
+    assert plain(resumed.metrics()) == {"loss_epoch": pytest.approx((1.0 * 2 + 4.0 + 7.0 * 3) / 6, rel=1e-12)}
+
+
+# Shares of a batch
+
+
+def in_threads(functions: list[Callable[[], None]]) -> None:
+    threads = [Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_each_thread_captures_its_own_share() -> None:
+    logs, all_began, captured = logs_of(), Barrier(3), {}
+    logs.begin_batch([0])
+
+    def compute(share: int) -> None:
+        outer = logs.captures.begin()
+        all_began.wait(60)
+        value = torch.tensor(float(share))
+        log(logs, "x", value, size=share)
+        value.add_(100.0)
+        log(logs, "y", 2 * share)
+        captured[share] = logs.captures.end(outer)
+
+    in_threads([lambda share=share: compute(share) for share in range(3)])
+    assert logs.pending == []
+    for share, logged in captured.items():
+        assert [(call.hook, call.name, float(call.value)) for call in logged] == [
+            ("training_step", "x", float(share)),
+            ("training_step", "y", 2.0 * share),
+        ]
+        assert [call.batch_size for call in logged] == [share, None]
+
+
+def test_a_share_within_a_share() -> None:
+    logs = logs_of()
+    logs.begin_batch([0])
+    outer = logs.captures.begin()
+    log(logs, "a", 1)
+    inner = logs.captures.begin()
+    log(logs, "b", 2)
+    assert [call.name for call in logs.captures.end(inner)] == ["b"]
+    log(logs, "c", 3)
+    assert [call.name for call in logs.captures.end(outer)] == ["a", "c"]
+    log(logs, "d", 4)
+    assert plain(logs.metrics()) == {"d": 4.0}
+
+
+# Several processes
+
+
+class Peers:
+    """Processes that run one after the other: what one passes to `gather` waits there for the others.
+
+    Args:
+        reports: What the other processes pass, call by call.
+    """
+
+    def __init__(self, *reports: list[Any]) -> None:
+        self.reports = list(reports)
+        self.sent: list[Any] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.sent.append(value)
+        return [value, *self.reports.pop(0)]
+
+    def reduction(self, module: nn.Module | None = None) -> LogReduction:
+        return LogReduction(self.reduce, self.gather, module or nn.Module(), CPU)
+
+    @staticmethod
+    def reduce(value: Tensor, reduce_op: str) -> Tensor:
+        raise AssertionError("every value of the epoch is in the reports")
+
+
+def report_of(values: list[tuple[float, int]], **options: Any) -> list[Any]:
+    """Return what a process reports at the end of an epoch."""
+    peers = Peers([])
+    logs = logs_of(reduction=peers.reduction())
+    run(logs, values, **options)
+    logs.end_batches()
+    (report,) = peers.sent
+    return report  # type: ignore[no-any-return]
+
+
+HERE, ELSEWHERE = [(1.0, 2), (4.0, 1)], [(10.0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"), [("mean", (2.0 + 4.0 + 30.0) / 6), ("sum", 15.0), ("min", 1.0), ("max", 10.0)]
+)
+@pytest.mark.parametrize("here", [True, False], ids=["all have logged", "this process had no batch"])
+def test_an_epoch_over_processes(reduce_fx: str, expected: float, here: bool) -> None:
+    reports = [report_of(ELSEWHERE, reduce_fx=reduce_fx)]
+    if not here:
+        reports.append(report_of(HERE, reduce_fx=reduce_fx))
+    logs = logs_of(reduction=Peers(reports).reduction())
+    run(logs, HERE if here else [], reduce_fx=reduce_fx)
+    logs.end_batches()
+    assert logs.metrics()["loss_epoch"].item() == pytest.approx(expected, rel=1e-6)
+    assert set(logs.callback_metrics) >= {"loss", "loss_epoch"}
+
+
+def test_rank_zero_only_stays_in_its_process() -> None:
+    reports = [report_of(ELSEWHERE, rank_zero_only=True)]
+    logs = logs_of(reduction=Peers(reports).reduction())
+    run(logs, HERE, rank_zero_only=True)
+    logs.end_batches()
+    assert logs.metrics()["loss_epoch"].item() == 2.0
+
+
+def with_metric() -> nn.Module:
+    return nn.ModuleDict({"mean": MeanMetric()})
+
+
+def test_a_metric_is_known_by_its_name_in_the_module() -> None:
+    sender = with_metric()
+    peers = Peers([])
+    logs = logs_of(reduction=peers.reduction(sender))
+    logs.begin_batch([0])
+    sender["mean"].update(4.0)  # type: ignore[index]
+    log(logs, "mean", sender["mean"], on_step=False, on_epoch=True)  # type: ignore[index]
+    logs.end_batch()
+    logs.end_batches()
+    # A process without a batch computes its metric, too: torchmetrics exchanges states in it.
+    receiver = with_metric()
+    there = logs_of(reduction=Peers([peers.sent[0]]).reduction(receiver))
+    there.end_batches()
+    assert list(there.callback_metrics) == ["mean"]
+
+
+def test_a_metric_that_is_no_attribute_of_the_module_is_refused() -> None:
+    logs, metric = logs_of(reduction=Peers([]).reduction()), MeanMetric()
+    logs.begin_batch([0])
+    metric.update(1.0)
+    log(logs, "mean", metric, on_step=False, on_epoch=True)
+    logs.end_batch()
+    with pytest.raises(MisconfigurationException, match="'mean' is no attribute of the module"):
+        logs.end_batches()
+
+
+KEY = ("training_step", "loss", None)
+
+
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 4.0), ("sum", 8.0), ("min", 2.0), ("max", 6.0)])
+def test_synchronised_steps(reduce_fx: str, expected: float) -> None:
+    peers = Peers([{KEY: torch.tensor(6.0)}, {}])
+    logs = logs_of(reduction=peers.reduction())
+    run(logs, [(2.0, 1)], reduce_fx=reduce_fx, sync_dist=True)
+    log(logs, "here", 1.0)
+    logs.end_batch()
+    assert plain(logs.step_metrics()) == {"loss_step": expected, "here": 1.0}
+    assert plain(logs.callback_metrics)["loss_step"] == expected
+    assert [list(sent) for sent in peers.sent] == [[KEY]]
+
+
+def test_a_step_without_a_batch_shows_the_value_of_the_others() -> None:
+    peers = Peers([{KEY: torch.tensor(6.0)}], [{}])
+    logs = logs_of(reduction=peers.reduction())
+    run(logs, [(2.0, 1)], sync_dist=True)
+    logs.begin_batch(None)
+    logs.forget_steps()
+    logs.end_batch()
+    assert plain(logs.step_metrics()) == {"loss_step": 6.0}
+    logs.forget_steps()
+    assert logs.step_metrics() == {}
+    assert peers.sent == [{}, {}]
+
+
+def test_a_run_ends_its_connection_to_other_processes() -> None:
+    peers = Peers()
+    logs = logs_of(reduction=peers.reduction())
+    logs.close(failed=False)
+    logs.enter(Collection(training=True))
+    run(logs, HERE)
+    logs.end_batches()
+    assert peers.sent == []
