@@ -25,6 +25,7 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("overhead", *MODULES)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.filterwarnings("ignore")  # of Lightning and Accelerate, about loaders, terminals and folders
 @pytest.mark.parametrize("load", LOADS)
 def test_all_loops_end_with_the_same_weights(load: str, benchmark: dict[str, ModuleType]) -> None:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import lightning as L
@@ -33,6 +33,7 @@ from .recording import Watch
 __all__ = ["Case", "Record", "check", "column", "columns", "execute", "fit", "parity"]
 
 Record = dict[str, Any]
+Test = TypeVar("Test", bound=Callable[..., object])
 SEED = 7
 AFTER_ERRORS = ("generators", "metrics")
 """Sections that say nothing once a run has failed: how much was drawn and computed before the error was noticed."""
@@ -90,11 +91,18 @@ class Case:
         return self.name
 
 
-def parity(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    """Runs a test with every case: `test(case, tmp_path)`."""
+def parity(cases: Sequence[Case]) -> Callable[[Test], Test]:
+    """Run a test with every case, `test(case, tmp_path)`; half of the cases are quick."""
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), f"two cases have one name: {sorted(names)}"
-    return pytest.mark.parametrize("case", cases, ids=str)
+    half = (len(cases) + 1) // 2
+
+    def decorate(test: Test) -> Test:
+        with_cases: Test = pytest.mark.parametrize("case", cases, ids=str)(test)
+        marked: Test = pytest.mark.quick_cases(half)(with_cases)
+        return marked
+
+    return decorate
 
 
 TABLE = "csv/version_0/metrics.csv"

@@ -139,6 +139,7 @@ class Lbfgs(Watching):
 MODULES = [Watching, Logs, Hooked, Manual, Skips, Lbfgs]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_step_leaves_nothing_to_the_next(kind: type[Watching]) -> None:
     """Nothing of a batch is there when the first sample of the next is read."""

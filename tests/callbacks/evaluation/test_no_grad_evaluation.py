@@ -162,6 +162,7 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
         assert one == other, path
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

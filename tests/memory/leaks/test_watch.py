@@ -96,6 +96,7 @@ def keep_in_class(model: Model, loss: Tensor, step: int) -> None:
     Model.seen[step] = loss
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("keep", "holder"),
     [

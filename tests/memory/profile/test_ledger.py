@@ -98,6 +98,7 @@ def held_before(composition: Composition) -> int:
     return sum(composition.totals().get(category, 0) for category in ("parameter", "buffer", "batch"))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 @pytest.mark.parametrize("build", [mlp, convolution, transformer])
 def test_peak_is_that_of_the_allocator(build: Build, kind: str, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class Steps:
         self.steps[index].result.backward()
 
 
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize(("schedule", "devices", "each"), PLANS)
 def test_gradients_also_of_what_was_computed_before(schedule, devices, each, threads):

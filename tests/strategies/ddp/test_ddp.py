@@ -35,6 +35,7 @@ pytestmark = ignoring(
 # The first promise
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("make", [Mlp, Recurrent, Tied, Masked, MaskedOnTheHost], ids=lambda make: make.__name__)
 def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> None:
@@ -43,6 +44,7 @@ def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> Non
     assert_same(one, train(make, DDPStrategy(engine=engine), 2))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("options", ["accumulated", "clipped", "accumulated and clipped by value"])
 def test_with_options(options: str, engine: Any) -> None:

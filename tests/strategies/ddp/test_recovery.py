@@ -77,6 +77,7 @@ def run(module: Fragile, strategy: Any, devices: int, **options: Any) -> Any:
     return fitted
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("place", ["forward", "backward", "late"])
 @pytest.mark.parametrize("processes", [2, 3])
 def test_gradients_are_those_of_one_device(processes: int, place: str) -> None:
@@ -93,6 +94,7 @@ def test_gradients_are_those_of_one_device(processes: int, place: str) -> None:
     )
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", range(6))
 def test_any_failures(case: int) -> None:
     """Drawn anew each time; the seed is printed."""

@@ -56,6 +56,7 @@ def moved(stages: int, **options: Any) -> dict[str, Any]:
     return pipelined(stages, micro_batches=3, **options)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("before", "after"),

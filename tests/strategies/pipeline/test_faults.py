@@ -98,6 +98,7 @@ CUT = {"cut_before": ["net.2", "net.3"], "micro_batches": 4}
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("stage", "phase", "error", "threads"), pairwise([0, 1, 2], ["forward", "backward"], ERRORS, [None, True])
 )

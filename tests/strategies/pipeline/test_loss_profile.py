@@ -126,6 +126,7 @@ def fit(module: L.LightningModule, stages: int = 2, *, val: bool = False, **opti
     return trainer
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("by_self", [False, True])
 @pytest.mark.parametrize(
     ("seconds", "stages", "expected"),

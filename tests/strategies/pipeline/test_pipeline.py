@@ -228,6 +228,7 @@ def test_networks_of_all_kinds(make, strategy):
     assert_same(reference(make), run)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("make", [Tokens, SharedLayer, Tied])
 @pytest.mark.parametrize("threads", [None, True])
 def test_copies_of_tied_layers(make, threads):
@@ -302,6 +303,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options, schedule):

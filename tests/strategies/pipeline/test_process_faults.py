@@ -87,6 +87,7 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("place", ["forward", "backward", "validation"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_error(place: str, stage: int) -> None:

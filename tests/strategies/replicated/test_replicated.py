@@ -652,6 +652,7 @@ WRAPPED: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
 def test_metrics_that_hold_metrics(name: str, strategy: tuple[Strategy, int]) -> None:

@@ -133,6 +133,7 @@ def stream_of(source: Any) -> BatchStream:
     return BatchStream(source, math.inf if length is None else length)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 @given(count=st.integers(2, 9), seed=st.integers(0, 2**31), share=st.floats(0, 1))
 def test_a_pass_goes_on_exactly_where_it_was(kind: str, count: int, seed: int, share: float) -> None:

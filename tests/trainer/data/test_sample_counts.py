@@ -97,6 +97,7 @@ class Uneven:
         return 4
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("collate", COLLATES, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("shares", [None, [1, 3]])
 def test_the_last_step_of_ddp_is_that_of_one_device(collate: Any, shares: Any) -> None:

@@ -148,6 +148,7 @@ def test_any_failures(case: int) -> None:
     assert_same(train(make, **options), train(make, injected, strategy, devices, **options))
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("phase", ["late", "backward"])
 @pytest.mark.parametrize("make", [Mlp, Masked, MaskedOnTheHost])
@@ -224,6 +225,7 @@ def assert_identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
     assert torch.equal(torch.get_rng_state(), torch.get_rng_state())
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_attempt_that_failed_leaves_no_trace(phase: str, window: int) -> None:

@@ -43,6 +43,7 @@ def train(injected: OutOfMemory | None, callback: Any, **options: Any) -> Overfl
     return module
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_step_that_is_repeated(phase: str, window: int) -> None:
@@ -56,6 +57,7 @@ def test_a_step_that_is_repeated(phase: str, window: int) -> None:
         assert torch.equal(expected, actual)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_step_in_parts(phase: str, window: int) -> None:

@@ -95,6 +95,7 @@ def read(run: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.filterwarnings(
     "ignore:`max_epochs` was not set", "ignore:Precision bf16-mixed is not supported by the model summary"
 )

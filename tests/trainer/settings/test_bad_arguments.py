@@ -171,6 +171,7 @@ def test_a_count_is_no_switch(name: str) -> None:
     refuses(lambda: trainer(**{name: True}), name, "an integer", "not True")
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", [*LIMITS, "overfit_batches", "val_check_interval"])
 @given(
     value=st.one_of(

@@ -146,6 +146,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_everything_is_lightnings(options: str) -> None:
     theirs, ours = (everything(cls, **OPTIONS[options]) for cls in (L.Trainer, Trainer))
