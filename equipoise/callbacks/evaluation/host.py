@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -11,13 +10,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import base_of, is_a, is_overridden
 from equipoise.interop.torch.loaders import with_sampler
-from equipoise.parallel.batches.sampling import BatchesInTurn, SameOrder, UnpaddedDistributedSampler
+from equipoise.parallel.batches.dealing import deal_batches
+from equipoise.parallel.batches.sampling import UnpaddedDistributedSampler
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.communication.object_exchange import gather_objects
 
@@ -108,16 +108,11 @@ class EvaluationHost:
 
     def _dealt(self, loader: Any) -> Any:
         """Return the batches of a loader that are dealt to this process."""
-        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-            return _InTurn(loader, self.rank, self.world_size)
-        if isinstance(loader.sampler, DistributedSampler):
+        makes_batches = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+        if makes_batches and isinstance(loader.sampler, DistributedSampler):
             # The user has distributed the samples.
             return loader
-        if isinstance(loader.dataset, IterableDataset):
-            return _InTurn(loader, self.rank, self.world_size)
-        # A batch sampler skips the other processes' batches without reading them.
-        batches = BatchesInTurn(SameOrder(loader.batch_sampler), self.rank, self.world_size)
-        return with_sampler(loader, batches, batches=True)
+        return deal_batches(loader, self.rank, self.world_size)
 
     def num_batches(self, batches: int | None, shard: Shard) -> int | None:
         """Return the number of batches that this process evaluates; None: all.
@@ -184,18 +179,6 @@ def _transfer(module: nn.Module, datamodule: Any, device: torch.device) -> Calla
         return after(batch, 0)
 
     return transfer
-
-
-class _InTurn:
-    """Batches of one process, from a loader that yields the same batches in all processes."""
-
-    def __init__(self, loader: Any, rank: int, count: int) -> None:
-        self.loader = loader
-        self.rank = rank
-        self.processes = count
-
-    def __iter__(self) -> Any:
-        return islice(iter(self.loader), self.rank, None, self.processes)
 
 
 def find_loader(source: Any, module: nn.Module, trainer: Any) -> Iterable[Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.torch.loaders import with_dataset, with_sampler
+from equipoise.parallel.batches.dealing import Turns, deal_batches
 from equipoise.parallel.batches.sampling import (
     NO_BATCH,
     BatchesInTurn,
@@ -23,7 +23,7 @@ from equipoise.parallel.batches.sampling import (
 )
 from equipoise.parallel.batches.shard import count_of_rank
 
-__all__ = ["Sizes", "is_dealt", "refuse_missing_batch", "share_loader", "why_not_by_shares"]
+__all__ = ["Sizes", "refuse_missing_batch", "share_loader", "why_not_by_shares"]
 
 # Return the samples of each process, from the number of samples of a step and the number of the step in its epoch.
 Sizes = Callable[[int, int], list[int]]
@@ -49,14 +49,14 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
         if reason:
             raise ConfigurationError(f"shares need a DataLoader with a batch_size to cut, {reason}. Leave them out.")
     if not isinstance(loader, DataLoader):
-        return _Turns(loader, rank, count, fill=training)
+        return Turns(loader, rank, count, fill=training)
     if isinstance(loader.dataset, IterableDataset):
         return _share_stream(loader, rank, count, training=training)
     if _has_distributed_sampler(loader):
         return loader
     if training:
         return _share_training_batches(loader, rank, count, seed, sizes)
-    return _deal_batches(loader, rank, count)
+    return deal_batches(loader, rank, count)
 
 
 def why_not_by_shares(loader: Any) -> str:
@@ -68,11 +68,6 @@ def why_not_by_shares(loader: Any) -> str:
     if _has_distributed_sampler(loader):
         return f"but its {type(loader.sampler).__name__} shares the samples out already"
     return ""
-
-
-def is_dealt(loader: Any) -> bool:
-    """Return whether one process's part of a loader consists of its batches in turn."""
-    return isinstance(loader, _Turns) or isinstance(getattr(loader, "batch_sampler", None), BatchesInTurn)
 
 
 def refuse_missing_batch(batch: Any, *, shares_statistics: bool) -> None:
@@ -115,7 +110,7 @@ def _share_training_batches(loader: DataLoader[Any], rank: int, count: int, seed
     """Return one process's part of a training loader over a data set of known length."""
     if loader.batch_sampler is None:
         same_order = with_sampler(loader, SameOrder(loader.sampler, seed))
-        return _Turns(same_order, rank, count, fill=True)
+        return Turns(same_order, rank, count, fill=True)
     if loader.batch_size is None:
         # The user's own batch sampler decides which samples make a batch.
         batches = SameOrder(loader.batch_sampler, seed)
@@ -175,17 +170,6 @@ def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     return copy
 
 
-def _deal_batches(loader: DataLoader[Any], rank: int, count: int) -> Any:
-    """Return one process's part of an evaluation loader: whole batches, in turn."""
-    if loader.batch_sampler is None:
-        return _Turns(loader, rank, count, fill=False)
-    batches: Any = loader.batch_sampler
-    in_order = loader.batch_size is not None and isinstance(loader.sampler, SequentialSampler)
-    if not in_order:
-        batches = SameOrder(batches)
-    return with_sampler(loader, BatchesInTurn(batches, rank, count), batches=True)
-
-
 def _share_stream(loader: DataLoader[Any], rank: int, count: int, *, training: bool) -> Any:
     """Return a loader over one process's part of a stream, which the stream itself selects."""
     share = getattr(loader.dataset, "shard", None)
@@ -226,38 +210,3 @@ class _UntilAllAreDone:
             if not int(remaining):
                 return
             yield batch
-
-
-class _Turns:
-    """One process's batches of an iterable that are dealt to the processes in turn.
-
-    Args:
-        loader: The iterable, the same in all processes.
-        rank: The rank of this process.
-        count: The number of processes.
-        fill: Whether each round has a batch in all processes, `NO_BATCH` if need be.
-    """
-
-    def __init__(self, loader: Any, rank: int, count: int, *, fill: bool) -> None:
-        self.loader = loader
-        self.rank = rank
-        self.processes = count
-        self.fill = fill
-        self.sampler = getattr(loader, "sampler", None)
-
-    def __len__(self) -> int:
-        batches = len(self.loader)
-        if self.fill:
-            return -(-batches // self.processes)
-        return count_of_rank(batches, self.rank, self.processes)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        while True:
-            turn = list(islice(batches, self.processes))
-            if self.rank < len(turn):
-                yield turn[self.rank]
-            elif turn and self.fill:
-                yield NO_BATCH
-            if len(turn) < self.processes:
-                return

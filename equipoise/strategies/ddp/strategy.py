@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.calibration import SimulatedDevice
+from equipoise.parallel.batches.dealing import is_dealt
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.weighting import AccumulationWindow
@@ -19,7 +20,7 @@ from equipoise.parallel.step_protocols import EvaluationStep, StepResult, Traini
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange, check_engine_options
-from equipoise.strategies.ddp.loaders import is_dealt, refuse_missing_batch, share_loader
+from equipoise.strategies.ddp.loaders import refuse_missing_batch, share_loader
 from equipoise.strategies.ddp.metric_sync import synchronise_metrics
 from equipoise.strategies.ddp.module_sync import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp.processes import ProcessGroup

@@ -31,6 +31,7 @@ from equipoise.strategies.pipeline.recovery import FinerBatch, PipelineRecovery
 from equipoise.strategies.pipeline.staged_strategy import StagedStrategy
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Transfer
+from equipoise.validation import check_whole
 
 __all__ = ["PipelineStrategy"]
 
@@ -92,8 +93,8 @@ class PipelineStrategy(StagedStrategy):
         threads: bool | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        if micro_batches is not None and (type(micro_batches) is not int or micro_batches < 1):
-            raise ConfigurationError(f"micro_batches is a whole number from 1, not {micro_batches!r}.")
+        if micro_batches is not None:
+            check_whole("micro_batches", micro_batches, least=1)
         if cut_before is not None and (isinstance(cut_before, str) or not _all_are(str, cut_before)):
             raise ConfigurationError(f"cut_before takes a list of names, such as ['encoder.4'], not {cut_before!r}.")
         if speeds is not None and not (_all_are(Real, speeds) and all(0 < speed < float("inf") for speed in speeds)):

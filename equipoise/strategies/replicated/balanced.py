@@ -13,6 +13,7 @@ from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.batches.shares import are_shares, even_sizes, first_device_sizes, sizes_by_shares
 from equipoise.precision import Precision
 from equipoise.strategies.replicated.base import Parallelize, ReplicatedStrategy
+from equipoise.validation import is_whole
 
 __all__ = ["BalancedDataParallelStrategy"]
 
@@ -71,8 +72,10 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
                 f"shares={shares!r} and first_device_batch_size={first_device_batch_size!r} both say how batches are"
                 " cut. Give one of them."
             )
-        if first_device_batch_size is not None:
-            _check_first_size(first_device_batch_size)
+        if first_device_batch_size is not None and not is_whole(first_device_batch_size, least=0):
+            raise ConfigurationError(
+                f"first_device_batch_size is a number of samples, from 0, not {first_device_batch_size!r}."
+            )
         self.first_device_batch_size = first_device_batch_size
         self.measures = first_device_batch_size is None and shares in (None, "auto")
         self.simulated = dict(simulated or {})
@@ -263,10 +266,3 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         same_setting = self.measures or state.get("instead_of", ()) == self._user_setting
         if same_setting and shares is not None and len(shares) == len(self.devices):
             self._use(shares)
-
-
-def _check_first_size(size: Any) -> None:
-    """Check the user's number of samples for the first device."""
-    is_number = isinstance(size, int) and not isinstance(size, bool)
-    if not is_number or size < 0:
-        raise ConfigurationError(f"first_device_batch_size is a number of samples, from 0, not {size!r}.")

@@ -33,6 +33,7 @@ from equipoise.strategies.replicated.placed_parts import PlacedParts
 from equipoise.strategies.replicated.recovery import ReplicatedRecovery
 from equipoise.strategies.replicated.replicated_forward import ReplicatedForward
 from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.validation import is_whole
 
 __all__ = ["Parallelize", "ReplicatedStrategy"]
 
@@ -80,7 +81,7 @@ class ReplicatedStrategy(Strategy):
     ) -> None:
         if parallelize not in ("step", "forward"):
             raise ConfigurationError(f"parallelize must be 'step' or 'forward', not {parallelize!r}.")
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        if not is_whole(dim, least=0):
             raise ConfigurationError(f"dim must be the index of a dimension, from 0, not {dim!r}.")
         if output_device is not None and parallelize == "step":
             raise ConfigurationError(
@@ -131,7 +132,7 @@ class ReplicatedStrategy(Strategy):
         if chosen is None:
             return self.devices[0]
         device = None
-        if isinstance(chosen, int) and not isinstance(chosen, bool):
+        if is_whole(chosen):
             if 0 <= chosen < len(self.devices):
                 device = self.devices[chosen]
         else:

@@ -17,6 +17,7 @@ from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.recovery.captured_error import CapturedError
 from equipoise.trainer.recovery.micro_batch_outputs import detached, outputs_in_order
 from equipoise.tree import entries_of
+from equipoise.validation import is_whole
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -278,7 +279,7 @@ def _as_split(decision: Any, callback: Any) -> Split:
     """
     if isinstance(decision, Split):
         return decision
-    if isinstance(decision, bool) or not isinstance(decision, int) or decision < 0:
+    if not is_whole(decision, least=0):
         raise ConfigurationError(
             f"{type(callback).__name__}.on_out_of_memory returns a number of parts from 0, a Split or None, not"
             f" {decision!r}."

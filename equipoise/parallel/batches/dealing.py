@@ -1,0 +1,73 @@
+"""Whole batches of a loader, dealt to the processes in turn."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from equipoise.interop.torch.loaders import with_sampler
+from equipoise.parallel.batches.sampling import NO_BATCH, BatchesInTurn, SameOrder
+from equipoise.parallel.batches.shard import count_of_rank
+
+__all__ = ["Turns", "deal_batches", "is_dealt"]
+
+
+def deal_batches(loader: Any, rank: int, count: int) -> Any:
+    """Return one process's part of a loader: whole batches, in turn, none of them twice.
+
+    Args:
+        loader: The loader, the same in all processes.
+        rank: The rank of the process.
+        count: The number of processes.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return Turns(loader, rank, count, fill=False)
+    if isinstance(loader.dataset, IterableDataset):
+        return Turns(loader, rank, count, fill=False)
+    # A batch sampler skips the batches of other processes without reading them.
+    batches: Any = loader.batch_sampler
+    in_order = loader.batch_size is not None and isinstance(loader.sampler, SequentialSampler)
+    if not in_order:
+        batches = SameOrder(batches)
+    return with_sampler(loader, BatchesInTurn(batches, rank, count), batches=True)
+
+
+def is_dealt(loader: Any) -> bool:
+    """Return whether one process's part of a loader consists of its batches in turn."""
+    return isinstance(loader, Turns) or isinstance(getattr(loader, "batch_sampler", None), BatchesInTurn)
+
+
+class Turns:
+    """One process's batches of an iterable that are dealt to the processes in turn.
+
+    Args:
+        loader: The iterable, the same in all processes.
+        rank: The rank of this process.
+        count: The number of processes.
+        fill: Whether each round has a batch in all processes, `NO_BATCH` if need be.
+    """
+
+    def __init__(self, loader: Any, rank: int, count: int, *, fill: bool) -> None:
+        self.loader = loader
+        self.rank = rank
+        self.processes = count
+        self.fill = fill
+        self.sampler = getattr(loader, "sampler", None)
+
+    def __len__(self) -> int:
+        batches = len(self.loader)
+        if self.fill:
+            return -(-batches // self.processes)
+        return count_of_rank(batches, self.rank, self.processes)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        while True:
+            turn = list(islice(batches, self.processes))
+            if self.rank < len(turn):
+                yield turn[self.rank]
+            elif turn and self.fill:
+                yield NO_BATCH
+            if len(turn) < self.processes:
+                return

@@ -1,0 +1,56 @@
+"""Batches are dealt in turn: each to one process, in the same order in all of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from equipoise.interleave import interleave
+from equipoise.parallel.batches.dealing import Turns, deal_batches, is_dealt
+from equipoise.parallel.batches.sampling import NO_BATCH
+
+SAMPLES = list(range(11))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(SAMPLES)
+
+
+def shuffled() -> DataLoader[int]:
+    return DataLoader(SAMPLES, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+
+
+LOADERS: dict[str, Any] = {
+    "in order": lambda: DataLoader(SAMPLES, batch_size=2),  # type: ignore[arg-type]
+    "shuffled": shuffled,
+    "batch sampler": lambda: DataLoader(SAMPLES, batch_sampler=BatchSampler(RandomSampler(SAMPLES), 3, False)),  # type: ignore[arg-type]
+    "samples": lambda: DataLoader(SAMPLES, batch_size=None, sampler=SequentialSampler(SAMPLES)),  # type: ignore[arg-type]
+    "stream": lambda: DataLoader(Stream(), batch_size=2),
+    "list": lambda: [torch.tensor([number]) for number in SAMPLES],
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", LOADERS)
+def test_each_batch_goes_to_one_process(name: str, count: int) -> None:
+    parts = []
+    for rank in range(count):
+        part = deal_batches(LOADERS[name](), rank, count)
+        assert is_dealt(part)
+        parts.append([torch.as_tensor(batch).reshape(-1) for batch in part])
+    batches = interleave(parts)
+    assert sorted(torch.cat(batches).tolist()) == SAMPLES
+    if name not in ("shuffled", "batch sampler"):
+        whole = [torch.as_tensor(batch).reshape(-1) for batch in LOADERS[name]()]
+        assert list(map(torch.Tensor.tolist, batches)) == list(map(torch.Tensor.tolist, whole))
+    assert not is_dealt(LOADERS[name]())
+
+
+def test_rounds_are_filled() -> None:
+    for fill, expected in ((True, [[0, 3], [1, 4], [2, NO_BATCH]]), (False, [[0, 3], [1, 4], [2]])):
+        parts = [Turns(range(5), rank, 3, fill=fill) for rank in range(3)]
+        assert list(map(list, parts)) == expected
+        assert list(map(len, parts)) == list(map(len, expected))
