@@ -110,7 +110,7 @@ class CurveHistory:
             last_epoch = trainer.current_epoch + 1
         earlier_curves = {}
         for name, curve in self.curves.items():
-            earlier_curves[name] = {epoch: value for epoch, value in curve.items() if epoch <= last_epoch}
+            earlier_curves[name] = _up_to(last_epoch, curve)
         self.curves = earlier_curves
         first_step = _steps_done(trainer)
         for step_curve in (self._epochs, *self._by_step.values()):
@@ -228,6 +228,11 @@ class CurveHistory:
         return recorded_name
 
 
+def _up_to(last_epoch: float, curve: Mapping[float, float]) -> dict[float, float]:
+    """Return the values of a curve up to an epoch."""
+    return {epoch: value for epoch, value in curve.items() if epoch <= last_epoch}
+
+
 def _steps_done(trainer: Any) -> int:
     """Return the number of steps done, as loggers count them; under Lightning's Trainer, those of all optimisers."""
     progress = getattr(trainer, "progress", None)
@@ -250,11 +255,21 @@ def _learning_rates(trainer: Any) -> dict[str, float]:
             continue
         name = config.name or f"lr-{type(optimizer).__name__}"
         # Optimisers of one class are numbered.
-        same_names = [earlier for earlier in rates if earlier == name or earlier.startswith(f"{name}-")]
-        if same_names:
-            name = f"{name}-{len(same_names)}"
+        earlier = _count_of_class(name, rates)
+        if earlier:
+            name = f"{name}-{earlier}"
         rates[name] = rate
     return rates
+
+
+def _count_of_class(name: str, rates: Mapping[str, float]) -> int:
+    """Count the names that are `name`, with a number or without."""
+    numbered = f"{name}-"
+    count = 0
+    for earlier in rates:
+        if earlier == name or earlier.startswith(numbered):
+            count += 1
+    return count
 
 
 def _learning_rate(optimizer: Any) -> float | None:
@@ -271,9 +286,10 @@ def _learning_rate(optimizer: Any) -> float | None:
 
 
 def _is_fork(name: str, names: Container[str]) -> bool:
-    """Return whether a name is `loss_step` or `loss_epoch` beside `loss`: the same value, under names for loggers."""
+    """Return True if a name is `loss_step` or `loss_epoch` beside `loss`: the same value, under names for loggers."""
     base, mark, loader = name.partition("/dataloader_idx_")
     root = base.removesuffix("_step").removesuffix("_epoch")
     if root == base:
         return False
-    return f"{root}{mark}{loader}" in names and f"{root}_epoch{mark}{loader}" in names
+    suffix = f"{mark}{loader}"
+    return root + suffix in names and f"{root}_epoch{suffix}" in names

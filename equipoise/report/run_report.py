@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.text import Text
 
 from equipoise.callbacks.callback import Callback
+from equipoise.callbacks.copied_state import copied_state
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import DeviceInfo, list_devices
 from equipoise.notices import rank_zero_warn
@@ -108,7 +109,7 @@ class _Run:
 
 
 class RunReport(Callback):
-    """Writes `report.html` when a fit ends: learning curves, throughput, memory, events, devices, configuration.
+    """Write `report.html` when a fit ends: learning curves, throughput, memory, events, devices, configuration.
 
     The page contains all its parts and opens without a network. A fit that fails leaves one too, with the error. During
     a fit, the report is written at the beginning of an epoch, at most once a minute. It lies in the folder of the first
@@ -135,12 +136,7 @@ class RunReport(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the curves, without a fit under way."""
-        state = dict(vars(self))
-        # Lightning's Trainer sets these methods on callbacks while it runs.
-        state.pop("log", None)
-        state.pop("log_dict", None)
-        state.update(_run=None, _earlier=None, _shared=None)
-        return state
+        return copied_state(self, _run=None, _earlier=None, _shared=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far, unless a `RunSummary` records them."""

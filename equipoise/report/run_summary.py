@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.callbacks.callback import Callback
+from equipoise.callbacks.copied_state import copied_state
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_bytes, format_duration, format_number
 from equipoise.memory.devices import peak_of_process
@@ -150,12 +151,7 @@ class RunSummary(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the curves and the options, without a fit under way."""
-        state = dict(vars(self))
-        # Lightning's Trainer sets these methods on callbacks while it runs.
-        state.pop("log", None)
-        state.pop("log_dict", None)
-        state["_fit"] = None
-        return state
+        return copied_state(self, _fit=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far."""

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from equipoise.callbacks.callback import Callback
+from equipoise.callbacks.copied_state import copied_state
 from equipoise.callbacks.evaluation.evaluation_pass import EvaluationPass, EvaluationResult
 from equipoise.callbacks.evaluation.host import EvaluationHost, find_loader
 from equipoise.errors import ConfigurationError, StepError
@@ -303,12 +304,8 @@ class NoGradEvaluation(Callback):
         self.results = [EvaluationResult(**values) for values in state_dict["results"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without those of a run, and without `log` and `log_dict`, which a trainer binds."""
-        state = dict(vars(self))
-        state.pop("log", None)
-        state.pop("log_dict", None)
-        state.update(_loader=None, _shard=Shard(None), _run_metrics=None)
-        return state
+        """Return the settings and results, without the state of a run."""
+        return copied_state(self, _loader=None, _shard=Shard(None), _run_metrics=None)
 
 
 def _silence(module: nn.Module) -> None:

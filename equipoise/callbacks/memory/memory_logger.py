@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from equipoise.callbacks.callback import Callback
+from equipoise.callbacks.copied_state import copied_state
 from equipoise.callbacks.memory.leak_roots import keeps_tensors, roots_of
 from equipoise.callbacks.memory.phase_readings import (
     ByPhase,
@@ -117,12 +118,8 @@ class MemoryLogger(Callback):
         self._due = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the results, without the state of a run, and without `log` and `log_dict`, which a trainer binds."""
-        state = dict(vars(self))
-        state.pop("log", None)
-        state.pop("log_dict", None)
-        state["_fit"] = None
-        return state
+        """Return the results, without the state of a run."""
+        return copied_state(self, _fit=None)
 
     # Start and end of a run
 

@@ -14,6 +14,7 @@ from typing import Any
 import rich
 from lightning.pytorch.callbacks import ProgressBar as _LightningProgressBar
 
+from equipoise.callbacks.copied_state import copied_state
 from equipoise.callbacks.progress.drawing import Drawing
 from equipoise.callbacks.progress.latest_values import LatestValues
 from equipoise.callbacks.progress.live_display import Display
@@ -70,14 +71,8 @@ class ProgressBar(_LightningProgressBar):
         self._source = "progress_bar_metrics"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings, without the state of a run, and without `log` and `log_dict`, which a trainer binds."""
-        state = dict(vars(self))
-        state.pop("log", None)
-        state.pop("log_dict", None)
-        state["_due"] = math.inf
-        state["_drawing"] = None
-        state["_current_trainer"] = None
-        return state
+        """Return the settings, without the state of a run."""
+        return copied_state(self, _due=math.inf, _drawing=None, _current_trainer=None)
 
     # Lightning's interface of progress bars
 
