@@ -1,15 +1,15 @@
 """Results of a run in another process, applied to the user's objects in this one.
 
-The first process collects, the caller's takes over. Objects that both know stand for one another: where the module of
-the first process refers to a callback, the caller's module refers to the caller's callback afterwards. What cannot be
-sent, such as an open file, stays as it was.
+The main process collects, and the caller's process applies. Objects that both have stand for one another: where the
+module of the main process refers to a callback, the caller's module refers to the caller's callback afterwards. What
+cannot be sent, such as an open file, stays as it was.
 """
 
 import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,25 +22,13 @@ from equipoise.interop.torch.modules import STRUCTURE
 from equipoise.parallel.payload.shared_payload import can_be_packed
 from equipoise.parallel.snapshot import random_state
 from equipoise.trainer.logging.entry import on_cpu
-
-if TYPE_CHECKING:
-    from equipoise.trainer.lifecycle import Request
-    from equipoise.trainer.trainer import Trainer
+from equipoise.trainer.runtime.request import Request
+from equipoise.trainer.surface.parts import TrainerParts
 
 __all__ = ["ProcessResults", "apply_results", "collect", "shared_objects", "this_process"]
 
-# Of the trainer's state and its loops: what a user, a callback or a second run reads.
-_STATE = (
-    "status",
-    "should_stop",
-    "received_sigterm",
-    "progress",
-    "loaded_ckpt_path",
-    "managed_ckpt_path",
-    "optimizers",
-    "lr_scheduler_configs",
-)
-_LOOP = (
+# Attributes of a loop, or of the state of training, that a user, a callback or a second run reads.
+_LOOP_RESULTS = (
     "progress",
     "collection",
     "num_batches",
@@ -53,24 +41,29 @@ _LOOP = (
 )
 
 
+def this_process() -> tuple[str, int]:
+    """Return the machine and the number on it: processes of several machines may have the same number."""
+    return socket.gethostname(), os.getpid()
+
+
 @dataclass
 class ProcessResults:
-    """What a run did.
+    """The results of a run in one process.
 
     Attributes:
-        result: What it returned.
-        process: Where it ran; see `this_process`.
+        result: What the loop returned.
+        process: The process; see `this_process`.
         tensors: The values of the module's parameters and buffers that the caller has as well.
-        attributes: Those of each known object, in order; None where there is nothing to say.
-        metrics: What the trainer's dictionaries of metrics hold.
-        random: The random generators.
-        strategy: What the strategy has learned.
+        attributes: Those of each shared object, in order; None for an object without results.
+        metrics: The content of the trainer's dictionaries of metrics.
+        random: The states of the random generators.
+        strategy: The state of the strategy.
         precision: The state of the scaler of the loss, if there is one.
-        module_state: The module's whole state, where layers that it made in the run cannot be sent.
+        module_state: The module's whole state, where layers that it created in the run cannot be sent.
     """
 
     result: Any
-    process: tuple[str, int] = field(default_factory=lambda: this_process())
+    process: tuple[str, int] = field(default_factory=this_process)
     tensors: list[Tensor] = field(default_factory=list)
     attributes: list[dict[str, Any] | None] = field(default_factory=list)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -80,93 +73,128 @@ class ProcessResults:
     module_state: dict[str, Any] | None = None
 
 
-def this_process() -> tuple[str, int]:
-    """The machine and the number on it: processes of several machines may have the same number."""
-    return socket.gethostname(), os.getpid()
-
-
-def shared_objects(trainer: "Trainer", request: "Request") -> list[Any]:
-    """Everything of the user's that a run may change, in an order that is the same in all processes."""
-    owners = [trainer, trainer.run_state, *_loops(trainer), request.module, *request.module.modules()]
-    owners += [request.datamodule, *trainer.callbacks, *trainer.loggers]
-    others = [trainer.connected_strategy, trainer.precision_in_use, trainer.profiler, *_tensors(request.module)]
-    seen: dict[int, Any] = {id(each): each for each in (*owners, *others) if each is not None}
-    return list(seen.values())
-
-
-def _loops(trainer: "Trainer") -> list[Any]:
-    loop = trainer.fit_loop_state
-    return [loop.fit, loop.fit.data, loop.val_loop, *trainer.evaluations.values(), trainer.predict_loop]
+def shared_objects(parts: TrainerParts, request: Request) -> list[Any]:
+    """Return all objects of the trainer and the user that a run may change, in the same order in all processes."""
+    objects = [parts.trainer, parts, parts.state, *parts.states_of_loops]
+    objects += [request.module, *request.module.modules(), request.datamodule]
+    objects += [*parts.state.callbacks, *parts.state.loggers]
+    objects += [parts.strategy, parts.precision, parts.state.profiler, *_tensors(request.module)]
+    by_identity = {id(item): item for item in objects if item is not None}
+    return list(by_identity.values())
 
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:
     return (*module.parameters(), *module.buffers())
 
 
-def collect(trainer: "Trainer", known: list[Any], result: Any) -> ProcessResults:
-    """What a run has done to the known objects of this process."""
-    loops = {id(loop) for loop in _loops(trainer)}
+# In the main process
+
+
+def collect(parts: TrainerParts, shared: list[Any], result: Any) -> ProcessResults:
+    """Return the results of a run: the changes of the shared objects of this process.
+
+    Args:
+        parts: The objects of the trainer.
+        shared: What `shared_objects` has returned, in this process.
+        result: What the loop has returned.
+    """
     attributes: list[dict[str, Any] | None] = []
     tensors = []
-    for each in known:
-        if isinstance(each, Tensor):
-            tensors.append(each.detach().cpu())
+    for item in shared:
+        if isinstance(item, Tensor):
+            tensors.append(item.detach().cpu())
             attributes.append(None)
-            continue
-        state = vars(each) if hasattr(each, "__dict__") else {}
-        if each is trainer:
-            state = {}
-        elif each is trainer.run_state:
-            state = {name: state[name] for name in _STATE}
-        elif id(each) in loops:
-            state = {name: state[name] for name in _LOOP if name in state}
-        elif any(each is other for other in (trainer.connected_strategy, trainer.precision_in_use, trainer.profiler)):
-            state = {}
-        attributes.append(_sendable(state, known))
-    modules = [(each, sent) for each, sent in zip(known, attributes, strict=True) if isinstance(each, nn.Module)]
-    complete = all(sent is not None and set(STRUCTURE) <= set(sent) for _, sent in modules)
-    whole = None if complete or not modules else on_cpu(modules[0][0].state_dict())
+        else:
+            results = _results_of(parts, item)
+            attributes.append(_sendable(results, shared))
     return ProcessResults(
         result,
         tensors=tensors,
         attributes=attributes,
-        metrics=trainer.logs.shown(),
+        metrics=parts.logs.shown(),
         random=random_state.capture(),
-        strategy=trainer.connected_strategy.state_dict(),
-        precision=trainer.precision_in_use.state_dict(),
-        module_state=whole,
+        strategy=parts.strategy.state_dict(),
+        precision=parts.precision.state_dict(),
+        module_state=_state_of_incomplete_module(shared, attributes),
     )
 
 
-def _sendable(state: dict[str, Any], known: list[Any]) -> dict[str, Any]:
-    state = {name: value for name, value in state.items() if not isinstance(value, (Dataset, DataLoader))}  # no results
-    if can_be_packed(state, known):
-        return dict(state)
-    return {name: value for name, value in state.items() if can_be_packed(value, known)}
+def _results_of(parts: TrainerParts, item: Any) -> dict[str, Any]:
+    """Return the attributes of a shared object that a run may have changed."""
+    without_results = (parts.trainer, parts, parts.strategy, parts.precision, parts.state.profiler)
+    if any(item is other for other in without_results):
+        return {}
+    if item is parts.state:
+        state_results: dict[str, Any] = parts.state.results()
+        return state_results
+    attributes: dict[str, Any] = getattr(item, "__dict__", {})
+    if any(item is state for state in parts.states_of_loops):
+        return {name: attributes[name] for name in _LOOP_RESULTS if name in attributes}
+    return attributes
 
 
-def apply_results(trainer: "Trainer", known: list[Any], effects: ProcessResults) -> Any:
-    """Makes the known objects of this process what they are in the process that ran; returns the run's result."""
-    if effects.process == this_process():
-        return effects.result
-    values = iter(effects.tensors)
-    for each, state in zip(known, effects.attributes, strict=True):
-        if isinstance(each, Tensor):
-            _take_value(each, next(values))
-        elif state:
-            vars(each).update(state)
-    if effects.module_state is not None:
-        _take_state(next(each for each in known if isinstance(each, nn.Module)), effects.module_state)
-    trainer.logs.show(effects.metrics)
-    trainer.connected_strategy.load_state_dict(effects.strategy)
-    trainer.precision_in_use.load_state_dict(effects.precision)
-    if effects.random is not None:
-        effects.random.restore()
-    return effects.result
+def _sendable(attributes: dict[str, Any], shared: list[Any]) -> dict[str, Any]:
+    """Return the attributes that can be pickled; data are no results."""
+    results = {name: value for name, value in attributes.items() if not isinstance(value, (Dataset, DataLoader))}
+    # As a rule all can be sent, so they are tried together first.
+    if can_be_packed(results, shared):
+        return results
+    return {name: value for name, value in results.items() if can_be_packed(value, shared)}
 
 
-def _take_state(module: nn.Module, state: dict[str, Any]) -> None:
-    """Loads the state of a module of which some layers could not be sent; `configure_model` makes them here, too."""
+def _state_of_incomplete_module(shared: list[Any], attributes: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the module's whole state if the parameters or layers of a part of it cannot be sent, else None."""
+    module: nn.Module | None = None
+    is_complete = True
+    for item, sent in zip(shared, attributes, strict=True):
+        if not isinstance(item, nn.Module):
+            continue
+        # The user's module precedes its submodules.
+        if module is None:
+            module = item
+        if sent is None or not set(STRUCTURE) <= set(sent):
+            is_complete = False
+    if module is None or is_complete:
+        return None
+    state: dict[str, Any] = on_cpu(module.state_dict())
+    return state
+
+
+# In the caller's process
+
+
+def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResults) -> Any:
+    """Give the shared objects of this process the results of the process that ran.
+
+    Args:
+        parts: The objects of the trainer.
+        shared: What `shared_objects` has returned, in this process.
+        results: The results of the main process.
+
+    Returns:
+        What the loop has returned.
+    """
+    if results.process == this_process():
+        return results.result
+    tensors = iter(results.tensors)
+    for item, attributes in zip(shared, results.attributes, strict=True):
+        if isinstance(item, Tensor):
+            _set_value(item, next(tensors))
+        elif attributes:
+            item.__dict__.update(attributes)
+    if results.module_state is not None:
+        module = next(item for item in shared if isinstance(item, nn.Module))
+        _load_state(module, results.module_state)
+    parts.logs.show(results.metrics)
+    parts.strategy.load_state_dict(results.strategy)
+    parts.precision.load_state_dict(results.precision)
+    if results.random is not None:
+        results.random.restore()
+    return results.result
+
+
+def _load_state(module: nn.Module, state: dict[str, Any]) -> None:
+    """Load the state of a module of which some layers could not be sent; `configure_model` creates them here, too."""
     try:
         if set(module.state_dict()) != set(state) and is_a(module, LightningModule):
             module.configure_model()
@@ -181,9 +209,11 @@ def _take_state(module: nn.Module, state: dict[str, Any]) -> None:
         ) from error
 
 
-def _take_value(tensor: Tensor, value: Tensor) -> None:
+def _set_value(tensor: Tensor, value: Tensor) -> None:
+    # A lazy module has found its shapes in the run.
+    is_replaced = tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.is_meta
     with torch.no_grad():
-        if tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.is_meta:
-            tensor.data = value  # a lazy module has come to know its shape
+        if is_replaced:
+            tensor.data = value
         else:
             tensor.data.copy_(value)

@@ -14,12 +14,12 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import make_precision
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.checkpoint import dump_checkpoint
-from equipoise.trainer.checkpointing.file import write_checkpoint
-from equipoise.trainer.checkpointing.objects import warn_of_objects_written
-from equipoise.trainer.lifecycle import Request, make_context, run
+from equipoise.trainer.checkpoint import save_checkpoint
+from equipoise.trainer.lifecycle import run
 from equipoise.trainer.logging.results_table import to_scalars
+from equipoise.trainer.preparation import make_context
 from equipoise.trainer.runtime.preflight import as_module, data_of
+from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.settings import arguments as check
 from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.argument_names import suggests_arguments
@@ -152,9 +152,10 @@ class Trainer(PublicState):
             use_distributed_sampler=use_distributed_sampler,
             sync_batchnorm=sync_batchnorm,
         )
-        connected, self.num_nodes = select.connect_strategy(strategy, accelerator, devices, num_nodes)
+        connected, machines = select.connect_strategy(strategy, accelerator, devices, num_nodes)
         in_use = make_precision(precision, connected.root_device.type)
         super().__init__(connected, in_use, select.root_directory(default_root_dir))
+        self.num_nodes = machines
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
         given = check.check_barebones(
@@ -331,7 +332,7 @@ class Trainer(PublicState):
         module = self.lightning_module if model is None else as_module(model)
         if module is None:
             raise ConfigurationError(f"`{fn.value}` needs a module: none was passed, and there was no run before.")
-        return run(self, Request(fn, module, model is not None, datamodule, loaders, ckpt_path, weights_only))
+        return run(self.parts, Request(fn, module, model is not None, datamodule, loaders, ckpt_path, weights_only))
 
     # What users call in the course of a run.
 
@@ -348,19 +349,11 @@ class Trainer(PublicState):
         Raises:
             CheckpointError: If something in it cannot be pickled, or the disk is full.
         """
-        if self._context is None:
+        if self.parts.context is None:
             raise AttributeError(
                 "A checkpoint holds a module, but no run has brought one yet. Call `fit` or `validate` first."
             )
-        with self.profiler.profile("save_checkpoint"):
-            checkpoint = dump_checkpoint(self._context, weights_only=bool(weights_only), path=os.fspath(filepath))
-            if self.is_global_zero:
-                warn_of_objects_written(self, checkpoint)
-                if self.checkpoint_io is not None:
-                    self.checkpoint_io.save_checkpoint(checkpoint, os.fspath(filepath), storage_options)
-                else:
-                    write_checkpoint(checkpoint, filepath)
-            self.connected_strategy.processes.barrier("Trainer.save_checkpoint")
+        save_checkpoint(self.parts, self.parts.context, filepath, bool(weights_only), storage_options)
 
     def connect_module(self, model: LightningModule) -> None:
         """Set what `lightning_module` returns, without a run; Lightning's name for it is `strategy.connect`.
@@ -373,7 +366,7 @@ class Trainer(PublicState):
         """
         module = as_module(model)
         if module is not self.lightning_module:
-            self.begin_run(make_context(self, Request(TrainerFn.FITTING, module)))
+            self.parts.begin_run(make_context(self.parts, Request(TrainerFn.FITTING, module)))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints in one process of each machine."""
@@ -387,7 +380,7 @@ class Trainer(PublicState):
         Asks for the training loader if nobody has yet, so `configure_optimizers` may use it. Before any run there is
         none: `max_steps`.
         """
-        return self.fit_loop_state.estimated_steps(self._context)
+        return self.fit_loop_state.estimated_steps(self.parts.context)
 
     def init_module(self, empty_init: bool | None = None) -> Any:
         """A context in which a module is made on the device and in the precision of this trainer.

@@ -6,7 +6,8 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise import Trainer
-from equipoise.trainer.lifecycle import Request, make_context
+from equipoise.trainer.preparation import make_context
+from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["training_context"]
@@ -23,7 +24,7 @@ def training_context(module: L.LightningModule, optimizer: Any = None, **argumen
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(**{**options, **arguments})
     module.trainer = trainer  # type: ignore[assignment]
-    context = make_context(trainer, Request(TrainerFn.FITTING, module))
+    context = make_context(trainer.parts, Request(TrainerFn.FITTING, module))
     context.strategy.setup(module, context.precision)
     if optimizer is not None:
         trainer.optimizers = [optimizer]

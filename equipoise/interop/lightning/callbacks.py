@@ -4,15 +4,12 @@ Each name stands here with the reason why nothing public does; a test notices wh
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from equipoise.interop.lightning.classes import base_of, is_a
-
-if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
 
 __all__ = ["cannot_fire", "last_checkpoints", "load_saving_states", "looks_after_training_epochs", "saving_states"]
 
@@ -35,9 +32,9 @@ def looks_after_training_epochs(callback: Any) -> bool:
     return bool(callback._check_on_train_epoch_end)
 
 
-def last_checkpoints(callback: ModelCheckpoint, trainer: "Trainer") -> set[str]:
+def last_checkpoints(callback: ModelCheckpoint, trainer: Any) -> set[str]:
     """Return the files that a checkpoint callback calls its last, also those of an earlier process."""
-    return callback._find_last_checkpoints(trainer)  # type: ignore[arg-type]
+    return callback._find_last_checkpoints(trainer)
 
 
 # ModelCheckpoint leaves these out of its state: the step and the path of its last file, and whether it waits for the

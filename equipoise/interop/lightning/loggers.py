@@ -6,21 +6,18 @@ Each name stands here with the reason why nothing public does; a test notices wh
 import os
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 
-if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
-
 __all__ = ["continue_csv", "csv_writer", "log_hyperparams", "set_csv_rewriting"]
 
 
-def log_hyperparams(trainer: "Trainer") -> None:
+def log_hyperparams(trainer: Any) -> None:
     """Pass hyperparameters and graph to the loggers; the merge of module and data module has no public name."""
-    _log_hyperparams(trainer)  # type: ignore[arg-type]
+    _log_hyperparams(trainer)
 
 
 def csv_writer(logger: Any) -> Any:

@@ -3,8 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.callbacks import last_checkpoints
@@ -12,31 +11,33 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.notices import rank_zero_warn
 
 if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
+    from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["select_checkpoint"]
 
 
-def select_checkpoint(trainer: "Trainer", ckpt_path: Any, *, module_given: bool) -> Any:
+def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bool) -> Any:
     """Return the path that `ckpt_path` stands for; None for no checkpoint.
 
     Args:
-        trainer: The trainer, whose checkpoint callbacks know the best and the last.
+        context: The run, whose checkpoint callbacks know the best and the last.
         ckpt_path: A path, "best", "last" or None.
         module_given: Whether a module was passed. If not, None means the best checkpoint of the last fit.
 
     Raises:
         ConfigurationError: If there is no such checkpoint.
     """
+    state = context.state
     entry_point = "fit"
-    if trainer.state.fn is not None:
-        entry_point = trainer.state.fn.value
+    if state.status.fn is not None:
+        entry_point = state.status.fn.value
 
     # 1. None: the choice of the trainer.
     if ckpt_path is None:
-        if trainer.managed_ckpt_path is not None:
-            return trainer.managed_ckpt_path
-        ckpt_path = _default_choice(trainer, entry_point, module_given=module_given)
+        if state.managed_ckpt_path is not None:
+            return state.managed_ckpt_path
+        ckpt_path = _default_choice(state, entry_point, module_given=module_given)
         if ckpt_path is None:
             return None
 
@@ -48,17 +49,17 @@ def select_checkpoint(trainer: "Trainer", ckpt_path: Any, *, module_given: bool)
 
     # 3. The path of a word.
     if ckpt_path == "best":
-        return _best(trainer, entry_point)
+        return _best(state, entry_point)
     if ckpt_path == "last":
-        return _last(trainer, entry_point)
+        return _last(context, entry_point)
     return ckpt_path
 
 
-def _default_choice(trainer: "Trainer", entry_point: str, *, module_given: bool) -> str | None:
+def _default_choice(state: "RunState", entry_point: str, *, module_given: bool) -> str | None:
     """Return "best", "last" or None, if the user has chosen nothing."""
     # A fit goes on where an exception has ended the last one.
-    if trainer.state.fn == TrainerFn.FITTING:
-        for callback in trainer.callbacks:
+    if state.fitting:
+        for callback in state.callbacks:
             if is_a(callback, OnExceptionCheckpoint):
                 return "last"
     if module_given:
@@ -70,15 +71,16 @@ def _default_choice(trainer: "Trainer", entry_point: str, *, module_given: bool)
     return "best"
 
 
-def _best(trainer: "Trainer", entry_point: str) -> str:
+def _best(state: "RunState", entry_point: str) -> str:
     """Return the best checkpoint of the first checkpoint callback."""
-    callback = trainer.checkpoint_callback
-    if callback is None:
+    callbacks = [callback for callback in state.callbacks if is_a(callback, Checkpoint)]
+    if not callbacks:
         raise ConfigurationError(
             f"`{entry_point}(ckpt_path='best')` needs a ModelCheckpoint among the callbacks, but there is none. Give a"
             f" path, or pass the module, `{entry_point}(module)`, to use the weights that it has."
         )
-    count = len(trainer.checkpoint_callbacks)
+    callback = callbacks[0]
+    count = len(callbacks)
     if count > 1:
         monitor = getattr(callback, "monitor", None)
         rank_zero_warn(
@@ -89,22 +91,22 @@ def _best(trainer: "Trainer", entry_point: str) -> str:
     if path:
         return str(path)
     reason = ""
-    if trainer.fast_dev_run:
+    if state.fast_dev_run:
         reason = " With fast_dev_run nothing is saved."
     raise ConfigurationError(
         f"`{entry_point}(ckpt_path='best')`: no checkpoint was saved yet.{reason} Give a path, or fit first."
     )
 
 
-def _last(trainer: "Trainer", entry_point: str) -> str | None:
+def _last(context: "RunContext", entry_point: str) -> str | None:
     """Return the newest of the last checkpoints of all callbacks; None, with a warning, if there is none."""
     from lightning.fabric.utilities.cloud_io import get_filesystem
 
     # 1. The paths that callbacks write.
     paths: set[str] = set()
-    for callback in trainer.callbacks:
+    for callback in context.state.callbacks:
         if is_a(callback, ModelCheckpoint):
-            paths |= last_checkpoints(callback, trainer)
+            paths |= last_checkpoints(callback, context.hooks.trainer)
         elif is_a(callback, OnExceptionCheckpoint):
             paths.add(str(callback.ckpt_path))
 

@@ -17,7 +17,7 @@ from equipoise.safe_loading.stand_in import stand_ins_in
 from equipoise.safe_loading.unpickler import load_pickle
 
 if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
+    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["warn_of_objects_read", "warn_of_objects_written"]
 
@@ -41,16 +41,16 @@ _OF_TRAINING = {"optimizer_states", "lr_schedulers", "loops", "equipoise"}
 _MOST_LISTED = 5
 
 
-def warn_of_objects_written(trainer: "Trainer", checkpoint: dict[str, Any]) -> None:
+def warn_of_objects_written(state: "RunState", checkpoint: dict[str, Any]) -> None:
     """Warn once for each trainer that the objects in its checkpoints are not created when they are read.
 
     Args:
-        trainer: The trainer, which remembers that it has warned.
+        state: The state of the trainer, which remembers the warning.
         checkpoint: The content of the file that is about to be written.
     """
-    if trainer.objects_were_reported:
+    if state.objects_were_reported:
         return
-    trainer.objects_were_reported = True
+    state.objects_were_reported = True
 
     # 1. A checkpoint that the safe reader refuses altogether.
     entries = {key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS}

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -22,9 +22,6 @@ from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.state.run_state import RunState
 
-if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
-
 __all__ = ["RunContext"]
 
 
@@ -33,7 +30,6 @@ class RunContext:
     """The parts of one run.
 
     Attributes:
-        trainer: The trainer; parts that were not yet changed to `state` read it.
         state: Settings, stage, counters and objects of the trainer.
         module: The user's module.
         datamodule: The user's data module, if there is one.
@@ -47,7 +43,6 @@ class RunContext:
         fitting: What was learned of the sizes that fit into memory, in training and in evaluations.
     """
 
-    trainer: "Trainer"
     state: RunState
     module: LightningModule
     datamodule: LightningDataModule | None

@@ -12,7 +12,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
 
 if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
+    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["refuse_finder", "refuse_tuner"]
 
@@ -43,13 +43,13 @@ def refuse_finder(callback: Any) -> None:
             )
 
 
-def refuse_tuner(trainer: "Trainer") -> None:
+def refuse_tuner(state: "RunState") -> None:
     """Check the callbacks when a run begins, and remove finders, so that the trainer can still be used.
 
     Raises:
         ConfigurationError: If the tuner has added one of its callbacks.
     """
-    finders = [callback for callback in trainer.callbacks if is_a(callback, *_FINDERS)]
+    finders = [callback for callback in state.callbacks if is_a(callback, *_FINDERS)]
     if finders:
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in finders]
+        state.callbacks = [callback for callback in state.callbacks if callback not in finders]
         refuse_finder(finders[0])

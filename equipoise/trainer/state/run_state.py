@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -25,8 +25,11 @@ __all__ = ["MetricListener", "RunState"]
 # Called with the trainer, the values by name, and the number of optimiser steps done before the present one.
 MetricListener = Callable[[Any, dict[str, Any], int], None]
 
-# Marks a field that another process of the run gets empty, since it belongs to this process alone.
+# Marks of a field. Local: other processes of the run begin with an empty list. Result: if the run took place in other
+# processes, the caller's state receives the value.
 _LOCAL = {"local": True}
+_RESULT = {"result": True}
+_LOCAL_RESULT = {"local": True, "result": True}
 
 
 @dataclass(eq=False)
@@ -46,6 +49,7 @@ class RunState(Stages, Limits):
         loaded_ckpt_path: The checkpoint that the last run has loaded.
         managed_ckpt_path: The checkpoint that the user has set for the runs that follow.
         objects_were_reported: True if a warning named the objects in the checkpoints, which are not read again.
+        datamodule: The user's data module, if there is one.
         callbacks: The callbacks, in the order in which they are called.
         loggers: The loggers, in the order in which they are called.
         metric_listeners: Functions that receive the values that go to loggers, also if there is no logger.
@@ -71,28 +75,30 @@ class RunState(Stages, Limits):
     detect_anomaly: bool = False
     detect_nonfinite: bool | None = None
     barebones: bool = False
+    num_nodes: int = 1
     root_dir: str = field(default_factory=os.getcwd)
     profiler: Profiler = field(default_factory=PassThroughProfiler)
     checkpoint_io: CheckpointIO | None = None
 
     # Requests to end.
-    should_stop: bool = False
-    received_sigterm: bool = False
+    should_stop: bool = field(default=False, metadata=_RESULT)
+    received_sigterm: bool = field(default=False, metadata=_RESULT)
     requeues: bool = False
 
     # Counters and checkpoints.
     number_of_fit: int = 1
-    progress: FitProgress = field(default_factory=FitProgress)
-    loaded_ckpt_path: Any = None
-    managed_ckpt_path: Any = None
+    progress: FitProgress = field(default_factory=FitProgress, metadata=_RESULT)
+    loaded_ckpt_path: Any = field(default=None, metadata=_RESULT)
+    managed_ckpt_path: Any = field(default=None, metadata=_RESULT)
     objects_were_reported: bool = False
 
     # Objects that a run calls.
+    datamodule: LightningDataModule | None = None
     callbacks: list[Callback] = field(default_factory=list)
     loggers: list[Logger] = field(default_factory=list)
     metric_listeners: list[MetricListener] = field(default_factory=list, metadata=_LOCAL)
-    optimizers: list[Optimizer] = field(default_factory=list, metadata=_LOCAL)
-    lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=_LOCAL)
+    optimizers: list[Optimizer] = field(default_factory=list, metadata=_LOCAL_RESULT)
+    lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=_LOCAL_RESULT)
 
     def request_stop(self) -> None:
         """Let training end after the batch, as soon as `min_epochs` and `min_steps` are met."""
@@ -111,11 +117,16 @@ class RunState(Stages, Limits):
             return self.root_dir
         return os.path.normpath(os.path.expanduser(self.root_dir))
 
+    def results(self) -> dict[str, Any]:
+        """Return the fields that the caller's state receives from a run in other processes."""
+        names = [declared.name for declared in fields(self) if "result" in declared.metadata]
+        return {name: getattr(self, name) for name in names}
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields for another process, without the objects that belong to this one."""
         state = {}
         for declared in fields(self):
             state[declared.name] = getattr(self, declared.name)
-            if declared.metadata.get("local"):
+            if "local" in declared.metadata:
                 state[declared.name] = []
         return state

@@ -15,7 +15,7 @@ class Stages:
         status: Lightning's object for these three; users and callbacks read and write it as `trainer.state`.
     """
 
-    status: TrainerState = field(default_factory=TrainerState)
+    status: TrainerState = field(default_factory=TrainerState, metadata={"result": True})
 
     @property
     def fitting(self) -> bool:

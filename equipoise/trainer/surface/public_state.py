@@ -1,16 +1,16 @@
 """Public attributes of the Trainer, under Lightning's names."""
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,22 +18,18 @@ from torch.optim import Optimizer
 from equipoise.interop.lightning.classes import is_a
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
-from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
+from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.logging.results_table import to_scalars
+from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
 from equipoise.trainer.loops.fit_loop import FitLoop
-from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
 from equipoise.trainer.settings.devices import accelerator_of
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.lightning_view import LightningNames, precision_plugin
+from equipoise.trainer.surface.parts import TrainerParts
 from equipoise.trainer.surface.state_fields import StateFields
-from equipoise.trainer.surface.strategy_view import StrategyView
-from equipoise.trainer.surface.wrapped_optimizers import WrappedOptimizers
-
-if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
 
 __all__ = ["PublicState"]
 
@@ -42,69 +38,62 @@ class PublicState(StateFields, LightningNames):
     """The public attributes of a trainer.
 
     Attributes:
+        parts: The objects of the trainer, on which a run is carried out.
         run_state: The state that the parts of a run share.
-        datamodule: The user's data module, if there is one.
+        connected_strategy: The strategy itself; `strategy` has the names of Lightning's as well.
+        precision_in_use: The precision itself; `precision` is its name.
+        logs: The logged values.
+        fit_loop_state: The training loop; `fit_loop` has the names of Lightning's.
+        evaluations: The loops of `validate` and `test`.
+        predict_loop: The loop of `predict`.
+        precision_plugin: Lightning's plugin for the precision.
+        accelerator: Lightning's accelerator of the root device.
     """
 
     def __init__(self, strategy: Strategy, precision: Precision, root_dir: str) -> None:
-        super().__init__()
-        trainer: Trainer = self  # type: ignore[assignment]
-        self.run_state = RunState(root_dir=root_dir)
+        state = RunState(root_dir=root_dir)
+        self.run_state = state
         self.connected_strategy = strategy
         self.precision_in_use = precision
-        self.datamodule: LightningDataModule | None = None
         self.logs = Logs()
-        self.logger_output = LoggerOutput(self.run_state, self.logs, self)
-        self.fit_loop_state = FitLoop(self.run_state, EvaluationLoop(self.run_state, "val", fitting=True))
-        self.evaluations = {
-            "validate": EvaluationLoop(self.run_state, "val"),
-            "test": EvaluationLoop(self.run_state, "test"),
-        }
-        self.predict_loop = PredictionLoop(self.run_state)
-        self._context: RunContext | None = None
-        self._view = StrategyView(strategy, trainer)
-        self.wrapped_optimizers = WrappedOptimizers(self.run_state, self._view)
-        device = strategy.root_device.type
-        self.precision_plugin: LightningPrecision = precision_plugin(
-            precision.name, device, precision.scaler, self._clip
+        self.fit_loop_state = FitLoop(state, EvaluationLoop(state, "val", fitting=True))
+        self.evaluations = {"validate": EvaluationLoop(state, "val"), "test": EvaluationLoop(state, "test")}
+        self.predict_loop = PredictionLoop(state)
+        parts = TrainerParts(
+            trainer=self,
+            state=state,
+            strategy=strategy,
+            precision=precision,
+            logs=self.logs,
+            logger_output=LoggerOutput(state, self.logs, self),
+            fit_loop=self.fit_loop_state,
+            evaluations=self.evaluations,
+            predict_loop=self.predict_loop,
         )
+        super().__init__(parts)
         self.accelerator: Accelerator = accelerator_of(strategy.root_device)
+        self.precision_plugin: LightningPrecision = precision_plugin(
+            precision.name, strategy.root_device.type, precision.scaler, partial(_clip, strategy)
+        )
 
-    # Runs.
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the present run, on its way to another process."""
-        return {**vars(self), "_context": None}
-
-    def begin_run(self, context: RunContext) -> None:
-        """Takes the parts of a new run; loaders of earlier ones are forgotten."""
-        self._context = context
-        self.fit_loop_state.begin_run(context)
-        self.predict_loop.begin_run(context.sources["predict"])
-        for loop in (self.fit_loop_state.val_loop, *self.evaluations.values()):
-            loop.forget_data()
-
-    @property
-    def current_context(self) -> RunContext | None:
-        """The parts of this run or the last one."""
-        return self._context
+    # The module.
 
     @property
     def lightning_module(self) -> LightningModule | None:
         """The user's module, of this run or the last one."""
-        return self._context.module if self._context is not None else None
+        return self.parts.module
 
     @property
     def model(self) -> LightningModule | None:
         """The user's module."""
-        return self.lightning_module
+        return self.parts.module
 
     # Where it runs.
 
     @property
     def strategy(self) -> Any:
         """The strategy, and what Lightning's objects ask of one."""
-        return self._view
+        return self.parts.strategy_view
 
     @property
     def global_rank(self) -> int:
@@ -140,7 +129,8 @@ class PublicState(StateFields, LightningNames):
     def num_devices(self) -> int:
         """The number of devices on this machine."""
         strategy = self.connected_strategy
-        return max(len(strategy.devices), strategy.processes.world_size // int(getattr(self, "num_nodes", 1)))
+        processes_of_a_machine = strategy.processes.world_size // self.run_state.num_nodes
+        return max(len(strategy.devices), processes_of_a_machine)
 
     @property
     def precision(self) -> str:
@@ -157,9 +147,7 @@ class PublicState(StateFields, LightningNames):
     @property
     def global_step(self) -> int:
         """The number of optimiser steps done, over all optimisers; it is not reset."""
-        if self._context is None:
-            return self.progress.optimizer_step.completed
-        return self._context.global_step
+        return self.parts.global_step
 
     @property
     def is_last_batch(self) -> bool:
@@ -179,13 +167,13 @@ class PublicState(StateFields, LightningNames):
     @property
     def num_val_batches(self) -> list[float]:
         """Validation batches of each loader."""
-        loop = self.evaluations["validate"] if self.state.fn == TrainerFn.VALIDATING else self.fit_loop_state.val_loop
-        return loop.num_batches
+        return self.parts.validation.num_batches
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """Validation batches of each loader before training."""
-        return [min(self.num_sanity_val_steps, batches) for batches in self.fit_loop_state.val_loop.num_batches]
+        limit = self.run_state.num_sanity_val_steps
+        return [min(limit, batches) for batches in self.fit_loop_state.val_loop.num_batches]
 
     @property
     def num_test_batches(self) -> list[float]:
@@ -202,42 +190,31 @@ class PublicState(StateFields, LightningNames):
     @property
     def enable_validation(self) -> bool:
         """True if a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
-        return self._context is not None and self._context.enable_validation
+        context = self.parts.context
+        return context is not None and context.enable_validation
 
     @property
     def train_dataloader(self) -> Any:
         """The training loaders in use."""
-        loaders = self.fit_loop_state.fit.data.loaders
-        return loaders.iterables if loaders is not None else None
+        return _iterables(self.fit_loop_state.fit.data)
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loaders in use."""
-        loaders = self.fit_loop_state.val_loop.loaders or self.evaluations["validate"].loaders
-        return loaders.iterables if loaders is not None else None
+        in_fit = _iterables(self.fit_loop_state.val_loop)
+        if in_fit is not None:
+            return in_fit
+        return _iterables(self.evaluations["validate"])
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loaders in use."""
-        loaders = self.evaluations["test"].loaders
-        return loaders.iterables if loaders is not None else None
+        return _iterables(self.evaluations["test"])
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loaders in use."""
-        loaders = self.predict_loop.loaders
-        return loaders.iterables if loaders is not None else None
-
-    @property
-    def active_evaluation(self) -> Any:
-        """The evaluation or prediction loop that runs, if one does."""
-        if self.predicting:
-            return self.predict_loop
-        if not self.evaluating and not self.sanity_checking:
-            return None
-        if self.state.fn is None or self.state.fn == TrainerFn.FITTING:
-            return self.fit_loop_state.val_loop
-        return self.evaluations[self.state.fn.value]
+        return _iterables(self.predict_loop)
 
     # Values.
 
@@ -263,18 +240,20 @@ class PublicState(StateFields, LightningNames):
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Hand values to the loggers; see `LoggerOutput.log_metrics`."""
-        self.logger_output.log_metrics(metrics, step)
+        self.parts.logger_output.log_metrics(metrics, step)
 
     def hand_over_last_step(self) -> None:
         """Hand the values of the last training step to listeners; see `LoggerOutput.hand_over_last_step`."""
-        self.logger_output.hand_over_last_step()
+        self.parts.logger_output.hand_over_last_step()
 
     # Files.
 
     @property
     def logger(self) -> Logger | None:
         """The first logger."""
-        return self.loggers[0] if self.loggers else None
+        if not self.loggers:
+            return None
+        return self.loggers[0]
 
     @logger.setter
     def logger(self, logger: Logger | None) -> None:
@@ -283,12 +262,7 @@ class PublicState(StateFields, LightningNames):
     @property
     def log_dir(self) -> str | None:
         """The folder of the run: that of the first logger, else `default_root_dir`; the same in every process."""
-        logger = self.logger
-        if logger is None:
-            folder: str | None = self.default_root_dir
-        else:
-            folder = logger.log_dir if is_a(logger, TensorBoardLogger, CSVLogger) else logger.save_dir
-        return self.connected_strategy.processes.broadcast(folder)
+        return self.parts.log_dir
 
     @property
     def ckpt_path(self) -> Any:
@@ -331,10 +305,20 @@ class PublicState(StateFields, LightningNames):
     @property
     def lightning_optimizers(self) -> list[LightningOptimizer]:
         """The optimisers as `self.optimizers()` gives them, made anew when the optimisers change."""
-        return self.wrapped_optimizers.current()
+        return self.parts.lightning_optimizers()
 
-    def _clip(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """`LightningModule.clip_gradients` comes here."""
-        if clip_val > 0:
-            algorithm = GradClipAlgorithmType(gradient_clip_algorithm).value
-            self.connected_strategy.clip_gradients(optimizer, clip_val, algorithm)
+
+def _iterables(owner: TrainingData | EvaluationLoop | PredictionLoop) -> Any:
+    """Return loaders, in the form in which the user has passed them; None before it has any."""
+    if owner.loaders is None:
+        return None
+    return owner.loaders.iterables
+
+
+def _clip(
+    strategy: Strategy, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+) -> None:
+    """Clip gradients for `LightningModule.clip_gradients`."""
+    if clip_val > 0:
+        algorithm = GradClipAlgorithmType(gradient_clip_algorithm).value
+        strategy.clip_gradients(optimizer, clip_val, algorithm)

@@ -3,7 +3,7 @@
 from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerState
@@ -99,6 +99,7 @@ class StateFields:
     detect_anomaly = StateField[bool]()
     detect_nonfinite = StateField[bool | None]()
     barebones = StateField[bool]()
+    num_nodes = StateField[int]()
     profiler = StateField[Profiler]()
     checkpoint_io = StateField[CheckpointIO | None]()
     default_root_dir = StateField[str]()
@@ -127,6 +128,7 @@ class StateFields:
     objects_were_reported = StateField[bool]()
 
     # Objects that a run calls.
+    datamodule = StateField[LightningDataModule | None]()
     callbacks = StateField[list[Callback]]()
     loggers = StateField[list[Logger]]()
     metric_listeners = StateField[list[MetricListener]]()

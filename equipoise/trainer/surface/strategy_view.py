@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
+from equipoise.trainer.settings.defaults import module_init_context
 
 if TYPE_CHECKING:
     from equipoise.strategies.strategy import Strategy
-    from equipoise.trainer.trainer import Trainer
+    from equipoise.trainer.surface.parts import TrainerParts
 
 __all__ = ["StrategyView"]
 
@@ -59,7 +60,7 @@ class StrategyView:
 
     Args:
         strategy: The strategy.
-        trainer: The trainer.
+        parts: All objects of the trainer.
     """
 
     lightning_restore_optimizer = True
@@ -67,9 +68,9 @@ class StrategyView:
     restore_checkpoint_after_setup = False
     launcher = None
 
-    def __init__(self, strategy: "Strategy", trainer: "Trainer") -> None:
-        self._own = strategy
-        self._of = trainer
+    def __init__(self, strategy: "Strategy", parts: "TrainerParts") -> None:
+        self._strategy = strategy
+        self._parts = parts
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_LIGHTNINGS_LOOPS:
@@ -78,16 +79,16 @@ class StrategyView:
             return _do_nothing
         if name in _STEPS:
             return partial(self._run_step, name)
-        return getattr(self._own, name)
+        return getattr(self._strategy, name)
 
     def __reduce__(self) -> Any:
         """Pickle by the arguments: a view without attributes would look for them for ever."""
-        return StrategyView, (self._own, self._of)
+        return StrategyView, (self._strategy, self._parts)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The strategy's class, so that `isinstance(trainer.strategy, SingleDeviceStrategy)` says what it should."""
-        return type(self._own)
+        return type(self._strategy)
 
     # The module.
 
@@ -100,7 +101,7 @@ class StrategyView:
         Raises:
             ConfigurationError: If it is none.
         """
-        self._of.connect_module(model)
+        self._parts.trainer.connect_module(model)
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: Lightning's argument is the trainer, ours a module and a precision."""
@@ -109,29 +110,29 @@ class StrategyView:
     @property
     def lightning_module(self) -> Any:
         """The user's module."""
-        return self._of.lightning_module
+        return self._parts.module
 
     model = lightning_module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module."""
-        return self._own.portable.module_state(self._connected_module("lightning_module_state_dict"))
+        return self._strategy.portable.module_state(self._connected_module("lightning_module_state_dict"))
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint into the module."""
         module = self._connected_module("load_model_state_dict")
-        self._own.portable.load_module_state(module, checkpoint["state_dict"], strict=strict)
+        self._strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=strict)
 
     def module_state(self, module: Any) -> dict[str, Any]:
         """Return the whole state of a module."""
-        return self._own.portable.module_state(module)
+        return self._strategy.portable.module_state(module)
 
     def load_module_state(self, module: Any, state: dict[str, Any], strict: bool = True) -> None:
         """Load a state that `module_state` has returned."""
-        self._own.portable.load_module_state(module, state, strict)
+        self._strategy.portable.load_module_state(module, state, strict)
 
     def _connected_module(self, name: str) -> Any:
-        module = self._of.lightning_module
+        module = self._parts.module
         if module is None:
             raise ConfigurationError(
                 f"`trainer.strategy.{name}` needs a module, but no run has brought one yet. Call"
@@ -142,7 +143,7 @@ class StrategyView:
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a step of the module in the context of the run's precision."""
         step = getattr(self._connected_module(name), name)
-        context = self._of.precision_in_use.forward_context
+        context = self._parts.precision.forward_context
         with nullcontext() if context is None else context():
             return step(*args, **kwargs)
 
@@ -151,47 +152,47 @@ class StrategyView:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimisers."""
-        return self._of.optimizers
+        return self._parts.state.optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        self._of.optimizers = optimizers
+        self._parts.state.optimizers = optimizers
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        return self._of.lightning_optimizers
+        return self._parts.lightning_optimizers()
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers."""
-        return self._of.lr_scheduler_configs
+        return self._parts.state.lr_scheduler_configs
 
     @lr_scheduler_configs.setter
     def lr_scheduler_configs(self, configs: list[Any]) -> None:
-        self._of.lr_scheduler_configs = configs
+        self._parts.state.lr_scheduler_configs = configs
 
     def backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """`manual_backward` comes here."""
-        self._of.fit_loop_state.optimization.backward.manual(loss, *args, **kwargs)
+        self._parts.fit_loop.optimization.backward.manual(loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """`LightningOptimizer.step` comes here."""
-        return self._of.fit_loop_state.optimization.optimizer_step(optimizer, closure, **kwargs)
+        return self._parts.fit_loop.optimization.optimizer_step(optimizer, closure, **kwargs)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the whole state of an optimiser, as `self.optimizers()` or `trainer.optimizers` gives it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        return self._own.portable.optimizer_state(optimizer)
+        return self._strategy.portable.optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a state that `optimizer_state` has returned."""
-        self._own.portable.load_optimizer_state(optimizer, state)
+        self._strategy.portable.load_optimizer_state(optimizer, state)
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load the states of the optimisers of a checkpoint."""
-        for optimizer, state in zip(self._of.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._own.portable.load_optimizer_state(optimizer, state)
+        for optimizer, state in zip(self._parts.state.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._strategy.portable.load_optimizer_state(optimizer, state)
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context that changes nothing: gradients are exchanged when they are needed."""
@@ -207,8 +208,8 @@ class StrategyView:
             device: The device. Default: the root device of this process.
             dataloader_idx: The number of the loader.
         """
-        device = self._own.root_device if device is None else torch.device(device)
-        context = self._of.current_context
+        device = self._strategy.root_device if device is None else torch.device(device)
+        context = self._parts.context
         if context is None:
             return move_data_to_device(batch, device)
         return context.make_transfer(dataloader_idx)(batch, device)
@@ -220,46 +221,46 @@ class StrategyView:
     @property
     def precision_plugin(self) -> Precision:
         """Lightning's plugin for the precision."""
-        return self._of.precision_plugin
+        return self._parts.trainer.precision_plugin  # type: ignore[no-any-return]
 
     @property
     def accelerator(self) -> Any:
         """Lightning's accelerator of the root device."""
-        return self._of.accelerator
+        return self._parts.trainer.accelerator
 
     @property
     def parallel_devices(self) -> list[torch.device]:
         """The devices of this process."""
-        return list(self._own.devices)
+        return list(self._strategy.devices)
 
     @property
     def num_nodes(self) -> int:
         """Number of machines."""
-        return self._of.num_nodes
+        return self._parts.state.num_nodes
 
     @property
     def num_processes(self) -> int:
         """Number of processes on this machine."""
-        return max(1, self._own.processes.world_size // self._of.num_nodes)
+        return max(1, self._strategy.processes.world_size // self._parts.state.num_nodes)
 
     @property
     def is_distributed(self) -> bool:
         """True if there are several processes."""
-        return self._own.processes.world_size > 1
+        return self._strategy.processes.world_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The arguments of a DistributedSampler for this process."""
-        return {"num_replicas": self._own.processes.world_size, "rank": self._own.processes.rank}
+        return {"num_replicas": self._strategy.processes.world_size, "rank": self._strategy.processes.rank}
 
     @property
     def strategy_name(self) -> str:
         """The name by which `Trainer(strategy=...)` finds the strategy."""
-        return self._own.name
+        return self._strategy.name
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which a module is made on the device and in the precision of the trainer."""
-        return self._of.init_module(empty_init)  # type: ignore[no-any-return]
+        return module_init_context(self._strategy.root_device, self._parts.precision, empty=bool(empty_init))
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
         """Return a context that changes nothing: no strategy shards a module while it is made."""
@@ -270,80 +271,82 @@ class StrategyView:
     @property
     def global_rank(self) -> int:
         """Number of this process among all."""
-        return self._own.processes.rank
+        return self._strategy.processes.rank
 
     @property
     def local_rank(self) -> int:
         """Number of this process on its machine."""
-        return self._own.processes.local_rank
+        return self._strategy.processes.local_rank
 
     @property
     def node_rank(self) -> int:
         """Number of this machine."""
-        return self._own.processes.node_rank
+        return self._strategy.processes.node_rank
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self._own.processes.world_size
+        return self._strategy.processes.world_size
 
     @property
     def is_global_zero(self) -> bool:
         """True in the main process."""
-        return self._own.processes.is_main
+        return self._strategy.processes.is_main
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
         """Reduce a value over all processes."""
-        return self._own.processes.reduce(tensor, group, reduce_op)
+        return self._strategy.processes.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Gather a value of every process, stacked along a new first dimension where there are several."""
-        return self._own.processes.all_gather(tensor, group, sync_grads)
+        return self._strategy.processes.all_gather(tensor, group, sync_grads)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all processes, in the order of their ranks."""
-        return self._own.processes.gather_objects(value)
+        return self._strategy.processes.gather_objects(value)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every process has reached this call."""
-        self._own.processes.barrier(name)
+        self._strategy.processes.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of process `src`, in every process."""
-        return self._own.processes.broadcast(obj, src)
+        return self._strategy.processes.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return True if all processes, or any of them, decided for it."""
-        if self._own.processes.world_size == 1:
+        processes = self._strategy.processes
+        if processes.world_size == 1:
             return decision
-        votes = int(
-            self._own.processes.reduce(torch.tensor(int(decision), device=self._own.root_device), reduce_op="sum")
-        )
-        return votes == self._own.processes.world_size if all else votes > 0
+        vote = torch.tensor(int(decision), device=self._strategy.root_device)
+        votes = int(processes.reduce(vote, reduce_op="sum"))
+        if all:
+            return votes == processes.world_size
+        return votes > 0
 
     # Checkpoints.
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The CheckpointIO that was passed to the trainer, else one that writes and reads as the trainer does."""
-        return _CheckpointFiles() if self._of.checkpoint_io is None else self._of.checkpoint_io
+        return _CheckpointFiles() if self._parts.state.checkpoint_io is None else self._parts.state.checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
-        self._of.checkpoint_io = None if isinstance(plugin, _CheckpointFiles) else plugin
+        self._parts.state.checkpoint_io = None if isinstance(plugin, _CheckpointFiles) else plugin
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint in the first process."""
-        if self._own.processes.is_main:
+        if self._strategy.processes.is_main:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; code in it runs only with `weights_only=False`."""
-        return load_checkpoint(checkpoint_path, self._of.checkpoint_io, weights_only=weights_only)
+        return load_checkpoint(checkpoint_path, self._parts.state.checkpoint_io, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint file or folder, in the first process."""
-        if self._own.processes.is_main:
+        if self._strategy.processes.is_main:
             self.checkpoint_io.remove_checkpoint(filepath)
 
 

@@ -1,0 +1,176 @@
+"""Steps of a run before its module is placed: module, data, callbacks and loggers are connected, checked and set up."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
+
+from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
+from equipoise.interop.lightning.modules import attach_profiler, pretend_device
+from equipoise.interop.lightning.self_log import bind_log
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.batches.splitting import Splitter
+from equipoise.trainer.data.dataloader_iter import checking_batches
+from equipoise.trainer.data.loaders import Source
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.cross_process import LogReduction
+from equipoise.trainer.logging.csv_rows import keep_rows
+from equipoise.trainer.runtime.preflight import check_run
+from equipoise.trainer.runtime.request import Request
+from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.settings.callbacks import merge_callbacks
+from equipoise.trainer.state.run_state import RunState
+from equipoise.trainer.surface.parts import TrainerParts
+
+__all__ = ["make_context", "prepare", "set_epoch_limits", "set_up"]
+
+_STAGES = ("train", "val", "test", "predict")
+
+
+def prepare(parts: TrainerParts, request: Request) -> RunContext:
+    """Connect module, data and callbacks to the trainer, and check that they fit."""
+    # 1. Module, data module and callbacks.
+    state = parts.state
+    module = request.module
+    module.trainer = parts.trainer
+    state.datamodule = request.datamodule
+    if request.datamodule is not None:
+        request.datamodule.trainer = parts.trainer
+    if request.fitting:
+        set_epoch_limits(state)
+    state.callbacks = merge_callbacks(state.callbacks, _callbacks_of(module))
+
+    # 2. Logged values.
+    _connect_logs(parts, module)
+
+    # 3. The context of the run, and its checks.
+    context = make_context(parts, request)
+    parts.begin_run(context)
+    check_run(context)
+    if not state.barebones:
+        bind_log(module, state.callbacks)
+    return context
+
+
+def _callbacks_of(module: LightningModule) -> list[Callback]:
+    callbacks: Any = module.configure_callbacks()
+    if is_a(callbacks, Callback):
+        return [callbacks]
+    return list(callbacks or ())
+
+
+def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
+    """Let the logged values of a run be weighted by batch sizes, and reduced over its processes."""
+    strategy = parts.strategy
+    size_of: Callable[[Any], int | None] = Splitter(module, strategy.dim).size
+    if takes_iterator(module, "training_step"):
+        size_of = checking_batches(size_of)
+    reduction = None
+    processes = strategy.processes
+    if processes.world_size > 1:
+        reduction = LogReduction(processes.reduce, processes.gather_objects, module, strategy.root_device)
+    parts.logs.connect_run(size_of, reduction)
+
+
+def make_context(parts: TrainerParts, request: Request) -> RunContext:
+    """Return the objects that the loops of a run share."""
+    module = request.module
+    owner = module if request.datamodule is None else request.datamodule
+    sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in _STAGES}
+    hooks = Hooks(
+        trainer=parts.trainer,
+        state=parts.state,
+        module=module,
+        datamodule=request.datamodule,
+        strategy_name=type(parts.strategy).__name__,
+    )
+    return RunContext(
+        state=parts.state,
+        module=module,
+        datamodule=request.datamodule,
+        strategy=parts.strategy,
+        precision=parts.precision,
+        hooks=hooks,
+        logs=parts.logs,
+        logger_output=parts.logger_output,
+        lightning_optimizers=parts.lightning_optimizers,
+        # A subclass of the Trainer may override the method.
+        save_checkpoint=parts.trainer.save_checkpoint,
+        sources=sources,
+    )
+
+
+def set_epoch_limits(state: RunState) -> None:
+    """Set the defaults of `max_epochs` and `min_epochs`, which depend on other limits."""
+    if state.max_epochs is None:
+        has_timer = any(is_a(callback, Timer) for callback in state.callbacks)
+        if state.max_steps != -1 or has_timer:
+            state.max_epochs = -1
+        else:
+            rank_zero_warn(
+                "`max_epochs` was not set: training ends after 1000 epochs. For training without limit, set"
+                " max_epochs=-1."
+            )
+            state.max_epochs = 1000
+    if state.min_epochs is None:
+        state.min_epochs = 0 if state.min_steps is None else 1
+
+
+def set_up(parts: TrainerParts, context: RunContext) -> None:
+    """Do everything that the user's code does before the module is placed."""
+    state = context.state
+    module = context.module
+    hooks = context.hooks
+    strategy = context.strategy
+    fn = cast(TrainerFn, state.status.fn)
+
+    # 1. The profiler.
+    attach_profiler(state.profiler, module)
+    local_rank = None
+    if strategy.processes.world_size > 1:
+        local_rank = strategy.processes.local_rank
+    state.profiler.setup(stage=fn, local_rank=local_rank, log_dir=parts.log_dir)
+
+    # 2. Data and loggers. All loggers begin here, so that callbacks find their folders.
+    _prepare_data(context)
+    pretend_device(module, strategy.root_device)
+    for logger in _in_order_of_start(state.loggers):
+        getattr(logger, "experiment", None)
+    keep_rows(state.loggers)
+
+    # 3. The hooks.
+    strategy.processes.barrier("pre_setup")
+    hooks.call_datamodule("setup", stage=fn)
+    hooks.call_callbacks("setup", stage=fn)
+    hooks.call_module("setup", stage=fn)
+    strategy.processes.barrier("post_setup")
+
+    # 4. Layers that the module creates on the device.
+    for name in ("configure_sharded_model", "configure_model"):
+        if is_overridden(name, module):
+            with strategy.root_device, context.precision.init_context():
+                hooks.call_module(name)
+
+
+def _in_order_of_start(loggers: list[Logger]) -> list[Logger]:
+    """Return Weights & Biases first, which observes what the others start, then all other loggers."""
+    return sorted(loggers, key=lambda logger: not is_a(logger, WandbLogger))
+
+
+def _prepare_data(context: RunContext) -> None:
+    """Call `prepare_data` in one process of each machine, or in one process alone if its owner asks for that."""
+    processes = context.strategy.processes
+    hooks_of_owners = (
+        (context.datamodule, context.hooks.call_datamodule),
+        (context.module, context.hooks.call_module),
+    )
+    for owner, call_hook in hooks_of_owners:
+        if owner is None or not is_overridden("prepare_data", owner):
+            continue
+        is_chosen = owner.prepare_data_per_node or processes.node_rank == 0
+        if processes.local_rank == 0 and is_chosen:
+            call_hook("prepare_data")
+        processes.barrier("prepare_data")

@@ -1,0 +1,251 @@
+"""Restores the content of a checkpoint into a run: the module before it is placed, then the rest of the training."""
+
+from copy import deepcopy
+from typing import Any
+
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.interop.lightning.callbacks import load_saving_states
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.checkpoint import OUR_KEY
+from equipoise.trainer.checkpointing.entry_checks import loading
+from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
+from equipoise.trainer.hooks.hooks import state_key_of
+from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.state.run_state import RunState
+from equipoise.trainer.surface.parts import TrainerParts
+
+__all__ = ["check_fits", "restore_modules_and_callbacks", "restore_training_state"]
+
+# Number of keys of each kind that an error lists.
+_MOST_KEYS = 6
+
+# Entries without which a training cannot go on.
+_REQUIRED_TO_TRAIN = ("loops", "optimizer_states", "lr_schedulers")
+
+
+# Before the module is placed
+
+
+def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any]) -> None:
+    """Load module, data module and callbacks, before the module is placed."""
+    hooks = context.hooks
+    module = context.module
+    hooks.call_module("on_load_checkpoint", checkpoint)
+
+    # 1. The module.
+    if module.strict_loading:
+        check_fits(module, checkpoint["state_dict"])
+    with loading("state_dict"):
+        context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+
+    # 2. The data module.
+    datamodule = context.datamodule
+    if datamodule is not None:
+        key = type(datamodule).__qualname__
+        if key in checkpoint:
+            with loading(key, datamodule):
+                hooks.call_datamodule("load_state_dict", checkpoint[key])
+
+    # 3. The callbacks.
+    states = checkpoint.get("callbacks")
+    if states is not None:
+        _restore_callbacks(context, checkpoint, states)
+
+
+def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
+    callbacks = context.state.callbacks
+    absent = states.keys() - {state_key_of(callback) for callback in callbacks}
+    if absent:
+        rank_zero_warn(
+            f"The checkpoint holds states of callbacks that are not there now: {sorted(map(str, absent))}. Add them to"
+            " go on with them."
+        )
+    context.hooks.call_callbacks("on_load_checkpoint", checkpoint)
+    for callback in callbacks:
+        key = state_key_of(callback)
+        callback_state = states.get(key)
+        if callback_state:
+            with loading(f"callbacks[{key!r}]", callback):
+                callback.load_state_dict(deepcopy(callback_state))
+
+
+def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
+    """Check that a state belongs to a module.
+
+    Raises:
+        CheckpointError: Naming the keys that are missing, unexpected or of another shape.
+    """
+    # 1. Compare the keys, and the shapes of those that both have.
+    expected = module.state_dict()
+    missing = [key for key in expected if key not in state]
+    unexpected = [key for key in state if key not in expected]
+    shapes = []
+    kinds = []
+    for key, value in expected.items():
+        if key not in state or not isinstance(value, Tensor):
+            continue
+        loaded = state[key]
+        if not isinstance(loaded, Tensor):
+            kinds.append(f"{key} is a {type(loaded).__name__}")
+        elif loaded.shape != value.shape:
+            shapes.append(f"{key} {list(loaded.shape)} for {list(value.shape)}")
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": shapes,
+        "not tensors": kinds,
+    }
+
+    # 2. List them.
+    texts = []
+    for name, keys in problems.items():
+        if keys:
+            more = " ..." if len(keys) > _MOST_KEYS else ""
+            texts.append(f"{name}: {', '.join(keys[:_MOST_KEYS])}{more}")
+    if texts:
+        raise CheckpointError(
+            f"The checkpoint is of another model than {type(module).__name__}: {'; '.join(texts)}. Build the model as"
+            " it was, or set `strict_loading = False` in it."
+        )
+
+
+# After the optimisers were created
+
+
+def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any]) -> None:
+    """Load counters, scaler, optimisers and schedulers, after `configure_optimizers`.
+
+    Args:
+        parts: The objects of the trainer.
+        context: The run.
+        checkpoint: The content of the file.
+
+    Raises:
+        CheckpointError: If the checkpoint holds weights only.
+        ConfigurationError: If it is beyond `max_epochs`.
+    """
+    # 1. The scaler of the loss.
+    precision = context.precision
+    key = precision.checkpoint_key
+    if key in checkpoint:
+        with loading(key):
+            check_like(precision.state_dict(), checkpoint[key], key)
+            precision.load_state_dict(checkpoint[key])
+
+    # 2. The counters.
+    state = context.state
+    if not state.fitting:
+        return
+    _check_can_train(checkpoint)
+    _restore_counters(parts, checkpoint["loops"])
+    if state.max_epochs is not None and 0 <= state.max_epochs < state.current_epoch:
+        raise ConfigurationError(
+            f"The checkpoint is at epoch {state.current_epoch}, beyond max_epochs={state.max_epochs}. Raise"
+            " max_epochs to go on."
+        )
+
+    # 3. The position in the epoch.
+    entry = checkpoint.get(OUR_KEY, {})
+    context.strategy.load_state_dict(entry.get("strategy", {}))
+    with loading(OUR_KEY):
+        parts.fit_loop.resume(checkpoint["loops"]["fit_loop"], entry)
+        load_saving_states(state.callbacks, entry.get("checkpoint_callbacks", {}))
+
+    # 4. The optimisers.
+    _restore_optimizers(context, checkpoint["optimizer_states"])
+    _restore_schedulers(state, checkpoint["lr_schedulers"])
+
+
+def _check_can_train(checkpoint: dict[str, Any]) -> None:
+    lacking = [key for key in _REQUIRED_TO_TRAIN if key not in checkpoint]
+    if lacking:
+        raise CheckpointError(
+            f"Training cannot go on from this checkpoint: it lacks {', '.join(lacking)}. Was it saved with"
+            " save_weights_only=True? To start anew from"
+            " its weights, load them with `load_from_checkpoint` and leave out ckpt_path."
+        )
+
+
+def _restore_counters(parts: TrainerParts, loop_states: dict[str, Any]) -> None:
+    try:
+        parts.state.progress.load_state_dict(loop_states["fit_loop"])
+        for name in ("validate", "test"):
+            progress = parts.evaluations[name].progress
+            saved = loop_states.get(f"{name}_loop", {})
+            if "batch_progress" in saved:
+                progress.load_state_dict(saved["batch_progress"])
+    except KeyError as error:
+        raise CheckpointError(
+            f"Training cannot go on from this checkpoint: the counter {error} is missing. Take another one."
+        ) from error
+
+
+def _restore_optimizers(context: RunContext, states: list[dict[str, Any]]) -> None:
+    optimizers = context.state.optimizers
+    if len(states) != len(optimizers):
+        raise CheckpointError(
+            f"The checkpoint holds {len(states)} optimiser state(s), but `configure_optimizers` returned"
+            f" {len(optimizers)}."
+        )
+    names = {id(parameter): name for name, parameter in context.module.named_parameters()}
+    for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
+        entry = f"optimizer_states[{index}]"
+        with loading(entry, optimizer):
+            _check_kind(index, optimizer, saved)
+            check_optimizer_state(saved, entry)
+            check_optimizer_shapes(optimizer, saved, names)
+            _load_optimizer(context, index, optimizer, saved)
+
+
+def _check_kind(index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Check that a state is of the same kind of optimiser: one of another kind has other options."""
+    # Switches are left out, since new ones come with every version of torch.
+    defaults = getattr(optimizer, "defaults", {})
+    options = [name for name, value in defaults.items() if not isinstance(value, bool | None)]
+    for group in state.get("param_groups", ()):
+        lacking = [name for name in options if name not in group]
+        if lacking:
+            raise CheckpointError(
+                f"The state of optimiser {index} in the checkpoint is of another kind than {type(optimizer).__name__}:"
+                f" it lacks {', '.join(lacking)}. Let `configure_optimizers` return what it returned then."
+            )
+        check_like(defaults, group, f"optimizer_states[{index}]['param_groups']")
+
+
+def _load_optimizer(context: RunContext, index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    try:
+        context.strategy.portable.load_optimizer_state(optimizer, state)
+    except ValueError as error:
+        raise CheckpointError(
+            f"The state of optimiser {index} ({type(optimizer).__name__}) in the checkpoint does not fit: {error}."
+            " Let `configure_optimizers` return what it returned then."
+        ) from error
+
+
+def _restore_schedulers(state: RunState, saved_states: list[dict[str, Any]]) -> None:
+    configs: list[LRSchedulerConfig] = state.lr_scheduler_configs
+    # A scheduler that was added or removed since then is no error, as in Lightning.
+    for index, (config, saved) in enumerate(zip(configs, saved_states, strict=False)):
+        entry = f"lr_schedulers[{index}]"
+        with loading(entry, config.scheduler):
+            check_like(config.scheduler.state_dict(), saved, entry)
+            _check_length(config.scheduler, saved)
+            config.scheduler.load_state_dict(saved)
+
+
+def _check_length(scheduler: Any, state: dict[str, Any]) -> None:
+    """Check that a scheduler for a number of steps, such as OneCycleLR, can go on to the end of this run."""
+    planned = getattr(scheduler, "total_steps", None)
+    saved = state.get("total_steps")
+    if not isinstance(planned, int) or not isinstance(saved, int):
+        return
+    if saved < planned:
+        raise ConfigurationError(
+            f"The checkpoint's {type(scheduler).__name__} was made for {saved} steps, but this run makes {planned}: its"
+            " schedule ends before. Train as long as was planned then, choose a scheduler that has no end, or begin a"
+            " new run from the weights, with `load_from_checkpoint` and without ckpt_path."
+        )

@@ -1,0 +1,143 @@
+"""TrainerParts: the objects of a trainer that outlive its runs.
+
+A run is carried out on them. The trainer itself is one of them, but only as the first argument of hooks.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
+
+from equipoise.interop.lightning.classes import is_a
+from equipoise.precision import Precision
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.data.source_view import SourceView
+from equipoise.trainer.logging.logger_output import LoggerOutput
+from equipoise.trainer.logging.logs import Logs
+from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+from equipoise.trainer.loops.fit_loop import FitLoop
+from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
+from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.state.run_state import RunState
+from equipoise.trainer.surface.strategy_view import StrategyView
+from equipoise.trainer.surface.wrapped_optimizers import WrappedOptimizers
+
+__all__ = ["TrainerParts"]
+
+
+@dataclass(eq=False)
+class TrainerParts:
+    """The objects of which a trainer consists.
+
+    Attributes:
+        trainer: The trainer, which hooks, modules and Lightning's functions receive; no part of a run reads it.
+        state: Settings, stage, counters, callbacks, loggers and optimisers.
+        strategy: The strategy, connected to its devices.
+        precision: The precision.
+        logs: The logged values.
+        logger_output: Hands logged values to the loggers.
+        fit_loop: The training loop, which holds the loop of its validations.
+        evaluations: The loops of `validate` and `test`, by these names.
+        predict_loop: The loop of `predict`.
+        context: The parts of the present or last run; None before the first.
+        strategy_view: The strategy in the form of Lightning's.
+    """
+
+    trainer: Any
+    state: RunState
+    strategy: Strategy
+    precision: Precision
+    logs: Logs
+    logger_output: LoggerOutput
+    fit_loop: FitLoop
+    evaluations: dict[str, EvaluationLoop]
+    predict_loop: PredictionLoop
+    context: RunContext | None = None
+    strategy_view: StrategyView = field(init=False)
+    _wrapped_optimizers: WrappedOptimizers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.strategy_view = StrategyView(self.strategy, self)
+        self._wrapped_optimizers = WrappedOptimizers(self.state, self.strategy_view)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the present run, on its way to another process."""
+        state = {declared.name: getattr(self, declared.name) for declared in fields(self)}
+        state["context"] = None
+        return state
+
+    def begin_run(self, context: RunContext) -> None:
+        """Take the parts of a new run, and forget the loaders of earlier ones."""
+        self.context = context
+        self.fit_loop.begin_run(context)
+        self.predict_loop.begin_run(context.sources["predict"])
+        for loop in (self.fit_loop.val_loop, *self.evaluations.values()):
+            loop.forget_data()
+
+    def lightning_optimizers(self) -> list[LightningOptimizer]:
+        """Return the optimisers as `self.optimizers()` gives them, wrapped anew when they change."""
+        return self._wrapped_optimizers.current()
+
+    @property
+    def states_of_loops(self) -> list[object]:
+        """The objects with the state of the loops, in an order that is the same in all processes."""
+        fit = self.fit_loop.fit
+        return [fit, fit.data, self.fit_loop.val_loop, *self.evaluations.values(), self.predict_loop]
+
+    @property
+    def active_evaluation(self) -> EvaluationLoop | PredictionLoop | None:
+        """The evaluation or prediction loop that runs; None if none does."""
+        state = self.state
+        if state.predicting:
+            return self.predict_loop
+        if not state.evaluating and not state.sanity_checking:
+            return None
+        if state.status.fn is None or state.fitting:
+            return self.fit_loop.val_loop
+        return self.evaluations[state.status.fn.value]
+
+    @property
+    def validation(self) -> EvaluationLoop:
+        """The loop of `validate` while that runs, else that of the validations in a fit."""
+        if self.state.status.fn == TrainerFn.VALIDATING:
+            return self.evaluations["validate"]
+        return self.fit_loop.val_loop
+
+    @property
+    def module(self) -> LightningModule | None:
+        """The user's module, of this run or the last one."""
+        if self.context is None:
+            return None
+        return self.context.module
+
+    def source_of(self, stage: str) -> SourceView:
+        """Return the origin of a stage's loaders, in the form in which Lightning's objects ask for it.
+
+        Args:
+            stage: "train", "val", "test" or "predict".
+        """
+        if self.context is None:
+            return SourceView(None)
+        return SourceView(self.context.sources[stage])
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimiser steps done, over all optimisers; it is not reset."""
+        if self.context is None:
+            return self.state.progress.optimizer_step.completed
+        return self.context.global_step
+
+    @property
+    def log_dir(self) -> str | None:
+        """Folder of the run: that of the first logger, else `default_root_dir`; the same in every process."""
+        folder: str | None = self.state.default_root_dir
+        if self.state.loggers:
+            logger = self.state.loggers[0]
+            if is_a(logger, TensorBoardLogger, CSVLogger):
+                folder = logger.log_dir
+            else:
+                folder = logger.save_dir
+        return self.strategy.processes.broadcast(folder)
