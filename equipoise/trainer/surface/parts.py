@@ -15,11 +15,11 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.source_view import SourceView
+from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
-from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
 from equipoise.trainer.loops.fit_loop import FitLoop
-from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.strategy_view import StrategyView

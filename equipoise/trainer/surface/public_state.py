@@ -19,12 +19,12 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.training_data import TrainingData
+from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.logging.results_table import to_scalars
-from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
 from equipoise.trainer.loops.fit_loop import FitLoop
-from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
 from equipoise.trainer.settings.devices import accelerator_of
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.lightning_view import LightningNames, precision_plugin
