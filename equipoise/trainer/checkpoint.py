@@ -86,7 +86,9 @@ def dump_checkpoint(
     # 2. The state of the training.
     if not weights_only:
         checkpoint["callbacks"] = _callback_states(state)
-        checkpoint["optimizer_states"] = [strategy.portable.optimizer_state(optimizer) for optimizer in state.optimizers]
+        checkpoint["optimizer_states"] = [
+            strategy.portable.optimizer_state(optimizer) for optimizer in state.optimizers
+        ]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in state.lr_scheduler_configs]
         precision_state = context.precision.state_dict()
         if precision_state:
