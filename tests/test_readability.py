@@ -41,7 +41,6 @@ SQUEEZED = {
     "memory/profile",
     "parallel/communication",
     "parallel/payload",
-    "parallel/workers",
     "pipeline",
     "pipeline/execution",
     "pipeline/graph",

@@ -61,15 +61,19 @@ class _Sender(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record as text, since its arguments may not be picklable."""
+        # 1. Leave out records that a handler of this process has written.
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None and logger is not logging.root:
             if logger.handlers:
                 return
             logger = logger.parent
+        # 2. Send the text with the attributes of the record. A failure must not end the program.
         try:
             message = record.getMessage()
             if record.exc_info:
-                message = f"{message}\n{logging.Formatter().formatException(record.exc_info)}"
+                formatter = logging.Formatter()
+                traceback = formatter.formatException(record.exc_info)
+                message = f"{message}\n{traceback}"
             attributes = {**vars(record), "msg": message, "args": None, "exc_info": None}
             text_record = logging.makeLogRecord(attributes)
             self._send(text_record)

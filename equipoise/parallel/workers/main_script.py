@@ -31,10 +31,13 @@ class MainScript(NamedTuple):
     def show(self) -> None:
         """Let multiprocessing find the script in this process, for the processes that this one starts."""
         main = sys.modules["__main__"]
+        file = getattr(main, "__file__", None)
+        spec = main.__spec__
         if self.file is not None:
-            main.__file__ = self.file
+            file = self.file
         if self.module is not None:
-            main.__spec__ = ModuleSpec(self.module, None)
+            spec = ModuleSpec(self.module, None)
+        _write_main(file, spec)
 
 
 def main_script() -> MainScript:
@@ -56,12 +59,20 @@ def hidden() -> Iterator[None]:
     """
     main = sys.modules["__main__"]
     with _HIDING:
-        file = vars(main).pop("__file__", None)
+        file = getattr(main, "__file__", None)
         spec = main.__spec__
-        main.__spec__ = None
+        _write_main(None, None)
         try:
             yield
         finally:
-            main.__spec__ = spec
-            if file is not None:
-                main.__file__ = file
+            _write_main(file, spec)
+
+
+def _write_main(file: str | None, spec: ModuleSpec | None) -> None:
+    """Set the attributes by which multiprocessing finds the script of this process."""
+    main = sys.modules["__main__"]
+    main.__spec__ = spec
+    if file is not None:
+        main.__file__ = file
+    else:
+        vars(main).pop("__file__", None)

@@ -12,6 +12,7 @@ from equipoise.interop.torch.processes import preloaded_by_user
 
 __all__ = ["preload", "preloaded_modules", "preloading"]
 
+# Modules of torch that take long to import.
 _TORCH = ("torch", "torch._dynamo", "torch.nn.parallel.distributed")
 _registered: list[str] = []
 
@@ -46,6 +47,7 @@ def preloading() -> Iterator[None]:
 
     The user's list stays as it is. Of it "__main__" is left out, Python's default: no script runs again.
     """
+    # Workers find the user's modules behind ours.
     user_modules = preloaded_by_user()
     modules = preloaded_modules()
     for name in user_modules:

@@ -85,12 +85,14 @@ def report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseExc
 
 def _report_once(error: BaseException, rank: int, is_consequence: Callable[[BaseException], bool] | None) -> Report:
     now = time.monotonic()
-    text = "".join(traceback.format_exception(error))
+    lines = traceback.format_exception(error)
+    text = "".join(lines)
     # Lightning's error for a SIGTERM derives from SystemExit and is not meant here.
     if type(error) is SystemExit:
         return Report(rank, now, text=f"It called sys.exit({error.code!r}).\n\n{text}")
     follows = is_consequence is not None and is_consequence(error)
-    return Report(rank, now, error=pickle_error(error), text=text, consequence=follows)
+    pickled_error = pickle_error(error)
+    return Report(rank, now, error=pickled_error, text=text, consequence=follows)
 
 
 # The parent's side.
@@ -139,16 +141,22 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
         raise WorkerError(message) from RemoteTraceback(failed[0].text)
     # 2. Without a silent worker, all waited in different places. The first one to stop waiting may close connections
     # before the time of the rest is up, so one message of a timeout is enough.
-    if not causes and len(failed) == count and any(_WAITED in report.text for report in failed):
+    all_failed = len(failed) == count
+    if not causes and all_failed and any(_WAITED in report.text for report in failed):
+        places = _places(failed)
         raise WorkerError(
             f"All {count} processes waited for others, in different places, until time was up. Each came this far,"
-            f" so they do not do the same:\n\n{_places(failed)}"
+            f" so they do not do the same:\n\n{places}"
         ) from RemoteTraceback(failed[0].text)
     # 3. Raise the first cause in this process.
-    cause = causes[0] if causes else failed[0]
+    cause = failed[0]
+    if causes:
+        cause = causes[0]
     name = f"rank {cause.rank} of {count}"
     if cause.signal is not None:
-        raise WorkerError(f"{name} was killed by {signal.Signals(cause.signal).name}.{_hint(cause.signal)}")
+        signal_name = signal.Signals(cause.signal).name
+        hint = _hint(cause.signal)
+        raise WorkerError(f"{name} was killed by {signal_name}.{hint}")
     if cause.error is None:
         raise WorkerError(f"{name} failed:\n\n{cause.text}")
     error = cloudpickle.loads(cause.error)

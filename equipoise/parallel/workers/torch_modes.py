@@ -43,6 +43,7 @@ def restore(modes: dict[str, Any]) -> None:
         try:
             is_set = read() == modes[name]
         except RuntimeError:
+            # Another mode of this process has made it unreadable, so it differs.
             is_set = False
         if not is_set:
             write(modes[name])
@@ -68,6 +69,7 @@ def _reduction(name: str) -> tuple[_Read, _Write]:
         try:
             return allowed, getattr(cuda.matmul, f"{name}_split_k")
         except AttributeError:
+            # This version of torch has one flag.
             return allowed
 
     def write(value: Any) -> None:

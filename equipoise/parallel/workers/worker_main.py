@@ -1,0 +1,169 @@
+"""A worker process from its first line to its last."""
+
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, set_start_method
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from equipoise.parallel.payload.authentication import use_key
+from equipoise.parallel.payload.shared_payload import DEFINITIONS, PayloadLayout, SharedPayload, define
+from equipoise.parallel.workers import log_forwarding
+from equipoise.parallel.workers.environment import ProcessEnvironment
+from equipoise.parallel.workers.main_script import MainScript, main_script
+from equipoise.parallel.workers.reports import Report, report_of
+
+__all__ = ["Job", "WorkerOptions", "run_worker"]
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Settings of one worker, which it receives when it starts.
+
+    Attributes:
+        rank: Number of the worker, from 0.
+        layout: Layout of the payload with the job.
+        threads: Number of threads that torch uses for an operation.
+        start_method: How multiprocessing starts processes in the parent: "fork", "spawn" or "forkserver".
+        levels: Levels of the parent's loggers by name.
+        key: Secret with which the processes of the run sign their objects.
+    """
+
+    rank: int
+    layout: PayloadLayout
+    threads: int
+    start_method: str
+    levels: dict[str, int]
+    key: bytes
+
+
+class Job(NamedTuple):
+    """Everything that a worker unpacks before it runs the function.
+
+    Attributes:
+        function: The function, called with the rank.
+        is_consequence: Returns True for errors that follow from the end of another process; None for no such check.
+        shared_objects: Objects of the caller that the result may refer to.
+        path: The parent's `sys.path`.
+        environment: The parent's settings.
+        script: The parent's script.
+        definitions: Classes of the script. What a loader's worker sends names them by their place in `__main__`.
+    """
+
+    function: Callable[[int], Any]
+    is_consequence: Callable[[BaseException], bool] | None
+    shared_objects: Sequence[Any]
+    path: list[str]
+    environment: ProcessEnvironment
+    script: MainScript
+    definitions: Any
+
+    @classmethod
+    def in_this_process(
+        cls,
+        function: Callable[[int], Any],
+        is_consequence: Callable[[BaseException], bool] | None,
+        shared_objects: Sequence[Any],
+    ) -> "Job":
+        """Return a job with the settings of this process."""
+        return cls(
+            function=function,
+            is_consequence=is_consequence,
+            shared_objects=list(shared_objects),
+            path=sys.path,
+            environment=ProcessEnvironment(),
+            script=main_script(),
+            definitions=DEFINITIONS,
+        )
+
+    def prepare(self) -> None:
+        """Let this process be like the parent."""
+        define(self.definitions)
+        self.script.show()
+        sys.path[:] = self.path
+        self.environment.restore()
+
+
+def run_worker(
+    options: WorkerOptions, payload: SharedPayload, result: SharedPayload, stack: Connection, parent: Connection
+) -> None:
+    """Run the job of a worker, report to the parent, and leave.
+
+    Args:
+        options: Settings of this worker.
+        payload: Contains the job.
+        result: Receives the result of the first worker.
+        stack: Connection to which a hung worker writes its stack.
+        parent: Connection for log records and the report.
+    """
+    _set_up_process(options, stack, parent)
+    rank = options.rank
+    # 1. Run the function. What it returns, and the job, live until the process ends: to release them may take time.
+    # Threads of the job may log while the report is sent.
+    send = log_forwarding.one_at_a_time(parent.send)
+    is_consequence = None
+    try:
+        _set_up_libraries(options, send)
+        job: Job = payload.unpack(options.layout)
+        is_consequence = job.is_consequence
+        payload.close()
+        job.prepare()
+        value = job.function(rank)
+        layout = None
+        if rank == 0:
+            layout = result.pack(value, job.shared_objects)
+        report = Report(rank, time.monotonic(), layout=layout)
+    except BaseException as error:
+        report = report_of(error, rank, is_consequence)
+    # 2. Report.
+    has_failed = report.failed
+    try:
+        send(report)
+    except Exception:
+        has_failed = True
+        text = report.text or traceback.format_exc()
+        send(Report(rank, time.monotonic(), text=text))
+    # 3. Leave. Threads of torch's process groups may abort or hang an ordinary exit.
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(int(has_failed))
+
+
+def _set_up_process(options: WorkerOptions, stack: Connection, parent: Connection) -> None:
+    # 1. Objects that the server has imported live as long as the process, so no collection needs to examine them.
+    gc.freeze()
+    # 2. In a group of its own, the worker ends together with processes that it starts. Only the parent gets Ctrl-C.
+    os.setpgid(0, 0)
+    # 3. SIGUSR1 asks for the stack. SIGUSR2 has no effect until a trainer handles it.
+    faulthandler.register(signal.SIGUSR1, stack.fileno())
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    # 4. The worker ends with its parent, and trusts the objects of this run alone.
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    use_key(options.key)
+
+
+def _set_up_libraries(options: WorkerOptions, send: Callable[[Any], None]) -> None:
+    torch.set_num_threads(options.threads)
+    # Loaders start their workers as they do in the parent.
+    set_start_method(options.start_method, force=True)
+    if options.rank == 0:
+        log_forwarding.install(send, options.levels)
+
+
+def _end_with_parent(parent: Connection) -> None:
+    """End this process when the other end of the connection is closed."""
+    with contextlib.suppress(OSError):
+        connection.wait([parent])
+    os._exit(1)

@@ -1,0 +1,155 @@
+"""A worker process, as its parent sees it: start it, read its messages, end it."""
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing import connection, get_start_method
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from equipoise.parallel.payload.shared_payload import PayloadLayout, SharedPayload
+from equipoise.parallel.workers import log_forwarding
+from equipoise.parallel.workers.reports import Report
+from equipoise.parallel.workers.worker_main import WorkerOptions, run_worker
+
+__all__ = ["Task", "WorkerProcess"]
+
+# Seconds in which a hung process begins to write its stack, also on a busy machine.
+_FIRST_LINE = 10.0
+# Seconds until the next line of a stack.
+_NEXT_LINE = 0.2
+# Seconds that a worker has to leave after its report.
+_LEAVING = 3.0
+_EXIT_CODES = {255: " The server that starts processes may have been ended, or cannot tell how the process ended."}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Objects that all workers of a run receive.
+
+    Attributes:
+        count: The number of workers.
+        payload: The function and everything that it needs.
+        layout: The layout of the payload.
+        result: Receives the result of the first worker.
+        key: Secret with which the processes of the run sign their objects.
+    """
+
+    count: int
+    payload: SharedPayload
+    layout: PayloadLayout
+    result: SharedPayload
+    key: bytes
+
+
+@dataclass
+class WorkerProcess:
+    """A worker process, as its parent sees it.
+
+    Attributes:
+        rank: Number of the worker, from 0.
+        process: The process of multiprocessing.
+        connection: Carries log records and the report of the worker.
+        stack: Connection to which a hung process writes its stack.
+        report: Report of its end; None before.
+    """
+
+    rank: int
+    process: Any
+    connection: Connection
+    stack: Connection
+    report: Report | None = None
+
+    @classmethod
+    def start(cls, context: Any, rank: int, task: Task) -> "WorkerProcess":
+        """Start a worker.
+
+        Args:
+            context: Context of multiprocessing that starts it.
+            rank: Its number, from 0.
+            task: The objects that it receives.
+        """
+        # 1. Connections, of which the worker receives the other ends.
+        parent_end, worker_end = context.Pipe()
+        stack_of_parent, stack_of_worker = context.Pipe(duplex=False)
+        # 2. Workers share the threads of this process.
+        options = WorkerOptions(
+            rank=rank,
+            layout=task.layout,
+            threads=max(1, torch.get_num_threads() // task.count),
+            start_method=get_start_method(),
+            levels=log_forwarding.levels(),
+            key=task.key,
+        )
+        arguments = (options, task.payload, task.result, stack_of_worker, worker_end)
+        process = context.Process(target=run_worker, args=arguments, name=f"rank {rank}")
+        # 3. The worker's ends are closed here, so that the parent's report the end of the worker.
+        try:
+            process.start()
+        finally:
+            worker_end.close()
+            stack_of_worker.close()
+        return cls(rank, process, parent_end, stack_of_parent)
+
+    def read(self) -> None:
+        """Read a message: a log record or the report. The end of the connection becomes a report, too."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            self.report = self._report_of_exit(self.process.exitcode)
+            return
+        if isinstance(message, logging.LogRecord):
+            log_forwarding.hand_on(message)
+        else:
+            self.report = message
+
+    def _report_of_exit(self, code: int) -> Report:
+        """Return the report of a worker that has sent none.
+
+        Args:
+            code: Its exit code; negative for the signal that killed it.
+        """
+        now = time.monotonic()
+        if code < 0:
+            return Report(self.rank, now, signal=-code)
+        hint = _EXIT_CODES.get(code, "")
+        return Report(self.rank, now, text=f"It left with exit code {code}.{hint}")
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the worker, unless it has ended."""
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        """Wait for a worker that is done; kill any other one. Processes that it has started are killed as well."""
+        if self.report is not None and not self.report.failed:
+            self.process.join(_LEAVING)
+        # The worker leads a group of its own, to which its processes belong.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
+        self.process.join()
+        self.connection.close()
+        self.stack.close()
+        self.process.close()
+
+    def where(self) -> str:
+        """Return the present stack of the worker."""
+        self.send_signal(signal.SIGUSR1)
+        stack = b""
+        timeout = _FIRST_LINE
+        # The worker writes line by line.
+        while connection.wait([self.stack], timeout):
+            lines = os.read(self.stack.fileno(), 1 << 16)
+            if not lines:
+                break
+            stack += lines
+            timeout = _NEXT_LINE
+        return stack.decode(errors="replace") or "It does not answer."
