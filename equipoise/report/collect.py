@@ -61,7 +61,7 @@ def collect_record(
     timeline = getattr(memory_logger, "timeline", ())
     # The other processes trained on the rest of the samples.
     factor = 1 / (share or 1.0)
-    unit = "batches per second" if throughput.countless else "samples per second"
+    unit = "batches per second" if throughput.has_unknown_size else "samples per second"
     facts = [
         *_result_facts(trainer, module),
         *_throughput_facts(throughput, factor, unit),
@@ -187,7 +187,7 @@ def _parameters(module: Any) -> str:
 
 
 def _throughput_facts(throughput: Throughput, factor: float, unit: str) -> list[Fact]:
-    count = throughput.batches if throughput.countless else throughput.samples
+    count = throughput.batches if throughput.has_unknown_size else throughput.samples
     # Without a batch there is no speed.
     if throughput.seconds <= 0 or not count:
         return []

@@ -30,21 +30,27 @@ def split_name(name: str) -> tuple[str, str]:
     name = re.sub(r"(?<=.)[/_.-](epoch|step)$", "", name)
     # 2. Take out the first word that names a run stage.
     words = re.split(r"[/_.\s-]+", name)
-    stage_word = None
-    for word in words:
-        if word.lower() in _STAGES:
-            stage_word = word
-            break
+    stage_word = _first_stage_word(words)
     if stage_word is not None and len(words) > 1:
         words.remove(stage_word)
-        name = " ".join(filter(None, words)) or name
+        remaining = " ".join(filter(None, words))
+        name = remaining or name
     # 3. Put run stage and loader together.
     run_stage = []
     if stage_word is not None:
-        run_stage.append(_STAGES[stage_word.lower()])
+        stage = _STAGES[stage_word.lower()]
+        run_stage.append(stage)
     if loader:
         run_stage.append(loader)
-    return _LONG.get(name.lower(), name), " ".join(run_stage)
+    quantity = _LONG.get(name.lower(), name)
+    return quantity, " ".join(run_stage)
+
+
+def _first_stage_word(words: list[str]) -> str | None:
+    for word in words:
+        if word.lower() in _STAGES:
+            return word
+    return None
 
 
 def group_curves(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:

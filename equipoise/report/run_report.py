@@ -95,11 +95,15 @@ class _Run:
         """Compute the share of this process in the samples of all."""
         strategy = self.trainer.strategy
         samples = self.throughput.samples
-        counts = torch.tensor([samples, self.throughput.countless], device=strategy.root_device)
-        all_samples, countless = strategy.reduce(counts, reduce_op="sum").tolist()
+        counts = torch.tensor([samples, self.throughput.has_unknown_size], device=strategy.root_device)
+        all_samples, unknown_sizes = strategy.reduce(counts, reduce_op="sum").tolist()
         self.share = None
-        if samples and not countless:
+        if samples and not unknown_sizes:
             self.share = samples / all_samples
+
+    def note_report(self) -> None:
+        """Note the time at which a report is written."""
+        self.written = monotonic()
 
     def end(self, step: int) -> None:
         """End the fit, and release the trainer."""
@@ -286,7 +290,7 @@ class RunReport(Callback):
         run = self._run
         if run is None or not trainer.is_global_zero or trainer.fast_dev_run:
             return None
-        run.written = monotonic()
+        run.note_report()
         path = run.folder / "report.html"
         curves = self._shared or self._recorded
         try:
@@ -329,7 +333,7 @@ def _folder_of_failure(trainer: Any) -> Path:
 
 
 def _has_report(path: Path, since: datetime) -> bool:
-    """Return whether the main process has written the report of this failure; it reads no notes after that."""
+    """Return True if the main process has written the report of this failure; it reads no notes after that."""
     with contextlib.suppress(OSError), path.open(encoding="utf-8") as page:
         is_new = path.stat().st_mtime >= since.timestamp()
         return is_new and ": failed</title>" in page.read(_TITLE_RANGE)

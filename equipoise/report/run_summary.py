@@ -40,12 +40,12 @@ class _Fit:
         epochs: Number of finished epochs.
         epoch_time: Time in finished epochs, validation included.
         samples: Number of samples trained on.
-        countless: True if the size of a batch was unknown.
+        has_unknown_size: True if the size of a batch was unknown.
         training_time: Time in training epochs, validation excluded.
         epoch_started: Time of the present epoch's begin; None between epochs.
         validation_started: Time of the present validation's begin; None between validations.
         validation_time: Time in validation since the epoch began.
-        alone: True if the counts are those of this process alone, though there are others.
+        counts_one_process: True if the counts are those of this process alone, though there are others.
     """
 
     trainer: Any
@@ -56,12 +56,12 @@ class _Fit:
     epochs: int = 0
     epoch_time: float = 0.0
     samples: int = 0
-    countless: bool = False
+    has_unknown_size: bool = False
     training_time: float = 0.0
     epoch_started: float | None = None
     validation_started: float | None = None
     validation_time: float = 0.0
-    alone: bool = False
+    counts_one_process: bool = False
 
     def begin_training(self) -> None:
         """Note the point where training begins."""
@@ -101,13 +101,26 @@ class _Fit:
         self.training_time += monotonic() - self.epoch_started - self.validation_time
         self.epoch_started = None
 
+    def interrupt(self) -> None:
+        """Stop the clock after a failure. Other processes cannot send their counts any more."""
+        self.stop_epoch()
+        self.counts_one_process = self.trainer.world_size > 1
+
+    def count_batch(self, batch: Any) -> None:
+        """Count the samples of a batch."""
+        size = self.size_of(batch)
+        if size is None:
+            self.has_unknown_size = True
+        else:
+            self.samples += size
+
     def count_all_processes(self) -> None:
         """Replace the samples of this process by those of all."""
         strategy = self.trainer.strategy
-        counts = torch.tensor([self.samples, self.countless], device=strategy.root_device)
-        samples, countless = strategy.reduce(counts, reduce_op="sum").tolist()
+        counts = torch.tensor([self.samples, self.has_unknown_size], device=strategy.root_device)
+        samples, unknown_sizes = strategy.reduce(counts, reduce_op="sum").tolist()
         self.samples = samples
-        self.countless = bool(countless)
+        self.has_unknown_size = bool(unknown_sizes)
 
 
 class RunSummary(Callback):
@@ -191,12 +204,8 @@ class RunSummary(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the samples."""
         self.recorded.batches_done = batch_idx + 1
-        if (fit := self._fit) is not None:
-            size = fit.size_of(batch)
-            if size is None:
-                fit.countless = True
-            else:
-                fit.samples += size
+        if self._fit is not None:
+            self._fit.count_batch(batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock of a validation."""
@@ -239,8 +248,7 @@ class RunSummary(Callback):
             self.recorded.leave(trainer)
             self._fit = None
             return
-        fit.stop_epoch()
-        fit.alone = trainer.world_size > 1
+        fit.interrupt()
         self.recorded.on_exception(trainer)
         outcome = f"stopped by {type(exception).__name__}"
         if isinstance(exception, KeyboardInterrupt):
@@ -314,9 +322,9 @@ def _run_rows(trainer: Any, fit: _Fit) -> list[Row]:
         steps += f" ({trainer.global_step - fit.first_step:,} in this run)"
     rows = [("epochs", epochs), ("steps", steps)]
     # The speed is left out if the size of a batch was unknown.
-    if fit.samples and fit.training_time > 0 and not fit.countless:
+    if fit.samples and fit.training_time > 0 and not fit.has_unknown_size:
         name = "samples per second"
-        if fit.alone:
+        if fit.counts_one_process:
             name += " (this process)"
         rows.append((name, f"{fit.samples / fit.training_time:,.0f}"))
     if fit.epochs:

@@ -24,7 +24,7 @@ class _Stretch(NamedTuple):
 
 
 class Throughput:
-    """Counts samples in stretches of time, which grow longer as a run does.
+    """Count samples in stretches of time, which grow longer as a run does.
 
     All times are seconds of one clock.
 
@@ -32,7 +32,7 @@ class Throughput:
         samples: Samples so far.
         batches: Batches so far.
         seconds: Time that they took.
-        countless: True if the size of a batch was unknown, so that only batches can be counted.
+        has_unknown_size: True if the size of a batch was unknown, so that only batches can be counted.
         interval: Duration of a stretch.
     """
 
@@ -40,7 +40,7 @@ class Throughput:
         self.samples = 0
         self.batches = 0
         self.seconds = 0.0
-        self.countless = False
+        self.has_unknown_size = False
         self.interval = 0.2
         self._stretches: list[_Stretch] = []
         # The present stretch: time of its begin, None in a pause; samples and batches before it.
@@ -67,7 +67,7 @@ class Throughput:
         """
         self.batches += 1
         if size is None:
-            self.countless = True
+            self.has_unknown_size = True
         else:
             self.samples += size
         if self._since is not None and now - self._since >= self.interval:
@@ -96,7 +96,7 @@ class Throughput:
         points = []
         for stretch in self._stretches:
             count = stretch.samples
-            if self.countless:
+            if self.has_unknown_size:
                 count = stretch.batches
             middle = stretch.end - stretch.seconds / 2
             points.append((middle - start, factor * count / stretch.seconds))
@@ -122,7 +122,7 @@ class Throughput:
             self._halve()
 
     def _continues_last(self) -> bool:
-        """Return whether the present stretch began where the last one ended."""
+        """Return True if the present stretch began where the last one ended."""
         return bool(self._stretches) and self._stretches[-1].end == self._since
 
     def _halve(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,15 +26,23 @@ __all__ = [
     "with_largest",
 ]
 
-# Bytes allocated, reserved and at the peak; None where a device does not report them.
-Reading = tuple[int, int | None, int | None]
-# Readings by device and phase.
-ByPhase = dict[tuple[str, str], Reading]
 
 PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
 # Stands for a missing value in tensors that processes exchange.
 _MISSING = -1
 _MOST_POINTS = 20_000
+
+
+class Reading(NamedTuple):
+    """Memory of a device in bytes; None for values that it does not report."""
+
+    allocated: int
+    reserved: int | None = None
+    peak: int | None = None
+
+
+# Readings by device and phase.
+ByPhase = dict[tuple[str, str], Reading]
 
 
 class Readings:
@@ -58,10 +67,10 @@ class Readings:
         for device in self.devices:
             # Only the resident set of a CPU's process is quick to read.
             if device.type == "cpu":
-                new: Reading = (resident_bytes(), None, None)
+                new = Reading(resident_bytes())
             else:
                 reading = read_memory(device)
-                new = (reading.allocated, reading.reserved, reading.peak)
+                new = Reading(reading.allocated, reading.reserved, reading.peak)
             key = (str(device), phase)
             self._read[key] = larger(self._read.get(key), new)
         self.reset()
@@ -77,10 +86,11 @@ def larger(before: Reading | None, now: Reading) -> Reading:
     """Return the larger of two readings, value by value."""
     if before is None:
         return now
-    allocated = max(before[0], now[0])
-    reserved = _larger_value(before[1], now[1])
-    peak = _larger_value(before[2], now[2])
-    return allocated, reserved, peak
+    return Reading(
+        allocated=max(before.allocated, now.allocated),
+        reserved=_larger_value(before.reserved, now.reserved),
+        peak=_larger_value(before.peak, now.peak),
+    )
 
 
 def _larger_value(before: int | None, now: int | None) -> int | None:
@@ -94,17 +104,16 @@ def _larger_value(before: int | None, now: int | None) -> int | None:
 def by_device(readings: ByPhase) -> dict[str, int]:
     """Return the largest memory of each device in any phase, in bytes."""
     most: dict[str, int] = defaultdict(int)
-    for (device, _), (allocated, _, peak) in readings.items():
-        most[device] = max(most[device], allocated, peak or 0)
+    for (device, _), reading in readings.items():
+        most[device] = max(most[device], reading.allocated, reading.peak or 0)
     return dict(most)
 
 
 def metrics_of(readings: ByPhase) -> dict[str, float]:
     """Return readings in MiB by the names that loggers receive."""
-    names = ("allocated", "reserved", "peak")
     metrics = {}
     for (device, phase), reading in readings.items():
-        for name, value in zip(names, reading, strict=True):
+        for name, value in reading._asdict().items():
             if value is not None:
                 key = f"memory/{device}/{phase}/{name}_MiB"
                 key = key.replace(" ", "_")
@@ -114,7 +123,7 @@ def metrics_of(readings: ByPhase) -> dict[str, float]:
 
 def largest_by_phase(readings: ByPhase, device: str) -> list[list[int]]:
     """Return a device's readings as rows, one for each of `PHASES`, to be sent to other processes."""
-    no_reading: Reading = (_MISSING, None, None)
+    no_reading = Reading(_MISSING)
     rows = []
     for phase in PHASES:
         reading = readings.get((device, phase), no_reading)
@@ -136,9 +145,20 @@ def readings_of_ranks(rows_of_ranks: list[list[list[float]]], device_type: str) 
             # A process without this phase reports no memory.
             if row[0] < 0:
                 continue
-            allocated, reserved, peak = [None if value < 0 else int(value) for value in row]
-            readings[f"rank {rank} {device_type}", phase] = (allocated or 0, reserved, peak)
+            key = (f"rank {rank} {device_type}", phase)
+            readings[key] = Reading(
+                allocated=int(row[0]),
+                reserved=_reported(row[1]),
+                peak=_reported(row[2]),
+            )
     return readings
+
+
+def _reported(value: float) -> int | None:
+    """Return a value of a row; None if it stands for a missing one."""
+    if value < 0:
+        return None
+    return int(value)
 
 
 def to_mib(nbytes: int) -> float:
@@ -148,15 +168,15 @@ def to_mib(nbytes: int) -> float:
 
 def points_of(readings: ByPhase, step: int, seconds: float) -> Iterator[MemoryPoint]:
     """Yield the readings as points of a time line."""
-    for (device, phase), (allocated, reserved, peak) in readings.items():
+    for (device, phase), reading in readings.items():
         yield MemoryPoint(
             step=step,
             seconds=seconds,
             device=device,
             phase=phase,
-            allocated=allocated,
-            reserved=reserved,
-            peak=peak,
+            allocated=reading.allocated,
+            reserved=reading.reserved,
+            peak=reading.peak,
         )
 
 
@@ -165,10 +185,11 @@ def thin_out(timeline: list[MemoryPoint]) -> None:
     if len(timeline) <= _MOST_POINTS:
         return
     # Points of one moment stay together.
-    half = timeline[: _MOST_POINTS // 2]
-    moments = sorted({point.seconds for point in half})
+    middle = _MOST_POINTS // 2
+    older = timeline[:middle]
+    moments = sorted({point.seconds for point in older})
     remaining = set(moments[::2])
-    timeline[: _MOST_POINTS // 2] = [point for point in half if point.seconds in remaining]
+    timeline[:middle] = [point for point in older if point.seconds in remaining]
 
 
 def with_largest(largest: list[Composition], new: Composition, phase: str | None = None) -> list[Composition]:
