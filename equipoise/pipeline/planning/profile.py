@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.interop.torch.modules import versions
-from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
+from equipoise.interop.torch.modules import buffers_of, versions
+from equipoise.parallel.snapshot.attributes import Attributes
+from equipoise.parallel.snapshot.state_snapshot import StateSnapshot, StepSnapshot
 from equipoise.pipeline.graph.call_names import names_of
-from equipoise.pipeline.graph.forward_effects import ForwardEffects
 from equipoise.pipeline.graph.split_backward import SplitBackward
 from equipoise.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
 from equipoise.pipeline.graph.tracing import Traced, writes_in_place
@@ -66,8 +66,14 @@ def profile_calls(
     Returns:
         A block for each call.
     """
-    snapshot = StepSnapshot(module, [device])
-    effects = ForwardEffects(module)
+    modules = list(module.modules())
+    snapshot = StateSnapshot(
+        [
+            Attributes(modules),
+            Attributes(modules, buffers_of),
+            StepSnapshot(module, [device]),
+        ]
+    )
     snapshot.mark()
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -90,7 +96,6 @@ def profile_calls(
                 rest(traced, first_pass.output)
             return blocks
     finally:
-        effects.restore()
         snapshot.restore()
 
 
