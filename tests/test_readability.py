@@ -50,8 +50,6 @@ SQUEEZED = {
     "strategies/pipeline",
     "strategies/replicated",
     "trainer",
-    "trainer/optimization",
-    "trainer/recovery",
     "trainer/runtime",
     "trainer/state",
     "trainer/surface",

@@ -29,7 +29,7 @@ from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
 from equipoise.trainer.logging.csv_rows import continue_files
-from equipoise.trainer.optimization.optimizers import move_state, parse_optimizers
+from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
 from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
-from equipoise.trainer.optimization.optimizers import Schedulers
+from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.runtime.signals import leave_training
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
 from equipoise.trainer.optimization.batch_weight import BatchWeight
-from equipoise.trainer.optimization.optimizers import Schedulers
+from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.signals import leave_training

@@ -18,7 +18,7 @@ from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.optimization.optimizers import gradients_of
+from equipoise.trainer.optimization.configuration.optimizers import gradients_of
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop

@@ -25,7 +25,7 @@ from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.position import restore_before_validation
-from equipoise.trainer.optimization.optimizers import load_gradients
+from equipoise.trainer.optimization.configuration.optimizers import load_gradients
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop

@@ -8,7 +8,7 @@ from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
 from equipoise.trainer.optimization.batch_weight import BatchWeight
-from equipoise.trainer.optimization.optimizers import Schedulers
+from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

@@ -28,8 +28,8 @@ from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.automatic_step import AutomaticStep, RepeatableStep
 from equipoise.trainer.optimization.batch_weight import BatchWeight
+from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.manual import ManualOptimization
-from equipoise.trainer.optimization.optimizers import takes_no_closure
 from equipoise.trainer.optimization.window_gradients import WindowGradients
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import Recovery
@@ -147,6 +147,7 @@ class AutomaticOptimization:
         if not last:
             return self._forward_backward(step, parts, False)
 
+        # The window ends with this batch.
         counts = self._counts
         counts.ready += 1
         if self._needs_no_closure:
@@ -161,6 +162,7 @@ class AutomaticOptimization:
             result = self._step_with_closure(parts, batch_idx)
         counts.completed = counts.ready
 
+        # The next window begins.
         if self._gradients.are_weighed:
             self._window.reset()
             if self._recovery is not None:
@@ -181,13 +183,16 @@ class AutomaticOptimization:
             results[:] = [result]
             return self._visible_loss(result)
 
+        # A LightningOptimizer calls `optimizer_step` below with the closure.
         if self._user_step is not None:
             self._user_step(self._state.current_epoch, batch_idx, self._lightning_optimizer, closure)
         else:
             assert self._lightning_optimizer is not None
             self._lightning_optimizer.step(closure=closure)
+
+        # Neither the optimiser nor the user has run the closure.
         if not results:
-            self._counts.completed = self._counts.ready
+            self._counts.complete_ready()
             raise closure_not_called()
         return results[0]
 
@@ -223,21 +228,27 @@ class AutomaticOptimization:
         loss = result.loss.detach()
         if self._window.parts > 1:
             return loss / self._window.parts
+        # A copy: what is done to it in place must not change the loss.
         return loss.clone()
 
     def outputs(self, result: StepResult) -> dict[str, Any]:
         """Return what `on_train_batch_end` receives."""
+        # 1. The loss alone.
         loss = self._visible_loss(result)
         if loss is None:
             return {}
         returned = result.outputs
         if isinstance(returned, Tensor):
             return {"loss": loss}
+
+        # 2. The outputs of all parts, if the batch was computed in parts.
         is_gathered = isinstance(returned, PartialOutputs)
         if is_gathered:
             if not self._gathers_outputs:
                 return {"loss": loss}
             returned = returned.gathered()
+
+        # 3. All else that `training_step` returned. Its loss has the graph and is replaced.
         outputs: dict[str, Any] = {"loss": loss}
         if isinstance(returned, Mapping):
             outputs.update(returned)

@@ -127,9 +127,12 @@ class AutomaticStep(ModuleStep):
         """Zero the gradients at the beginning of a window, then run the backward with the part's factor."""
         if self._skip_backward:
             return
+        # 1. Gradients of the last window are kept until now, for hooks and for the user.
         if self.begins_window:
             self.begins_window = False
             self._zero_grad(self.batch_idx)
+
+        # 2. The backward. A batch without weight has no gradient, and a skipped one has no loss.
         loss = result.loss
         weight = result.weight
         if loss is None:

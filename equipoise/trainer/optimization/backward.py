@@ -1,7 +1,8 @@
 """The backward of a loss, with its hooks, the scaler and the user's override."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Backward"]
 
+# Parts of torch's messages, and what usually causes the error.
 _NOTES = {
     "backward through the graph a second time": (
         "A tensor that outlives its batch still has its graph, such as a hidden state or a sum of losses that the"
@@ -26,64 +28,99 @@ _NOTES = {
     ),
 }
 
+# Number of seeds that are kept: the even share, and those of a ragged end. Unequal weights have ever new ones.
+_MOST_SEEDS = 8
+
+
+class _Seed(NamedTuple):
+    """The gradient with which a backward begins, for a part's share of its window."""
+
+    share: float
+    tensor: Any
+
 
 class Backward:
-    """Runs `on_before_backward`, the backward, `on_after_backward`.
+    """Run `on_before_backward`, the backward, and `on_after_backward`.
 
-    The share of a part in its window enters as the gradient of the loss: no division node, and the bits of `(loss /
-    n).backward()`. Where somebody sees the loss, it is divided instead.
+    The share of a part in its window enters as the gradient of the loss. That needs no division node, and has the bits
+    of `(loss / n).backward()`. The loss is divided instead where a hook or the user's `backward` can see it.
+
+    Args:
+        context: The run.
     """
 
     def __init__(self, context: "RunContext") -> None:
         hooks = context.hooks
-        self.scaler, self.strategy = context.precision.scaler, context.strategy
-        self.before = hooks.bind("on_before_backward")
-        self.user_backward = hooks.bind_module("backward")
-        self.backward = hooks.profiled(self.strategy.backward, hooks.action_of_strategy("backward"))
-        self.after = hooks.bind("on_after_backward")
-        collects = type(self.strategy).collect_gradients is not Strategy.collect_gradients
-        self.collect = self.strategy.collect_gradients if collects else None
-        self.seen = self.before is not None or self.user_backward is not None
-        neutral = type(self.strategy).backward is Strategy.backward and not hooks.is_profiled
-        seen = self.seen or self.after is not None or self.collect is not None or self.scaler is not None
-        self._plain = neutral and not seen  # nothing but the backward itself
-        self._last: tuple[float, Any] = (math.nan, None)  # the share of the batch before, and its seed
+        strategy = context.strategy
+        self._scaler = context.precision.scaler
+
+        # 1. The hooks, the user's `backward`, and the strategy's.
+        self._before = hooks.bind("on_before_backward")
+        self._after = hooks.bind("on_after_backward")
+        self._user_backward = hooks.bind_module("backward")
+        self._backward = hooks.profiled(strategy.backward, hooks.action_of_strategy("backward"))
+        self._shows_loss = self._before is not None or self._user_backward is not None
+        self._collect: Callable[[], None] | None = None
+        if type(strategy).collect_gradients is not Strategy.collect_gradients:
+            self._collect = strategy.collect_gradients
+
+        # 2. Whether there is nothing but the tensor's own backward.
+        is_default = type(strategy).backward is Strategy.backward and not hooks.is_profiled
+        is_alone = not self._shows_loss and self._after is None and self._collect is None
+        self._is_plain = is_default and is_alone and self._scaler is None
+
+        # 3. Seeds by share, dtype and device; the last one is mostly the next one, too.
+        self._last_seed = _Seed(math.nan, None)
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, loss: Tensor, share: float | Tensor | None = None, parts: int = 1) -> None:
-        """Runs the backward of a part.
+        """Run the backward of a part.
 
         Args:
             loss: The mean loss of the part.
             share: Its factor in the window; None stands for 1.
             parts: The nominal number of parts of the window.
         """
-        if self._plain and (share is None or not loss.ndim):
-            seen, seed = self._last
-            if share is None:
-                seed = None
-            elif (
-                type(share) is not float or share != seen or seed.dtype is not loss.dtype or seed.device != loss.device
-            ):
-                seed = self._seed(loss, share)
+        # 1. Nothing but the tensor's own backward, with the seed of the last part if it is the same.
+        if self._is_plain and (share is None or not loss.ndim):
+            seed = None
+            if share is not None:
+                last_share, seed = self._last_seed
+                is_same_share = type(share) is float and share == last_share
+                if not is_same_share or seed.dtype is not loss.dtype or seed.device != loss.device:
+                    seed = self._seed(loss, share)
             try:
                 loss.backward(seed)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 _explain(loss, error)
                 raise
             return
-        seed = None
+
+        # 2. The backward with its hooks.
+        arguments: tuple[Tensor, ...] = ()
         if share is not None:
+            # Torch accepts a seed for each element of a loss that is no scalar.
             if loss.ndim:
-                _check_scalar(loss)  # a seed for each element would pass
-            if self.seen:
-                loss = loss / parts if isinstance(share, float) and share == 1 / parts else loss * share
+                _check_scalar(loss)
+            if not self._shows_loss:
+                arguments = (self._seed(loss, share),)
+            elif isinstance(share, float) and share == 1 / parts:
+                loss = loss / parts
             else:
-                seed = self._seed(loss, share)
-        self._run(loss, () if seed is None else (seed,), {})
+                loss = loss * share
+        self._run(loss, arguments, {})
 
     def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """`manual_backward`."""
+        """Run the backward that the user calls as `manual_backward`.
+
+        Args:
+            loss: The loss.
+            args: Other arguments of the backward.
+            kwargs: Other arguments of the backward.
+
+        Raises:
+            StepError: If the loss is no tensor.
+        """
         if not isinstance(loss, Tensor):
             raise StepError(
                 f"`manual_backward` takes the loss as a tensor, not {loss!r} of type {type(loss).__name__}."
@@ -91,38 +128,44 @@ class Backward:
         self._run(loss, args, kwargs)
 
     def _run(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        if self.before is not None:
-            self.before(loss)
+        """Run the backward of a loss with all that belongs to it."""
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        if self._before is not None:
+            self._before(loss)
         try:
-            if self.user_backward is not None:
-                self.user_backward(loss, *args, **kwargs)
+            if self._user_backward is not None:
+                self._user_backward(loss, *args, **kwargs)
             else:
-                self.backward(loss, *args, **kwargs)
+                self._backward(loss, *args, **kwargs)
         except RuntimeError as error:
             _explain(loss, error)
             raise
-        if self.collect is not None:
-            self.collect()
-        if self.after is not None:
-            self.after()
+        if self._collect is not None:
+            self._collect()
+        if self._after is not None:
+            self._after()
 
     def _seed(self, loss: Tensor, share: float | Tensor) -> Tensor:
-        """The share as a tensor like the loss."""
+        """Return the share as a tensor like the loss."""
         if isinstance(share, Tensor):
             return share.to(loss).expand_as(loss)
         key = (share, loss.dtype, loss.device)
         seed = self._seeds.get(key)
         if seed is None:
             seed = torch.full_like(loss, share, requires_grad=False)
-            if len(self._seeds) < 8:  # the even share and those of a ragged end; unequal weights would fill it for ever
+            if len(self._seeds) < _MOST_SEEDS:
                 self._seeds[key] = seed
-        self._last = (share, seed)
+        self._last_seed = _Seed(share, seed)
         return seed
 
 
 def _check_scalar(loss: Tensor) -> None:
+    """Check that a loss has one element.
+
+    Raises:
+        StepError: If it has not.
+    """
     if loss.numel() != 1:
         raise StepError(
             f"The loss must be a scalar, but is of shape {list(loss.shape)}. Reduce it over the samples, for"
@@ -131,11 +174,15 @@ def _check_scalar(loss: Tensor) -> None:
 
 
 def _explain(loss: Tensor, error: RuntimeError) -> None:
-    """Raises what was wrong with a loss, if it was the loss."""
+    """Raise an error that names the cause, or add a note, if the loss caused the error of a backward.
+
+    Raises:
+        StepError: If the loss is no scalar or has no graph.
+    """
     try:
         _check_scalar(loss)
-    except StepError as better:
-        raise better from error
+    except StepError as cause:
+        raise cause from error
     for sign, note in _NOTES.items():
         if sign in str(error):
             error.add_note(note)

@@ -1,6 +1,7 @@
 """Weight of a batch in the loss where the user gives none: its number of samples."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -16,11 +17,11 @@ __all__ = ["BatchWeight", "check_weight"]
 
 
 class BatchWeight:
-    """Finds the number of samples of a part.
+    """Find the number of samples of a part.
 
-    It asks the module's method `batch_size(batch)` if the user defines one, else takes the first dimension that all
-    tensors share. Where they share none, or hold whole samples, the number is that which the loader's batch sampler has
-    dealt. Where there is none either, parts weigh the same, and a warning says so once.
+    It is what the module's method `batch_size(batch)` returns if the user defines one, else the first dimension that
+    all tensors share. Where they share none, or hold whole samples, the number is that which the loader's batch sampler
+    has dealt. Where there is none either, parts have equal weights, and a warning says so once.
 
     Args:
         module: The user's module.
@@ -28,17 +29,21 @@ class BatchWeight:
         processes: The number of processes that have a part of each step. Default: 1.
 
     Attributes:
-        counts: The samples of each batch of the pass.
+        counts: The number of samples of each batch of the pass.
     """
 
     def __init__(self, module: LightningModule, dim: int = 0, processes: int = 1) -> None:
         splitter = Splitter(module, dim)
         self.counts = SampleCounts()
         self._asks_module = splitter.asks_module
-        self._size = splitter.size if splitter.asks_module or dim else infer_batch_size
+        # Without a method of the module, and with samples in the first dimension, a function does without the splitter.
+        self._size: Callable[[Any], int | None] = infer_batch_size
+        if splitter.asks_module or dim:
+            self._size = splitter.size
         self._processes = processes
-        self._is_settled = False  # whether tensors tell the number of samples
-        self._warned = False
+        # True if the number of samples follows from the tensors, so that none is counted.
+        self._is_settled = False
+        self._has_warned = False
 
     def __call__(self, part: Any, batch_idx: int) -> int:
         """Return the weight of a batch.
@@ -47,6 +52,7 @@ class BatchWeight:
             part: The batch, or this process's part of it.
             batch_idx: Its number in the pass.
         """
+        # 1. The tensors, or the module.
         size = self._size(part)
         if self._is_settled and size is not None:
             return size
@@ -54,35 +60,45 @@ class BatchWeight:
             self._is_settled = True
             self.counts.stop()
             return size
+
+        # 2. The batch sampler.
         count = self.counts.of(batch_idx)
         if count is not None:
             return count
+
+        # 3. The shared dimension of tensors that may hold whole samples, or equal weights.
         self.counts.go_on()
-        return self._unknown() if size is None else size
+        if size is None:
+            return self._equal_weight()
+        return size
 
     def of_micro_batch(self, micro_batch: Any, batch_idx: int) -> int:
         """Return the weight of a micro-batch, of which the batch sampler knows nothing."""
         size = self._size(micro_batch)
-        return self._unknown() if size is None else size
+        if size is None:
+            return self._equal_weight()
+        return size
 
-    def _unknown(self) -> int:
-        """Return the weight of a batch whose number of samples nobody knows, and say so once."""
-        if not self._warned:
-            self._warned = True
-            if self._processes > 1:
-                consequence = f"The parts of a step in {self._processes} processes have equal weights"
-            else:
-                consequence = "Batches are accumulated with equal weights"
-            rank_zero_warn(
-                "The number of samples of a batch cannot be inferred: its tensors differ in their first dimension, and"
-                f" no batch sampler tells it. {consequence}. Define `batch_size(self, batch)` in your module, or return"
-                " 'loss_weight' with the loss, to weigh them."
-            )
+    def _equal_weight(self) -> int:
+        """Return the weight of a batch whose number of samples is unknown, and warn once."""
+        if self._has_warned:
+            return 1
+        self._has_warned = True
+        consequence = "Batches are accumulated with equal weights"
+        if self._processes > 1:
+            consequence = f"The parts of a step in {self._processes} processes have equal weights"
+        rank_zero_warn(
+            "The number of samples of a batch cannot be inferred: its tensors differ in their first dimension, and"
+            f" no batch sampler tells it. {consequence}. Define `batch_size(self, batch)` in your module, or return"
+            " 'loss_weight' with the loss, to weigh them."
+        )
         return 1
 
 
 def check_weight(weight: Any) -> Weight:
-    """The weight that the user returned with the loss, if it can be one; the sign of a tensor is not looked at.
+    """Return the weight that the user returned with the loss, if it can be one.
+
+    The value of a tensor is not checked: reading it would synchronise its device.
 
     Args:
         weight: A number from 0, or a tensor without dimensions.
@@ -91,13 +107,17 @@ def check_weight(weight: Any) -> Weight:
         StepError: If it is anything else.
     """
     if isinstance(weight, Tensor):
-        fits = weight.ndim == 0
+        if weight.ndim == 0:
+            return weight
+        description = f"a tensor of shape {list(weight.shape)}"
     else:
-        fits = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf
-    if not fits:
-        raise StepError(
-            "'loss_weight' is the denominator of the mean loss: a number from 0, or a tensor without dimensions, not"
-            f" {f'a tensor of shape {list(weight.shape)}' if isinstance(weight, Tensor) else repr(weight)}."
-        )
-    checked: Weight = weight
-    return checked
+        # True is an int, too.
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if is_number and 0 <= weight < math.inf:
+            number: Weight = weight
+            return number
+        description = repr(weight)
+    raise StepError(
+        "'loss_weight' is the denominator of the mean loss: a number from 0, or a tensor without dimensions, not"
+        f" {description}."
+    )

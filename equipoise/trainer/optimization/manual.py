@@ -14,8 +14,8 @@ from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.backward import Backward
+from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.module_step import ModuleStep
-from equipoise.trainer.optimization.optimizers import takes_no_closure
 from equipoise.trainer.recovery.manual_refusal import refuse_to_repeat
 from equipoise.trainer.recovery.micro_batching import is_armed
 
@@ -57,9 +57,11 @@ class ManualOptimization:
         def compute() -> Any:
             return self._compute(strategy_optimizer, closure)
 
-        self._counts.ready += 1
+        # 1. The step, with everything that the user's closure computes.
+        self._counts.make_ready()
         self.step.enter_phase("optimizer step")
         if self._scaler is not None:
+            # A scaler takes no closure.
             compute()
             result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
             self._scaler.update()
@@ -69,14 +71,19 @@ class ManualOptimization:
             result = strategy_optimizer.step(**kwargs)
         else:
             result = strategy_optimizer.step(compute, **kwargs)
-        self._counts.completed = self._counts.ready
+
+        # 2. The training step goes on.
+        self._counts.complete_ready()
         self.step.enter_phase("training step")
         return result
 
     def _compute(self, strategy_optimizer: StrategyOptimizer, closure: Callable[[], Any]) -> Any:
         """Run the user's closure, then all up to the optimiser's step."""
+        # 1. The closure. It computes a loss, and may run a backward.
         self.step.enter_phase("training step")
         loss = closure()
+
+        # 2. The gradients. A fused optimiser unscales them in its step.
         self.step.enter_phase("optimizer step")
         optimizer = strategy_optimizer.optimizer
         if self._scaler is not None and not unscales_by_itself(optimizer):

@@ -89,15 +89,23 @@ def _total_size(values: Sequence[_PartValue]) -> int | None:
 
 def _reduced(values: Sequence[_PartValue], device: torch.device) -> Tensor:
     """Return one value for those of several parts, by the reduction with which they were logged."""
-    tensors = [_as_tensor(value.logged.value).to(device) for value in values]
+    # 1. The values on one device, and the reduction of the first: all parts run the same call of `self.log`.
+    tensors = []
+    for value in values:
+        tensor = _as_tensor(value.logged.value)
+        tensors.append(tensor.to(device))
     options = LogOptions(*values[0].logged.arguments)
     reduction = reduction_name(options.reduce_fx)
+
+    # 2. A mean. If no part has a weight, there is none.
     if reduction == "mean":
         weights = [_weight_in_mean(value) for value in values]
         mean, _ = weighted_mean(tensors, weights, device)
         if mean is None:
             return tensors[0]
         return mean
+
+    # 3. Any other reduction, which knows no weights.
     stacked = torch.stack(tensors)
     if reduction == "sum":
         return stacked.sum(0)

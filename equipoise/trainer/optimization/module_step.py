@@ -117,12 +117,15 @@ class ModuleStep:
             part: The part.
             size: Its number of samples.
         """
+        # 1. The method of the replica.
         method = self._methods.get(replica)
         if method is None:
             if len(self._methods) > _MOST_REPLICAS:
                 self._methods.clear()
             method = self._hooks.bind_step(self._name, replica)  # type: ignore[arg-type]
             self._methods[replica] = method
+
+        # 2. Its call. The context of the precision is entered in the thread of the replica.
         try:
             output, logged = self.capture_logs(lambda: self._call(method, part))
         except EXPLAINED as error:
@@ -176,11 +179,16 @@ class ModuleStep:
         original: Callable[[Metric], Metric],
     ) -> StepResult:
         """Put the results of all parts together; see `PartwiseStep`."""
+        # 1. The loss. Evaluation steps have neither losses nor weights.
         weights: list[Weight] = [1 if result.weight is None else result.weight for result in results]
         losses = [result.loss for result in results]
         loss, total_weight = weighted_mean(losses, weights, device)
+
+        # 2. The logged values.
         logged = [result.logged for result in results]
         log_merged(self._logs, logged, weights, device, original)
+
+        # 3. The outputs. They are gathered only if a hook reads them.
         outputs = PartialOutputs([result.outputs for result in results], sizes, device, dim, weights)
         outputs.check()
         return StepResult(loss, total_weight, outputs)

@@ -101,15 +101,21 @@ class WindowGradients:
         Returns:
             Whether there are no gradients: no process had a loss.
         """
+        # 1. The weighted mean over the window and all processes.
         if self._weigh is not None:
             has_no_weight = self._weigh(self._window, optimizer)
             if has_no_weight is not None:
                 skipped = has_no_weight
+
+        # 2. The scale of the loss. A fused optimiser divides by it in its step, and without gradients there is none.
         if self._scaler is not None and not skipped and not unscales_by_itself(optimizer):
             self._optimizers.of(optimizer).unscale(self._scaler)
+
+        # 3. The hook sees gradients before they are clipped.
         if self._before_step is not None:
             self._before_step(optimizer)
-        # Callbacks may change how gradients are clipped, so the settings are read in each step.
+
+        # 4. Callbacks may change how gradients are clipped, so the settings are read in each step.
         value = self._state.gradient_clip_val
         if self._user_clip is not None:
             algorithm = self._state.gradient_clip_algorithm

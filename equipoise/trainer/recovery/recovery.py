@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
@@ -21,6 +21,7 @@ from equipoise.parallel.snapshot.batch_contents import BatchContents
 from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
+from equipoise.trainer.optimization.configuration.optimizers import gradients_of, load_gradients
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
 from equipoise.trainer.recovery.micro_batching import Measure, MicroBatcher
 from equipoise.trainer.recovery.repeatable_optimizer import RepeatableOptimizer
@@ -263,29 +264,22 @@ class Recovery:
         # 3. Gradients. Those of an earlier window stay until they are zeroed.
         if window.start is not None:
             self._weights.load_state_dict(window.start.weights)
-            for parameter, gradient in zip(self._parameters(), window.start.gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.clone()
+            # Copies: the next attempt adds to them, and may fail, too.
+            load_gradients(self._context.state.optimizers, _copies(window.start.gradients))
         elif not self._step.begins_window:
-            for parameter in self._parameters():
-                parameter.grad = None
+            self._drop_gradients()
         return self._strategy.recovery.discard()
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of all optimisers."""
-        parameters: list[nn.Parameter] = []
+    def _drop_gradients(self) -> None:
+        """Set the gradients of all optimisers to None."""
         for optimizer in self._context.state.optimizers:
-            parameters.extend(optimizer_parameters(optimizer))
-        return parameters
+            for parameter in optimizer_parameters(optimizer):
+                parameter.grad = None
 
     def _state(self) -> _WindowState:
         """Return what an earlier run has left of the window."""
-        gradients: list[Tensor | None] = []
-        for parameter in self._parameters():
-            gradient = parameter.grad
-            if gradient is not None:
-                gradient = gradient.detach().clone()
-            gradients.append(gradient)
-        return _WindowState(self._weights.state_dict(), gradients)
+        gradients = gradients_of(self._context.state.optimizers)
+        return _WindowState(self._weights.state_dict(), _copies(gradients))
 
     # The optimiser's step
 
@@ -296,3 +290,13 @@ class Recovery:
     def end_window(self) -> None:
         """End the window after the optimiser's step."""
         self._step.end_window()
+
+
+def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return copies of gradients, without their graphs."""
+    copies: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None:
+            gradient = gradient.detach().clone()
+        copies.append(gradient)
+    return copies

@@ -48,6 +48,10 @@ class Counts:
         """Count the processed units as completed."""
         self.completed = self.processed
 
+    def complete_ready(self) -> None:
+        """Count the units that are ready as completed; optimiser steps are neither started nor processed."""
+        self.completed = self.ready
+
     def add(self, other: "Counts") -> "Counts":
         """The sum, as a new object."""
         return Counts(*(getattr(self, stage) + getattr(other, stage) for stage in _STAGES))

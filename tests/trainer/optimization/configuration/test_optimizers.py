@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from equipoise import ConfigurationError, Trainer
-from equipoise.trainer.optimization.optimizers import NoOptimizer, move_state, parse_optimizers
+from equipoise.trainer.optimization.configuration.optimizers import NoOptimizer, move_state, parse_optimizers
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, loader, trainer, with_optimizers
 

@@ -1,0 +1,1 @@
+"""Optimisers and schedulers that `configure_optimizers` returned."""

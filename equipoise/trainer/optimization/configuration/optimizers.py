@@ -1,0 +1,241 @@
+"""Optimisers, in all forms that `configure_optimizers` may return them, with their learning-rate schedulers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
+from equipoise.interop.torch.optimizers import has_step_hooks
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.trainer.optimization.configuration.scheduler_config import (
+    check_scheduler,
+    describe_value,
+    scheduler_config,
+)
+
+__all__ = ["NoOptimizer", "gradients_of", "load_gradients", "move_state", "parse_optimizers", "takes_no_closure"]
+
+_FORMS = (
+    "It may return an optimiser; a list or tuple of optimisers; two lists, ([optimiser], [scheduler]); a dictionary"
+    " with the keys 'optimizer', 'lr_scheduler' and 'monitor', or a tuple of such dictionaries; or None for no"
+    " optimiser."
+)
+
+
+class NoOptimizer(Optimizer):
+    """Stand-in where `configure_optimizers` returned None: a step does nothing but run the closure."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Run the closure, if there is one."""
+        if closure is None:
+            return None
+        return closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return no state."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def __repr__(self) -> str:
+        return "No Optimizer"
+
+
+class _Configured(NamedTuple):
+    """Optimisers and schedulers that `configure_optimizers` returned.
+
+    Attributes:
+        optimizers: The optimisers.
+        schedulers: The schedulers, or their dictionaries.
+        monitor: The name of the value to watch, if it stands beside the optimiser.
+    """
+
+    optimizers: list[Optimizer]
+    schedulers: list[Any]
+    monitor: str | None = None
+
+
+def parse_optimizers(returned: Any, module: LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Return the optimisers and scheduler configurations that `configure_optimizers` has returned in any form.
+
+    Args:
+        returned: The return value of the method.
+        module: The user's module, which decides whether optimisation is automatic.
+
+    Raises:
+        ConfigurationError: If the value has none of the known forms, or contradicts itself.
+    """
+    # 1. Optimisers and schedulers, whatever the form.
+    if returned is None:
+        rank_zero_warn("`configure_optimizers` returned None: this fit runs without an optimiser.")
+        returned = NoOptimizer()
+    optimizers, schedulers, monitor = _parse_form(returned)
+
+    # 2. The trainer steps one optimiser. In manual optimisation there may be several.
+    if module.automatic_optimization:
+        if not optimizers:
+            raise ConfigurationError(
+                f"`configure_optimizers` returned {_describe(returned)}, without an optimiser. {_FORMS}"
+            )
+        if len(optimizers) != 1:
+            raise ConfigurationRuntimeError(
+                f"Automatic optimisation takes one optimiser, but `configure_optimizers` returned {len(optimizers)}."
+                " Set `self.automatic_optimization = False` and step them in `training_step`: `first, second ="
+                " self.optimizers()`."
+            )
+
+    # 3. The configuration of each scheduler.
+    configs = [scheduler_config(scheduler, monitor, module) for scheduler in schedulers]
+    for config in configs:
+        check_scheduler(config, optimizers, module)
+    return optimizers, configs
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Return True for an optimiser of torch, and for objects that behave like one."""
+    if isinstance(value, Optimizer):
+        return True
+    return all(hasattr(value, name) for name in ("step", "state_dict", "param_groups"))
+
+
+def _parse_form(returned: Any) -> _Configured:
+    """Return optimisers, schedulers and the monitor from any of the known forms.
+
+    Raises:
+        ConfigurationError: If the form is unknown.
+    """
+    # 1. One optimiser, or the dictionary of one.
+    if _is_optimizer(returned):
+        return _Configured([returned], [])
+    if isinstance(returned, Mapping):
+        optimizers, schedulers = _parse_dictionaries([returned])
+        return _Configured(optimizers, schedulers, returned.get("monitor"))
+    # 2. Several of them.
+    if isinstance(returned, Sequence) and not isinstance(returned, str):
+        if _is_two_lists(returned):
+            optimizers, schedulers = returned
+            if not isinstance(schedulers, (list, tuple)):
+                schedulers = [schedulers]
+            return _Configured(list(optimizers), list(schedulers))
+        if all(isinstance(item, Mapping) for item in returned):
+            optimizers, schedulers = _parse_dictionaries(returned)
+            return _Configured(optimizers, schedulers)
+        if all(map(_is_optimizer, returned)):
+            return _Configured(list(returned), [])
+    raise ConfigurationError(f"`configure_optimizers` returned {_describe(returned)}. {_FORMS}")
+
+
+def _is_two_lists(returned: Sequence[Any]) -> bool:
+    """Return True for a list of optimisers with a list of schedulers, or with one scheduler."""
+    if len(returned) != 2 or not isinstance(returned[0], list):
+        return False
+    return all(map(_is_optimizer, returned[0]))
+
+
+def _parse_dictionaries(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[Any]]:
+    """Return the optimisers of some dictionaries and the schedulers of those that have one.
+
+    Raises:
+        ConfigurationError: If a dictionary has no optimiser.
+    """
+    optimizers: list[Optimizer] = []
+    schedulers: list[Any] = []
+    for dictionary in dictionaries:
+        # 1. The optimiser.
+        _check_dictionary(dictionary)
+        optimizers.append(dictionary["optimizer"])
+
+        # 2. The scheduler. A monitor beside it belongs to it, also where there are several dictionaries.
+        if "lr_scheduler" not in dictionary:
+            continue
+        scheduler = dictionary["lr_scheduler"]
+        is_one_of_several = len(dictionaries) > 1
+        if is_one_of_several and "monitor" in dictionary and isinstance(scheduler, ReduceLROnPlateau):
+            scheduler = {"scheduler": scheduler, "monitor": dictionary["monitor"]}
+        schedulers.append(scheduler)
+    return optimizers, schedulers
+
+
+def _check_dictionary(dictionary: Mapping[str, Any]) -> None:
+    """Check that a dictionary has an optimiser, and warn of other keys than the known ones.
+
+    Raises:
+        ConfigurationError: If it has none.
+    """
+    if not _is_optimizer(dictionary.get("optimizer")):
+        content = "no 'optimizer'"
+        if "optimizer" in dictionary:
+            content = f"under 'optimizer' is {describe_value(dictionary['optimizer'])}"
+        raise ConfigurationError(f"`configure_optimizers` returned {_describe(dictionary)}, but {content}. {_FORMS}")
+    extra = dictionary.keys() - {"optimizer", "lr_scheduler", "monitor"}
+    if extra:
+        rank_zero_warn(f"Found unsupported keys in the optimizer configuration: {extra}", category=RuntimeWarning)
+
+
+def _describe(returned: Any) -> str:
+    """Return a description of what `configure_optimizers` returned, for messages."""
+    if isinstance(returned, Mapping):
+        return f"a dictionary with the keys {list(returned)}"
+    if not isinstance(returned, (list, tuple)):
+        return describe_value(returned)
+    container = type(returned).__name__
+    if not returned:
+        return f"an empty {container}"
+    types = ", ".join(type(item).__name__ for item in returned)
+    return f"a {container} of {types}"
+
+
+def move_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Move an optimiser's state to a device."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.to(device)
+
+
+def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
+    """Return the gradients of all parameters of optimisers, in order.
+
+    Args:
+        optimizers: Any optimisers of torch.
+    """
+    gradients: list[Tensor | None] = []
+    for optimizer in optimizers:
+        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
+    return gradients
+
+
+def load_gradients(optimizers: Iterable[Optimizer], gradients: Iterable[Tensor | None]) -> None:
+    """Set the gradients of the parameters of optimisers, on the device of each.
+
+    Args:
+        optimizers: Any optimisers of torch.
+        gradients: Gradients that `gradients_of` returned. Parameters beyond them keep theirs.
+    """
+    parameters: list[torch.nn.Parameter] = []
+    for optimizer in optimizers:
+        parameters.extend(optimizer_parameters(optimizer))
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        if gradient is not None:
+            gradient = gradient.to(parameter.device)
+        parameter.grad = gradient
+
+
+def takes_no_closure(optimizer: Optimizer) -> bool:
+    """Return True if neither the optimiser nor a hook on it can tell that it was stepped without a closure."""
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    return is_of_torch and not isinstance(optimizer, LBFGS) and not has_step_hooks(optimizer)

@@ -1,0 +1,158 @@
+"""Configurations of learning-rate schedulers, in all forms that `configure_optimizers` may return."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.classes import is_overridden
+from equipoise.notices import rank_zero_warn
+from equipoise.validation import is_whole
+
+__all__ = ["check_scheduler", "describe_value", "scheduler_config"]
+
+# Values of a longer text are not shown in messages.
+_LONGEST_TEXT = 60
+# Keys that say how the trainer steps a scheduler, which it does in automatic optimisation only.
+_AUTOMATIC_KEYS = ("reduce_on_plateau", "monitor", "strict")
+
+
+def scheduler_config(scheduler: Any, monitor: str | None, module: LightningModule) -> LRSchedulerConfig:
+    """Return the configuration of one scheduler, with the defaults of its form.
+
+    Args:
+        scheduler: A scheduler, or the dictionary of one.
+        monitor: The name of the value to watch, if the dictionary of the optimiser has one.
+        module: The user's module.
+
+    Raises:
+        ConfigurationError: If an entry is missing or wrong.
+    """
+    # 1. The entries, as the user returned them.
+    if isinstance(scheduler, Mapping):
+        entries = dict(scheduler)
+    else:
+        watches = isinstance(scheduler, ReduceLROnPlateau)
+        entries = {"scheduler": scheduler, "monitor": monitor if watches else None}
+    supported = {field.name for field in fields(LRSchedulerConfig)}
+    unsupported = entries.keys() - supported
+    if unsupported:
+        rank_zero_warn(f"Found unsupported keys in the lr scheduler dict: {unsupported}.", category=RuntimeWarning)
+        entries = _without(entries, unsupported)
+    _check_entries(entries)
+
+    # 2. Their defaults.
+    entries.setdefault("monitor", monitor)
+    if module.automatic_optimization:
+        entries.setdefault("reduce_on_plateau", isinstance(entries["scheduler"], ReduceLROnPlateau))
+        _check_automatic(entries)
+        return LRSchedulerConfig(**entries)
+
+    # 3. In manual optimisation the user steps the scheduler.
+    ignored = [key for key in ("reduce_on_plateau", "strict") if key in entries]
+    if ignored:
+        rank_zero_warn(
+            f"The lr scheduler keys {ignored} are ignored: in manual optimisation you step it yourself.",
+            category=RuntimeWarning,
+        )
+    return LRSchedulerConfig(**_without(entries, _AUTOMATIC_KEYS))
+
+
+def _without(entries: dict[str, Any], keys: Sequence[str] | set[str]) -> dict[str, Any]:
+    return {key: value for key, value in entries.items() if key not in keys}
+
+
+def _check_entries(entries: dict[str, Any]) -> None:
+    """Check the scheduler, interval and frequency of a configuration.
+
+    Raises:
+        ConfigurationError: If one is missing or wrong.
+    """
+    if "scheduler" not in entries:
+        raise ConfigurationError(
+            f"A learning-rate scheduler's dictionary needs the key 'scheduler', but has {list(entries)}."
+        )
+    interval = entries.get("interval", "epoch")
+    if interval not in ("step", "epoch"):
+        raise ConfigurationError(f"The interval of a learning-rate scheduler is 'step' or 'epoch', not {interval!r}.")
+    frequency = entries.get("frequency", 1)
+    if not is_whole(frequency, least=1):
+        raise ConfigurationError(
+            f"The frequency of a learning-rate scheduler is a positive integer, not {frequency!r}."
+        )
+
+
+def _check_automatic(entries: dict[str, Any]) -> None:
+    """Check what the trainer needs to step a scheduler.
+
+    Raises:
+        ConfigurationError: If a scheduler of a plateau watches nothing.
+    """
+    # A step without the value would be torch's error, far from the cause.
+    if entries["reduce_on_plateau"] and entries["monitor"] is None:
+        raise ConfigurationError(
+            "ReduceLROnPlateau needs the name of a logged value to watch. Return"
+            " {'optimizer': optimizer, 'lr_scheduler': {'scheduler':"
+            " scheduler, 'monitor': 'val_loss'}} from `configure_optimizers`."
+        )
+    # A cycle is mostly as long as the training has steps.
+    if isinstance(entries["scheduler"], OneCycleLR) and entries.get("interval", "epoch") == "epoch":
+        rank_zero_warn(
+            "OneCycleLR steps once per epoch here. Did you mean {'interval': 'step'}?", category=RuntimeWarning
+        )
+
+
+def check_scheduler(config: LRSchedulerConfig, optimizers: list[Optimizer], module: LightningModule) -> None:
+    """Check the scheduler of a configuration.
+
+    Args:
+        config: The configuration.
+        optimizers: All optimisers that `configure_optimizers` returned.
+        module: The user's module.
+
+    Raises:
+        ConfigurationError: If it is no scheduler, the trainer cannot step it, or its optimiser is another one.
+    """
+    # 1. Checkpoints hold its state. A class instead of an object is a frequent mistake.
+    scheduler = config.scheduler
+    has_state_dict = callable(getattr(scheduler, "state_dict", None))
+    has_load_state_dict = callable(getattr(scheduler, "load_state_dict", None))
+    if isinstance(scheduler, type) or not has_state_dict or not has_load_state_dict:
+        raise ConfigurationError(
+            "A learning-rate scheduler is an object with the methods `step`, `state_dict` and `load_state_dict`, but"
+            f" `configure_optimizers` returned {describe_value(scheduler)}. Return one, such as"
+            " `StepLR(optimizer, 10)`, or leave it out."
+        )
+
+    # 2. The trainer knows how to step schedulers of torch.
+    name = type(scheduler).__name__
+    trainer_steps = module.automatic_optimization and not is_overridden("lr_scheduler_step", module)
+    if trainer_steps and not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+        raise ConfigurationError(
+            f"{name} does not follow torch's LRScheduler. Say how it steps by overriding `lr_scheduler_step` in"
+            " your module."
+        )
+
+    # 3. A scheduler of another optimiser would change nothing.
+    if getattr(scheduler, "optimizer", optimizers[0]) not in optimizers:
+        raise ConfigurationError(
+            f"The scheduler {name} belongs to another optimiser than `configure_optimizers` returned. Make it for that"
+            " one."
+        )
+
+
+def describe_value(value: Any) -> str:
+    """Return a value and its type, on one short line."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    text = repr(value)
+    if len(text) > _LONGEST_TEXT or "\n" in text:
+        text = "something"
+    return f"{text} of type {type(value).__name__}"

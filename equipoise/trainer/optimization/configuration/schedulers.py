@@ -1,0 +1,116 @@
+"""The times at which learning-rate schedulers step, in automatic optimisation."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+from equipoise.errors import ConfigurationError
+from equipoise.notices import rank_zero_warn
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.progress import Progress
+
+__all__ = ["Schedulers"]
+
+
+class Schedulers:
+    """Step learning-rate schedulers when they are due, in automatic optimisation.
+
+    Schedulers of a plateau watch a logged value, so they step after validation. All others step with the batches.
+
+    Args:
+        context: The run, whose state holds the configurations, which callbacks may exchange.
+        progress: Counts the steps.
+    """
+
+    def __init__(self, context: "RunContext", progress: "Progress") -> None:
+        self._state = context.state
+        self._logs = context.logs
+        self._processes = context.strategy.processes
+        self._progress = progress
+        self._is_automatic = context.module.automatic_optimization
+        self._user_step = context.hooks.bind_module("lr_scheduler_step")
+
+    def after_batch(self, index: int, *, ends: bool) -> None:
+        """Step the schedulers that watch no value, at the end of a window.
+
+        Args:
+            index: The number of the batch.
+            ends: Whether it is the last batch of the epoch.
+        """
+        if self._state.lr_scheduler_configs:
+            self._step("step", index, plateau=False)
+            if ends:
+                self.end_batches()
+
+    def end_batches(self) -> None:
+        """Step the schedulers of epochs that watch no value."""
+        self._step("epoch", self._state.current_epoch, plateau=False)
+
+    def after_validation(self, index: int) -> None:
+        """Step the schedulers of batches that watch a value.
+
+        Args:
+            index: The number of the batch.
+        """
+        if self._state.lr_scheduler_configs:
+            self._step("step", index, plateau=True)
+
+    def after_epoch(self) -> None:
+        """Step the schedulers of epochs that watch a value."""
+        self._step("epoch", self._state.current_epoch, plateau=True)
+
+    def _step(self, interval: str, index: int, *, plateau: bool) -> None:
+        """Step the schedulers of an interval that are due.
+
+        Args:
+            interval: "step" or "epoch".
+            index: The number of the batch or epoch.
+            plateau: Whether to step the schedulers that watch a value, or the others.
+        """
+        if not self._is_automatic:
+            return
+        for config in self._state.lr_scheduler_configs:
+            # 1. Whether the scheduler is due.
+            if config.reduce_on_plateau != plateau or config.interval != interval:
+                continue
+            is_due = (index + 1) % config.frequency == 0
+            if not is_due:
+                continue
+            # 2. The value that it watches. Without one the learning rate stays as it is.
+            watched = None
+            if plateau:
+                watched = self._watched(config)
+                if watched is None:
+                    continue
+            # 3. The step.
+            if self._user_step is not None:
+                self._user_step(config.scheduler, watched)
+            elif watched is None:
+                config.scheduler.step()  # type: ignore[call-arg]
+            else:
+                config.scheduler.step(watched)
+            self._progress.count()
+
+    def _watched(self, config: LRSchedulerConfig) -> Any:
+        """Return the value that a scheduler watches; None, with a warning, if it is missing and may be.
+
+        Raises:
+            ConfigurationError: If it is missing and may not be.
+        """
+        metrics = self._logs.callback_metrics
+        value = metrics.get(config.monitor or "")
+        # Each process has a value of its own of a step, but the learning rate must be the same.
+        if self._processes.world_size > 1:
+            value = self._processes.broadcast(value)
+        if value is not None:
+            return value
+        names = ", ".join(map(repr, metrics)) or "none"
+        message = f"ReduceLROnPlateau watches {config.monitor!r}, which was never logged. Logged so far: {names}."
+        if config.strict:
+            raise ConfigurationError(
+                f"{message} Log it, name another as 'monitor', or set 'strict': False to pass it over."
+            )
+        rank_zero_warn(f"{message} The learning rate stays as it is.", category=RuntimeWarning)
+        return None
