@@ -32,6 +32,10 @@ class Box(NamedTuple):
     width: float
     height: float
 
+    def transposed(self) -> "Box":
+        """Return the rectangle with its axes exchanged."""
+        return Box(self.y, self.x, self.height, self.width)
+
 
 def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
     """Divide a rectangle into cells that are as square as possible.
@@ -107,43 +111,28 @@ def _worst_ratio(row: Sequence[float], side: float, density: float) -> float:
 
 def _lay_row(row: Sequence[float], free: Box, share: float) -> tuple[list[Box], Box]:
     """Put a row along the shorter side; return its cells and the rest of the rectangle."""
+    if free.width < free.height:
+        cells, rest = _lay_row(row, free.transposed(), share)
+        return [cell.transposed() for cell in cells], rest.transposed()
     cells = []
     total = float(sum(row))
+    width = free.width * share
     # Position of the next cell, as a share of the row's length.
     position = 0.0
-    if free.width >= free.height:
-        width = free.width * share
-        for size in row:
-            cell = Box(
-                free.x,
-                free.y + free.height * position,
-                width,
-                free.height * size / total,
-            )
-            cells.append(cell)
-            position += size / total
-        rest = Box(
-            free.x + width,
-            free.y,
-            free.width - width,
-            free.height,
-        )
-        return cells, rest
-    height = free.height * share
     for size in row:
         cell = Box(
-            free.x + free.width * position,
-            free.y,
-            free.width * size / total,
-            height,
+            free.x,
+            free.y + free.height * position,
+            width,
+            free.height * size / total,
         )
         cells.append(cell)
         position += size / total
     rest = Box(
-        free.x,
-        free.y + height,
-        free.width,
-        free.height - height,
+        free.x + width,
+        free.y,
+        free.width - width,
+        free.height,
     )
     return cells, rest
 
@@ -165,7 +154,8 @@ def fold(records: Sequence[TensorRecord], single: int = _SINGLE, merged: int = _
     # Tensors of equal size are merged together or not at all.
     limit = ordered[single].nbytes
     folded = [record for record in ordered[:single] if record.nbytes > limit]
-    for (module, category), sizes in _groups(ordered[len(folded) :], merged).items():
+    small = ordered[len(folded) :]
+    for (module, category), sizes in _groups(small, merged).items():
         name = "1 other"
         if len(sizes) > 1:
             name = f"{len(sizes):,} others"
@@ -186,14 +176,19 @@ def _by_size(records: Iterable[TensorRecord]) -> list[TensorRecord]:
     return sorted(records, key=lambda record: -record.nbytes)
 
 
-def _groups(records: Sequence[TensorRecord], most: int) -> dict[tuple[str, Category], list[int]]:
+# Sizes of tensors by module and category.
+_Groups = dict[tuple[str, Category], list[int]]
+
+
+def _groups(records: Sequence[TensorRecord], most: int) -> _Groups:
     """Group sizes by category and module, at the deepest level of modules with at most `most` groups."""
     deepest = max(record.module.count(".") + 1 for record in records)
     # At depth 0 all modules are one, so there is a group for each category.
     for depth in range(deepest, -1, -1):
-        groups: dict[tuple[str, Category], list[int]] = defaultdict(list)
+        groups: _Groups = defaultdict(list)
         for record in records:
-            module = ".".join(record.module.split(".")[:depth])
+            names = record.module.split(".")
+            module = ".".join(names[:depth])
             groups[module, record.category].append(record.nbytes)
         if len(groups) <= most:
             break
@@ -237,7 +232,9 @@ def _collapsed(node: _Node) -> _Node:
     """Join a module that has a single submodule and no tensors with that submodule."""
     while len(node.children) == 1 and not node.tensors:
         (child,) = node.children.values()
-        name = f"{node.name}.{child.name}" if node.name else child.name
+        name = child.name
+        if node.name:
+            name = f"{node.name}.{name}"
         node = replace(child, name=name)
     return node
 
@@ -249,10 +246,13 @@ def tree_map(composition: Composition, detail: float = 1.0) -> Markup:
         composition: The live tensors; those of no bytes are left out.
         detail: Share of the usual number of cells. Default: 1.
     """
-    records = fold(composition.holders, round(detail * _SINGLE), round(detail * _MERGED))
+    single = round(detail * _SINGLE)
+    merged = round(detail * _MERGED)
+    records = fold(composition.holders, single, merged)
     total = sum(record.nbytes for record in records)
     drawing = _Drawing(max(total, 1))
-    drawing.add_node(_collapsed(_tree(records)), Box(0, 0, _WIDTH, _HEIGHT), depth=0)
+    root = _collapsed(_tree(records))
+    drawing.add_node(root, Box(0, 0, _WIDTH, _HEIGHT), depth=0)
     # The title tells those who cannot see the picture what it shows.
     totals = Counter[str]()
     for record in records:
@@ -323,7 +323,9 @@ class _Drawing:
         # A name may be cut off at its end, a number may not.
         texts = []
         if box.width > 36 and box.height > 17:
-            label = f"{owner} · {record.name}" if owner else record.name
+            label = record.name
+            if owner:
+                label = f"{owner} · {record.name}"
             texts.append(tag("text", label, x=5, y=14))
         if box.width > 48 and box.height > 34:
             size = format_quantity(record.nbytes, "bytes")
@@ -341,16 +343,20 @@ class _Drawing:
 
     def _tip(self, record: TensorRecord) -> str:
         """Return the text that appears under the pointer."""
-        path = f"{record.module} · {record.name}" if record.module else record.name
+        path = record.name
+        if record.module:
+            path = f"{record.module} · {record.name}"
         shape = ""
         if record.dtype:
             sizes = ", ".join(map(str, record.shape))
             shape = f"{record.dtype} [{sizes}]"
-        lines = (path, f"{record.category} {shape}".strip(), self._amount(record.nbytes))
+        kind = f"{record.category} {shape}"
+        lines = (path, kind.strip(), self._amount(record.nbytes))
         return "\n".join(filter(None, lines))
 
     def _amount(self, nbytes: int) -> str:
-        return f"{format_bytes(nbytes)}, {100 * nbytes / self._total:.3g}%"
+        percent = 100 * nbytes / self._total
+        return f"{format_bytes(nbytes)}, {percent:.3g}%"
 
 
 def _inside(box: Box, *, is_named: bool) -> Box:
