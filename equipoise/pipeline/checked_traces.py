@@ -9,6 +9,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.training_modes import modes_of
 from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.tracing import NotTraceable, Traced, trace
@@ -25,8 +26,7 @@ def key_of_call(name: str, network: nn.Module, structure: CallStructure) -> tupl
         network: The network.
         structure: The call.
     """
-    modes = tuple(submodule.training for submodule in network.modules())
-    return name, structure.key, modes
+    return name, structure.key, tuple(modes_of(network))
 
 
 class CheckedTraces:

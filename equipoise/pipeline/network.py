@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.activation_checkpointing import is_checkpointed
+from equipoise.parallel.training_modes import modes_of, set_modes
 from equipoise.pipeline.checked_traces import CheckedTraces, key_of_call
 from equipoise.pipeline.execution.placement import Placement
 from equipoise.pipeline.execution.suspended_step import current_step, is_inside_stage
@@ -186,8 +187,7 @@ class StagedNetwork:
                 return self.rest.network_output()
             step = current_step()
             if step is not None:
-                step.inside = step.inside or name
-                return step.hand_over(args, kwargs)
+                return step.suspend(name, args, kwargs)
 
             # 3. Any other call runs forward.
             structure = CallStructure(args, kwargs)
@@ -197,7 +197,7 @@ class StagedNetwork:
                     return compute_uncut(traced, structure.tensors, self.options.devices[-1])
             pipeline = self.pipeline(name, structure, is_full_batch=True)
             self.running = pipeline
-            with self.placement.shadows.in_forward():
+            with self.placement.tied_copies.refreshed():
                 return pipeline.forward(structure.tensors)
 
         # As a method: a copy of the module for another device binds methods to itself, and shares everything else.
@@ -245,7 +245,7 @@ class StagedNetwork:
         else:
             stage_of = self.placement.stage_of(self._modules[name])
             ends = homes_of(traced, stage_of, len(self.options.devices))
-        stages = make_stages(traced, ends, self.placement.shadow(traced))
+        stages = make_stages(traced, ends, self.placement.tied_copy(traced))
         pipeline = self._make_pipeline(traced, stages)
 
         # 3. Keep the stages. Calls whose arguments contain ever other numbers would fill the memory.
@@ -296,14 +296,13 @@ class StagedNetwork:
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
         """Set training mode within the context, if the run trains: its first call may come from a validation."""
-        modes = [(submodule, submodule.training) for submodule in self.module.modules()]
+        modes = modes_of(self.module)
         if self.training and not self.module.training:
             self.module.train()
         try:
             yield
         finally:
-            for submodule, mode in modes:
-                submodule.training = mode
+            set_modes(self.module, modes)
 
     def _choose_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
         """Cut the network, and place every layer on the device of its stage."""

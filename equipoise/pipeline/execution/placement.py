@@ -1,4 +1,4 @@
-"""Placement of the parts of a network on their devices, and the way back."""
+"""Placement of the parts of a network on their devices."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -11,24 +11,30 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.pipeline.execution.tied_copies import TiedCopies
 from equipoise.pipeline.graph.call_names import owners
+from equipoise.pipeline.graph.stage_spec import find_part, parameters_and_buffers
 from equipoise.pipeline.graph.tracing import Traced
 
 __all__ = ["Placement", "move"]
 
 
 class Placement:
-    """The homes of a module's parts.
+    """Stages of a module's parts, and the devices on which they lie.
 
-    What no stage has goes to the last device, where batches are and losses are computed.
+    What no stage uses lies on the last device, to which batches come and where losses are computed.
 
     Args:
         module: The user's module.
-        devices: One for each stage.
-        stages_per_device: How many stages each device has. Default: 1.
-        copy_always: Give every device a copy of what an earlier one has, even if both are the same.
-        in_processes: Whether other processes have the stages but the last, and take what is theirs by themselves.
+        devices: A device for each stage.
+        stages_per_device: Number of stages on each device. Default: 1.
+        copy_always: Whether devices that share a layer have copies of it even if they are the same. Default: False.
+        in_processes: Whether workers have the stages but the last, and take their parts by themselves. Default: False.
+
+    Attributes:
+        placed: True after `place`.
+        tied_copies: Copies of layers that several devices use.
     """
 
     def __init__(
@@ -40,43 +46,54 @@ class Placement:
         copy_always: bool = False,
         in_processes: bool = False,
     ) -> None:
-        self.module, self.devices, self.copy_always = module, devices, copy_always
-        self._count = len(devices) // stages_per_device
+        self.module = module
+        self.devices = devices
+        self.copy_always = copy_always
         self.in_processes = in_processes
-        self.shadows = TiedCopies()
-        self._homes: dict[int, int] = {}  # of a module's or tensor's id its stage
-        self._waiting: list[RemovableHandle] = []
-        self._settled: set[int] = set()
+        self.tied_copies = TiedCopies()
         self.placed = False
+        self._num_devices = len(devices) // stages_per_device
+        # The stage of each submodule and tensor, by identity.
+        self._stages: dict[int, int] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._settled_optimizers: set[int] = set()
+
+    # Before the network is called.
 
     def place_outside(self, network: nn.Module | None) -> None:
-        """Lets what does not belong to the network come to the last device: metrics at once, layers when called.
+        """Place what does not belong to the network on the last device: metrics at once, layers when they are called.
 
-        Which layers belong to it shows when it is called; what the user calls before does not.
+        The first call shows which layers belong to the network; a layer that the user calls before does not.
 
         Args:
-            network: What belongs to it in any case; None if there is nothing.
+            network: Module whose layers certainly belong to it; None if there is none.
         """
-        inside = {id(part) for part in ([] if network is None else network.modules())}
-        for part in self.module.modules():
-            if isinstance(part, Metric):
-                part.to(self.devices[-1])
-        if len(set(self.devices)) == 1 and not self.in_processes:
+        last_device = self.devices[-1]
+        for submodule in self.module.modules():
+            if isinstance(submodule, Metric):
+                submodule.to(last_device)
+        is_one_device = len(set(self.devices)) == 1
+        if is_one_device and not self.in_processes:
             return
+
         for tensor in [*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]:
-            move(tensor, self.devices[-1])
-        for part in self.module.modules():
-            if id(part) not in inside and part is not self.module:
-                self._waiting.append(part.register_forward_pre_hook(partial(_fetch, device=self.devices[-1])))
+            move(tensor, last_device)
+        inside = set() if network is None else {id(submodule) for submodule in network.modules()}
+        for submodule in self.module.modules():
+            if submodule is not self.module and id(submodule) not in inside:
+                hook = partial(_move_layer, device=last_device)
+                self._hooks.append(submodule.register_forward_pre_hook(hook))
 
     def stop_waiting(self) -> None:
-        """The network was called, or the run has ended."""
-        for handle in self._waiting:
-            handle.remove()
-        self._waiting.clear()
+        """Let layers stay where they are from now on: the network was called, or the run has ended."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # Placement.
 
     def place(self, network: nn.Module, traced: Traced, ends: Sequence[int]) -> list[int]:
-        """Moves everything to its place.
+        """Move everything to its device.
 
         Args:
             network: The network.
@@ -87,88 +104,132 @@ class Placement:
             For each stage the bytes of its parameters and buffers.
         """
         self.stop_waiting()
-        first, sizes = 0, [0] * len(ends)
+        sizes = [0] * len(ends)
+
+        # 1. A layer lies with the first stage that calls it.
         placed: set[int] = set()
-
-        def settle(tensors: Collection[Tensor], stage: int) -> None:
-            for tensor in tensors:
-                if id(tensor) not in placed:
-                    placed.add(id(tensor))
-                    self._homes[id(tensor)] = stage
-                    if stage % self._count == self._count - 1 or not self.in_processes:
-                        move(tensor, self.devices[stage])
-                    sizes[stage] += tensor.nbytes
-
-        called = owners(traced)
+        names_of_calls = owners(traced)
+        begin = 0
         for stage, end in enumerate(ends):
-            for name in (name for names in called[first:end] for name in names):
-                part = find(network, name)
-                self._homes.setdefault(id(part), stage)
-                settle(_tensors_of(part), stage)
-            first = end
-        settle([*self.module.parameters(), *self.module.buffers()], len(ends) - 1)
-        for part in self.module.modules():
-            if isinstance(part, nn.RNNBase):
-                part.flatten_parameters()  # for cuDNN, which wants them in one piece
+            for names in names_of_calls[begin:end]:
+                for name in names:
+                    part = find_part(network, name)
+                    self._stages.setdefault(id(part), stage)
+                    sizes[stage] += self._place_tensors(parameters_and_buffers(part), stage, placed)
+            begin = end
+
+        # 2. Everything else lies with the last stage.
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        sizes[-1] += self._place_tensors(tensors, len(ends) - 1, placed)
+
+        # 3. cuDNN needs the weights of a recurrent layer in one piece.
+        for submodule in self.module.modules():
+            if isinstance(submodule, nn.RNNBase):
+                submodule.flatten_parameters()
         self.placed = True
         return sizes
 
+    def _place_tensors(self, tensors: Collection[Tensor], stage: int, placed: set[int]) -> int:
+        """Move tensors to the device of a stage, and return their bytes.
+
+        Args:
+            tensors: The tensors.
+            stage: The stage.
+            placed: Identities of tensors that are placed already. These are added.
+        """
+        # Under `in_processes`, this process has the last stage of every round.
+        is_here = not self.in_processes or stage % self._num_devices == self._num_devices - 1
+        size = 0
+        for tensor in tensors:
+            if id(tensor) in placed:
+                continue
+            placed.add(id(tensor))
+            self._stages[id(tensor)] = stage
+            if is_here:
+                move(tensor, self.devices[stage])
+            size += tensor.nbytes
+        return size
+
+    # After placement.
+
     def stage_of(self, network: nn.Module) -> Callable[[str], int | None]:
-        """For the name of a part of the network its stage; None where it lies nowhere in particular."""
+        """Return a function that returns the stage of a part by its name; None if the part belongs to no stage."""
 
         def stage(name: str) -> int | None:
-            part = find(network, name)
-            if (home := self._homes.get(id(part))) is not None:
-                return home
-            homes = [self._homes[id(tensor)] for tensor in _tensors_of(part) if id(tensor) in self._homes]
-            return min(homes) if homes else None
+            part = find_part(network, name)
+            stage_of_part = self._stages.get(id(part))
+            if stage_of_part is not None:
+                return stage_of_part
+            tensors = parameters_and_buffers(part)
+            stages = [self._stages[id(tensor)] for tensor in tensors if id(tensor) in self._stages]
+            return min(stages, default=None)
 
         return stage
 
-    def shadow(self, traced: Traced) -> Callable[[int, fx.Node], nn.Module | None]:
-        """For a stage and a call the copy of a layer that the stage needs, since the layer lies elsewhere."""
+    def tied_copy(self, traced: Traced) -> Callable[[int, fx.Node], nn.Module | None]:
+        """Return a function for `make_stages` that returns the copy of a layer which lies on another device."""
 
-        def shadow(stage: int, node: fx.Node) -> nn.Module | None:
+        def copy_for(stage: int, node: fx.Node) -> nn.Module | None:
             if self.in_processes or node.op not in ("call_module", "get_attr"):
                 return None
-            part = find(traced.root, str(node.target))
-            tensors, device = _tensors_of(part), self.devices[stage]
-            own = stage % self._count
-            homes = {self._homes.get(id(tensor), stage) % self._count for tensor in tensors} - {own}
-            if not homes or not (self.copy_always or any(self.devices[home] != device for home in homes)):
+            name = str(node.target)
+            part = find_part(traced.root, name)
+            if not self._needs_copy(stage, part):
                 return None
-            return self.shadows.of(part, own, device, str(node.target).removeprefix("network."))
+            index = stage % self._num_devices
+            return self.tied_copies.copy_of(part, index, self.devices[stage], name.removeprefix("network."))
 
-        return shadow
+        return copy_for
+
+    def _needs_copy(self, stage: int, part: Any) -> bool:
+        """Return True if a part lies with a stage of another device."""
+        index = stage % self._num_devices
+        indices = set()
+        for tensor in parameters_and_buffers(part):
+            indices.add(self._stages.get(id(tensor), stage) % self._num_devices)
+        indices.discard(index)
+        if not indices:
+            return False
+        if self.copy_always:
+            return True
+        return any(self.devices[other] != self.devices[stage] for other in indices)
 
     def settle_optimizer(self, optimizer: Optimizer) -> None:
-        """Lets an optimiser's state follow the parameters, which were placed after it was made or loaded.
+        """Move an optimiser's state to its parameters, which were placed after it was built or loaded.
 
         Raises:
             ConfigurationError: If the optimiser computes with all parameters at once.
         """
-        if not self.placed or id(optimizer) in self._settled:
+        if not self.placed or id(optimizer) in self._settled_optimizers:
             return
-        self._settled.add(id(optimizer))
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if isinstance(optimizer, LBFGS) and len({parameter.device for parameter in parameters}) > 1:
+        self._settled_optimizers.add(id(optimizer))
+        parameters = optimizer_parameters(optimizer)
+        devices = {parameter.device for parameter in parameters}
+        if isinstance(optimizer, LBFGS) and len(devices) > 1:
             raise ConfigurationError(
                 "LBFGS computes with all parameters as one vector, but strategy='pipeline' lays them on several"
                 " devices. Take another optimiser."
             )
         for parameter in parameters:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and key != "step":  # which stays with the host, or was put right by torch
-                    state[key] = value.to(parameter.device)
+            for name, value in state.items():
+                # torch itself decides where a step count lies.
+                if isinstance(value, Tensor) and name != "step":
+                    state[name] = value.to(parameter.device)
 
 
 def move(tensor: Tensor, device: torch.device) -> None:
-    """Brings a parameter or buffer to a device, with its gradient; it stays the same object."""
+    """Move a parameter or buffer with its gradient; it stays the same object.
+
+    Args:
+        tensor: The parameter or buffer.
+        device: Its new device.
+    """
     if tensor.device == device:
         return
     with torch.inference_mode(False), torch.no_grad():
         gradient = tensor.grad if tensor.is_leaf else None
+        # torch refuses values and gradients on different devices.
         if gradient is not None:
             tensor.grad = None
         tensor.data = tensor.data.to(device)
@@ -176,20 +237,7 @@ def move(tensor: Tensor, device: torch.device) -> None:
             tensor.grad = gradient.to(device)
 
 
-def _fetch(part: nn.Module, args: Any, *, device: torch.device) -> None:
-    for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
+def _move_layer(layer: nn.Module, args: Any, *, device: torch.device) -> None:
+    """Move a layer before its call, apart from its submodules."""
+    for tensor in [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
         move(tensor, device)
-
-
-def find(network: nn.Module, name: str) -> Any:
-    """A submodule or a tensor by its name."""
-    part: Any = network
-    for own in filter(None, name.split(".")):
-        part = getattr(part, own)
-    return part
-
-
-def _tensors_of(part: Any) -> list[Tensor]:
-    if isinstance(part, nn.Module):
-        return [*part.parameters(), *part.buffers()]
-    return [part] if isinstance(part, Tensor) else []

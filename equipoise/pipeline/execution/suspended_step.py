@@ -1,12 +1,12 @@
-"""A user's step that stops where it calls the network, and continues when the output is there.
+"""A user's step that stops where it calls the network, and continues with the output.
 
-Each step runs in a thread of its own, but never beside another: whoever starts or resumes it waits until it has come to
-the network's call, or to its end. So an unmodified `training_step` runs once, and a pipeline computes what it asks for.
+Each step runs in a thread of its own, but never beside another: the caller that starts or resumes it waits until it
+reaches the network's call, or its end. So an unmodified `training_step` runs once, and the pipeline computes its call.
 """
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from equipoise.errors import StepError
@@ -14,54 +14,76 @@ from equipoise.parallel.replicas.device_threads import ThreadState
 
 __all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]
 
-_local = threading.local()
+
+class _LocalState(threading.local):
+    """State of each thread.
+
+    Attributes:
+        step: The step that runs in the thread; None if there is none.
+        is_inside_stage: True while a stage computes in the thread.
+    """
+
+    step: "SuspendedStep | None" = None
+    is_inside_stage: bool = False
+
+    def set_step(self, step: "SuspendedStep | None") -> None:
+        self.step = step
+
+    @contextmanager
+    def inside_stage(self) -> Iterator[None]:
+        outer = self.is_inside_stage
+        self.is_inside_stage = True
+        try:
+            yield
+        finally:
+            self.is_inside_stage = outer
+
+
+_local = _LocalState()
 
 
 class _Abandoned(BaseException):
-    """Unwinds a step that nobody will go on with; no error of the user's, so no `except Exception` may stop it."""
+    """Ends the thread of a step that will not continue. No `except Exception` of the user's catches it."""
 
 
 def current_step() -> "SuspendedStep | None":
-    """The step that runs in this thread."""
-    return getattr(_local, "step", None)
+    """Return the step that runs in this thread; None if there is none."""
+    return _local.step
 
 
-@contextmanager
-def inside_stage() -> Iterator[None]:
-    """While a stage computes in this thread: what it calls is what it has to compute, and nobody's call to catch."""
-    outer, _local.stage = is_inside_stage(), True
-    try:
-        yield
-    finally:
-        _local.stage = outer
+def inside_stage() -> AbstractContextManager[None]:
+    """Return a context in which a stage computes in this thread, so that calls of the network are not intercepted."""
+    return _local.inside_stage()
 
 
 def is_inside_stage() -> bool:
-    """Whether a stage computes in this thread."""
-    return bool(getattr(_local, "stage", False))
+    """Return True if a stage computes in this thread."""
+    return _local.is_inside_stage
 
 
 class SuspendedStep:
-    """A step.
+    """A step in a thread of its own.
 
     Args:
-        function: The step; calls the network at most once.
+        function: The step, which calls the network at most once.
 
     Attributes:
-        call: The arguments with which it has called the network; None if it has not.
-        state: What torch keeps for the thread at that moment.
-        inside: The name of the module whose call was caught; None before.
-        result: What the function returned, once it has ended.
-        ended: Whether it has.
+        call: Arguments of its call of the network; None before the call.
+        state: State that torch keeps for the thread at the call; None before.
+        inside: Name of the module that was called; None before the call.
+        result: Result of the function; None before its end.
+        ended: True after the function has ended.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        # Released to let the step run, and to let its caller continue.
+        self._step_turn = threading.Semaphore(0)
+        self._caller_turn = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._output: Any = None
-        self._abandoned = False
+        self._is_abandoned = False
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.state: ThreadState | None = None
         self.inside: str | None = None
@@ -69,10 +91,10 @@ class SuspendedStep:
         self.ended = False
 
     def start(self) -> None:
-        """Runs to the network's call, or to the end.
+        """Run to the network's call, or to the end.
 
         Raises:
-            BaseException: What the function raised.
+            BaseException: Error of the function.
         """
         state = ThreadState.capture(("cpu", "cuda"))
         self._thread = threading.Thread(target=self._run, args=(state,), name="equipoise-micro-batch", daemon=True)
@@ -80,63 +102,80 @@ class SuspendedStep:
         self._wait()
 
     def resume(self, output: Any) -> None:
-        """Goes on to the end with what the network returned.
+        """Continue to the end.
+
+        Args:
+            output: The network's output.
 
         Raises:
-            BaseException: What the function raised.
+            BaseException: Error of the function.
         """
         self._output = output
-        self._turn.release()
+        self._step_turn.release()
+        # The step alone refers to the output from here on.
         del output
         self._wait()
 
     def abandon(self) -> None:
-        """Ends it without going on; may be called at any time."""
+        """End the thread without continuing the step. May be called at any time."""
         if self._thread is not None and self._thread.is_alive():
-            self._abandoned = True
-            self._turn.release()
+            self._is_abandoned = True
+            self._step_turn.release()
             self._thread.join()
 
-    def hand_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called in its thread in the place of the network's forward.
+    def suspend(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stop until `resume`, and return the network's output. The step's thread calls this in place of the network.
+
+        Args:
+            name: Name of the module that is called.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
 
         Raises:
-            StepError: If it is called a second time.
+            StepError: If the step calls the network a second time.
         """
         if self.call is not None:
             raise StepError(
                 "`training_step` calls the network twice, but a pipeline computes it once for each micro-batch. Call it"
                 " once with both inputs together (`torch.cat`), or train on one device or with `dp`."
             )
-        self.call, self.state = (args, kwargs), ThreadState.capture(("cpu", "cuda"))
-        self._back.release()
-        self._turn.acquire()
-        if self._abandoned:
+        self.inside = name
+        self.call = (args, kwargs)
+        self.state = ThreadState.capture(("cpu", "cuda"))
+        self._caller_turn.release()
+        self._step_turn.acquire()
+        if self._is_abandoned:
             raise _Abandoned
-        output, self._output = self._output, None
+        output = self._output
+        self._output = None
         return output
 
     def _run(self, state: ThreadState) -> None:
-        _local.step = self
+        """Run the function in its thread."""
+        _local.set_step(self)
         try:
             with state.entered():
                 self.result = self._function()
         except _Abandoned:
             pass
-        except BaseException as error:  # is raised again where somebody waits
+        except BaseException as error:
+            # `_wait` raises it in the caller's thread.
             self._error = error
         finally:
-            _local.step = None
+            _local.set_step(None)
             self.ended = True
-            self._back.release()
+            self._caller_turn.release()
 
     def _wait(self) -> None:
-        self._back.acquire()
+        """Wait until the step stops or ends, and raise its error."""
+        self._caller_turn.acquire()
         if self.ended and self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             try:
                 raise error
             finally:
+                # Its traceback refers to this frame.
                 del error

@@ -1,13 +1,14 @@
 """Compute the micro-batches of a step in the stages of one process, with a thread for each device.
 
-Between stages values are detached, so every stage has a graph of its own for each micro-batch, and hands its inputs'
-gradients back to the stage before. Where all devices are different ones each has a thread, which works through the
-device's list of actions, and devices compute at the same time. Where some are the same one thread does everything in a
-fixed order: that would not be quicker otherwise, and random numbers are drawn in the same order every time.
+Values between stages are detached, so every stage has a graph of its own for each micro-batch, and returns its inputs'
+gradients to the stage before. If all devices are different, each has a thread that works through the device's list of
+actions, and the devices compute at the same time. If some are the same, one thread computes everything in a fixed
+order: several would not be faster, and so random numbers are drawn in the same order every time.
 """
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -17,28 +18,28 @@ import torch
 from torch import Tensor
 
 from equipoise.parallel.replicas.device_threads import ThreadState, on_device
-from equipoise.pipeline.execution.stage_graphs import StageGraphs, brought, run_backward
+from equipoise.pipeline.execution.stage_graphs import StageGraphs, move_values, run_backward
 from equipoise.pipeline.execution.suspended_step import SuspendedStep, inside_stage
 from equipoise.pipeline.graph.stages import StageProgram
-from equipoise.pipeline.schedule.schedule import Action, Schedule, actions_of, splits
+from equipoise.pipeline.schedule.schedule import Action, Schedule, Task, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span, Timeline
 
 __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """Stages on devices.
+    """Stages on the devices of one process.
 
     Args:
         stages: The stages, for calls of one structure.
-        devices: The device of each. With p devices, stage s has the one of stage s modulo p.
-        schedule: See `parallel.schedule`.
-        stages_per_device: How many stages each device has. Default: 1.
-        threads: Whether each device has a thread. Default: if no two of them are the same.
+        devices: The device of each stage. With p devices, stage s has the device of stage s modulo p.
+        schedule: Order of the computations; see `schedule.schedule`.
+        stages_per_device: Number of stages on each device. Default: 1.
+        threads: Whether each device has a thread. Default: None, if no two devices are the same.
 
     Attributes:
-        failed: The device of the stage in which the last call failed; None if it has not.
-        timeline: The last step as it ran, in the time of this process; what devices do later is not in it.
+        failed: Device of the stage in which the last call failed; None if it has not.
+        timeline: The last step as it ran, in the time of this process. What devices compute later is not in it.
     """
 
     def __init__(
@@ -50,21 +51,31 @@ class Pipeline:
         stages_per_device: int = 1,
         threads: bool | None = None,
     ) -> None:
-        self.stages, self.devices, self.schedule = list(stages), list(devices), schedule
-        self.stages_per_device, self.count = stages_per_device, len(devices) // stages_per_device
-        several = len(set(devices)) == self.count > 1
-        self.threads = several if threads is None else threads
+        self.stages = list(stages)
+        self.devices = list(devices)
+        self.schedule: Schedule = schedule
+        self.stages_per_device = stages_per_device
+        self.num_devices = len(devices) // stages_per_device
+        if threads is None:
+            threads = len(set(devices)) == self.num_devices > 1
+        self.threads = threads
         self.timeline = Timeline((), len(stages), stages_per_device)
         self.failed: torch.device | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
-        """One call of the network, stage after stage; gradients pass through it as through any forward."""
+        """Return the network's output for one call. Gradients flow through all stages, as through any forward.
+
+        Args:
+            tensors: The tensors of the call.
+        """
         values: Any = [tuple(tensors)]
-        self.failed, before = None, self.devices[0]
+        self.failed = None
+        before = self.devices[0]
         for stage, device in zip(self.stages, self.devices, strict=True):
             try:
                 with on_device(device), inside_stage():
-                    values = stage.run(*brought(values, before, device))
+                    inputs = move_values(values, before, device)
+                    values = stage.run(*inputs)
             except BaseException:
                 self.failed = device
                 raise
@@ -78,18 +89,19 @@ class Pipeline:
         backward: Callable[[int], None] | None,
         pipelines: Sequence["Pipeline"] | None = None,
     ) -> None:
-        """Computes micro-batches, each to the end of its step and then backward.
+        """Compute micro-batches, each to the end of its step, and then backward.
 
         Args:
-            steps: The steps, each waiting for the network's output.
-            inputs: The tensors of its call of the network.
-            backward: Runs the backward of a step that has ended, down to the inputs of the last stage. None: there is
-                no backward.
-            pipelines: For each micro-batch its own, where calls are of several structures. Default: always this.
+            steps: The steps, each of which waits for the network's output.
+            inputs: For each step the tensors of its call of the network.
+            backward: Runs the backward of a step that has ended, down to the inputs of the last stage, given the index
+                of its micro-batch. None: there is no backward.
+            pipelines: For each micro-batch the stages of its call's structure. Default: this pipeline's.
         """
         self.failed = None
-        programs = [pipeline.stages for pipeline in pipelines or [self] * len(steps)]
-        run = _Run(self, steps, inputs, backward, programs)
+        if pipelines is None:
+            pipelines = [self] * len(steps)
+        run = _Run(self, steps, inputs, backward, [pipeline.stages for pipeline in pipelines])
         try:
             if self.threads:
                 run.in_threads()
@@ -99,12 +111,26 @@ class Pipeline:
             for step in steps:
                 step.abandon()
             raise
-        spans = tuple(sorted(run.spans, key=lambda span: span.begin))
-        self.timeline = Timeline(spans, len(self.stages), self.stages_per_device)
+        spans = sorted(run.spans, key=lambda span: span.begin)
+        self.timeline = Timeline(tuple(spans), len(self.stages), self.stages_per_device)
+
+    def note_failure(self, device: torch.device) -> None:
+        """Record the device of a failed stage. The first failure counts."""
+        if self.failed is None:
+            self.failed = device
 
 
 class _Run:
-    """One step of the trainer."""
+    """One step in all stages.
+
+    Args:
+        pipeline: The stages.
+        steps, inputs, backward: See `Pipeline.run`.
+        programs: For each micro-batch its stages.
+
+    Attributes:
+        spans: The actions as they ran.
+    """
 
     def __init__(
         self,
@@ -114,129 +140,166 @@ class _Run:
         backward: Callable[[int], None] | None,
         programs: Sequence[Sequence[StageProgram]],
     ) -> None:
-        self.programs = programs
-        self.pipeline, self.steps, self.inputs, self.backward = pipeline, steps, inputs, backward
-        self.count = len(pipeline.stages)
-        # What passes between stages, in the order of micro-batches; None in it ends whoever waits.
-        self.forwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
-        self.backwards = [queue.SimpleQueue[Any]() for _ in range(self.count)]
-        befores = [pipeline.devices[0], *pipeline.devices]
-        split = splits(pipeline.schedule)
-        self.graphs = [
-            StageGraphs(device, before, split=split) for device, before in zip(pipeline.devices, befores, strict=False)
-        ]
+        self._pipeline = pipeline
+        self._steps = steps
+        self._inputs = inputs
+        self._backward = backward
+        self._programs = programs
+        self._last = len(pipeline.stages) - 1
+        self._errors: list[BaseException] = []
         self.spans: list[Span] = []
-        self.errors: list[BaseException] = []
+
+        # For each stage the values that it will receive, in the order of micro-batches. None ends its thread.
+        self._forwards = [queue.SimpleQueue[Any]() for _ in pipeline.stages]
+        self._backwards = [queue.SimpleQueue[Any]() for _ in pipeline.stages]
         for tensors in inputs:
-            self.forwards[0].put([tuple(tensors)])
+            self._forwards[0].put([tuple(tensors)])
 
-    def actions(self, device: int) -> list[tuple[int, Action]]:
-        pipeline = self.pipeline
-        actions = actions_of(pipeline.schedule, device, pipeline.count, len(self.steps), pipeline.stages_per_device)
-        return actions if self.backward is not None else [each for each in actions if not each[1].backward]
+        split = splits(pipeline.schedule)
+        self._graphs = []
+        before = pipeline.devices[0]
+        for device in pipeline.devices:
+            self._graphs.append(StageGraphs(device, before, split=split))
+            before = device
 
-    # Who computes.
+    def _actions_of(self, device: int) -> list[Task]:
+        """Return the actions of a device, given its index."""
+        pipeline = self._pipeline
+        count = len(self._steps)
+        actions = actions_of(pipeline.schedule, device, pipeline.num_devices, count, pipeline.stages_per_device)
+        if self._backward is None:
+            return [(stage, action) for stage, action in actions if not action.backward]
+        return actions
+
+    # Threads.
 
     def in_turn(self) -> None:
-        """Everything in this thread: whichever device can go on."""
-        waiting = [self.actions(device)[::-1] for device in range(self.pipeline.count)]
-        while any(waiting):
-            for actions in waiting:
-                while actions and self._ready(*actions[-1]):
-                    self.compute(*actions.pop())
+        """Compute everything in this thread, on any device that has its values."""
+        remaining = [deque(self._actions_of(device)) for device in range(self._pipeline.num_devices)]
+        while any(remaining):
+            for actions in remaining:
+                while actions and self._is_ready(*actions[0]):
+                    stage, action = actions.popleft()
+                    self.compute(stage, action)
 
-    def _ready(self, stage: int, action: Action) -> bool:
-        if action.backward:
-            return action.weights or stage == self.count - 1 or not self.backwards[stage].empty()
-        return not self.forwards[stage].empty()
+    def _is_ready(self, stage: int, action: Action) -> bool:
+        source = self._source_of(stage, action)
+        return source is None or not source.empty()
 
     def in_threads(self) -> None:
-        """A thread for each device, the last one's being this."""
-        state, last = ThreadState.capture(("cpu", "cuda")), self.pipeline.count - 1
-        others = [
-            threading.Thread(target=self._work, args=(device, state), name=f"equipoise-stage-{device}", daemon=True)
-            for device in range(last)
-        ]
+        """Compute in a thread for each device. This thread is the last device's."""
+        state = ThreadState.capture(("cpu", "cuda"))
+        last = self._pipeline.num_devices - 1
+        threads = []
+        for device in range(last):
+            name = f"equipoise-stage-{device}"
+            threads.append(threading.Thread(target=self._work, args=(device, state), name=name, daemon=True))
         try:
-            for thread in others:
+            for thread in threads:
                 thread.start()
             self._work(last, state)
-            for thread in others:
+            for thread in threads:
                 thread.join()
-        except BaseException:  # an interrupt while it waits, or no more threads to be had
+        except BaseException:
+            # An interrupt while this thread waits, or an error of `start`: the system has no more threads.
             self._end()
-            for thread in others:
+            for thread in threads:
                 if thread.ident is not None:
                     thread.join()
             raise
-        if self.errors:
+        if self._errors:
             try:
-                raise self.errors[0]
+                raise self._errors[0]
             finally:
-                self.errors.clear()  # whose tracebacks hold this frame
+                # Their tracebacks refer to this frame.
+                self._errors.clear()
 
     def _work(self, device: int, state: ThreadState) -> None:
+        """Compute the actions of a device in its thread."""
         try:
             with state.entered():
-                for stage, action in self.actions(device):
+                for stage, action in self._actions_of(device):
                     self.compute(stage, action)
         except _Ended:
             pass
         except BaseException as error:
-            self.errors.append(error)
+            self._errors.append(error)
             self._end()
 
     def _end(self) -> None:
-        """Lets nobody wait any longer."""
-        for waiting in (*self.forwards, *self.backwards):
-            waiting.put(None)
+        """End all threads that wait for a value."""
+        for values in (*self._forwards, *self._backwards):
+            values.put(None)
 
-    # What is computed.
+    # Actions.
+
+    def _source_of(self, stage: int, action: Action) -> "queue.SimpleQueue[Any] | None":
+        """Return the queue of the values that an action needs; None if it needs none."""
+        if action.weights:
+            return None
+        if not action.backward:
+            return self._forwards[stage]
+        if stage == self._last:
+            # Its backward begins with the loss.
+            return None
+        return self._backwards[stage]
 
     def compute(self, stage: int, action: Action) -> None:
-        """One action."""
-        device, index = self.pipeline.devices[stage], action.micro_batch
-        source = self.backwards if action.backward else self.forwards
-        waits = not action.weights and not (action.backward and stage == self.count - 1)
-        given: Any = source[stage].get() if waits else None
-        if waits and given is None:
-            raise _Ended
+        """Run one action."""
+        device = self._pipeline.devices[stage]
+        received: Any = None
+        source = self._source_of(stage, action)
+        if source is not None:
+            received = source.get()
+            if received is None:
+                raise _Ended
         begin = perf_counter()
         try:
             with on_device(device):
                 if action.weights:
-                    self.graphs[stage].weights(index)
+                    self._graphs[stage].weights(action.micro_batch)
                 elif action.backward:
-                    self._go_back(stage, index, given)
+                    self._run_backward(stage, action.micro_batch, received)
                 else:
-                    self._go_on(stage, index, given)
+                    self._run_forward(stage, action.micro_batch, received)
         except BaseException as error:
-            if self.pipeline.failed is None:
-                self.pipeline.failed = device
+            self._pipeline.note_failure(device)
             error.add_note(f"This was stage {stage} of the pipeline, on {device}.")
             raise
         self.spans.append(Span(stage, action, begin, perf_counter()))
 
-    def _go_on(self, stage: int, index: int, given: list[Any]) -> None:
-        step, last = self.steps[index], stage == self.count - 1
+    def _run_forward(self, stage: int, index: int, inputs: list[Any]) -> None:
+        step = self._steps[index]
+        program = self._programs[index][stage]
+        is_last = stage == self._last
+        keep = self._backward is not None
         assert step.state is not None
-        # The step's thread has the last device as its current one; this stage has its own.
-        with step.state.entered(), on_device(self.pipeline.devices[stage]):
-            program, keep = self.programs[index][stage], self.backward is not None
-            made = self.graphs[stage].forward(index, program, given, keep=keep, last=last)
-        if last:
-            step.resume(made)
+        # The step's thread has the last device as its current one, this stage has its own.
+        with step.state.entered(), on_device(self._pipeline.devices[stage]):
+            outputs = self._graphs[stage].forward(index, program, inputs, keep=keep, last=is_last)
+        if is_last:
+            step.resume(outputs)
         else:
-            self.forwards[stage + 1].put(made)
+            self._forwards[stage + 1].put(outputs)
 
-    def _go_back(self, stage: int, index: int, gradients: list[Tensor | None] | None) -> None:
-        assert self.backward is not None
-        found = self.graphs[stage].backward(index, partial(self.backward, index) if gradients is None else gradients)
-        if stage:
-            self.backwards[stage - 1].put(found)
+    def _run_backward(self, stage: int, index: int, gradients: Any) -> None:
+        """Run the backward of a stage.
+
+        Args:
+            stage: The stage.
+            index: Index of the micro-batch.
+            gradients: Gradients of its outputs; None for the last stage, where the loss provides them.
+        """
+        assert self._backward is not None
+        if gradients is None:
+            gradients = partial(self._backward, index)
+        input_gradients = self._graphs[stage].backward(index, gradients)
+        if stage > 0:
+            self._backwards[stage - 1].put(input_gradients)
         else:
-            run_backward(self.inputs[index], found)  # what the user computed before the network
+            # The step may have computed the inputs from parameters.
+            run_backward(self._inputs[index], input_gradients)
 
 
 class _Ended(Exception):
-    """Another stage has failed."""
+    """Ends a thread after another stage has failed."""

@@ -1,8 +1,8 @@
-"""Copies of layers for stages on another device than the one where the parameters lie (tied parameters).
+"""Copies of layers for stages on another device than that of the parameters (tied parameters).
 
-Tied weights, and layers that are called in several stages, are kept once, with the first stage that uses them. Later
-stages on another device compute with one copy there, which receives the values before each step; its gradients are
-added to the layer's own after the backward.
+Tied parameters, and layers that several stages call, lie with the first stage that uses them. Later stages on another
+device compute with one copy there. The copy receives the values before each step; its gradients are added to those of
+the layer after the backward.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_hooks
 from equipoise.parallel.replicas.replica import Replica
 
-__all__ = ["Single", "TiedCopies", "TiedCopy"]
+__all__ = ["SingleTensor", "TiedCopies", "TiedCopy"]
 
 
-class Single(nn.Module):
-    """A parameter or buffer that is used by itself.
+class SingleTensor(nn.Module):
+    """Module around a parameter or buffer that is used by itself.
 
     Args:
         value: The parameter or buffer.
@@ -34,42 +34,32 @@ class Single(nn.Module):
 
 
 class TiedCopy:
-    """A copy of a layer.
+    """Copy of a layer on another device.
 
     Args:
         layer: The layer.
-        device: Where the copy is.
+        device: Device of the copy.
         name: The layer's name.
 
     Attributes:
+        device: Device of the copy.
         module: The copy.
 
     Raises:
-        ConfigurationError: If a copy would not do the same.
+        ConfigurationError: If a copy would not compute the same as the layer.
     """
 
     def __init__(self, layer: nn.Module, device: torch.device, name: str) -> None:
-        for part in layer.modules():
-            if getattr(part, "track_running_stats", False):
-                raise ConfigurationError(
-                    f"{name!r} is used by two stages on different devices, but keeps running statistics"
-                    f" ({type(part).__name__}), of which there would be two. Cut with cut_before=[...] so that one"
-                    " stage has both uses."
-                )
-        if any(has_hooks(parameter) for parameter in layer.parameters()):
-            raise ConfigurationError(
-                f"A parameter of {name!r}, which two stages on different devices use, has a hook, which would see the"
-                " gradient of one of them. Change gradients in `on_before_optimizer_step`, where they are complete."
-            )
+        _check_layer(layer, name)
         self.device = device
         self._replica = Replica(layer, device)
         self.module = self._replica.module
 
     def refresh(self, *, always: bool) -> None:
-        """Takes over what has changed in the layer.
+        """Copy what has changed in the layer.
 
         Args:
-            always: Also parameters that seem unchanged.
+            always: Whether to copy parameters that seem unchanged, too.
         """
         replica = self._replica
         replica.refresh_attributes()
@@ -78,28 +68,20 @@ class TiedCopy:
                 replica.load_parameters([source for source, _ in replica.parameters])
                 replica.trust()
             replica.load_buffers(replica.buffers())
-        for _, copied in replica.parameters:
-            copied.grad = None  # of a step that failed
+        # A failed step may have left gradients.
+        replica.discard_gradients()
 
     def distrust(self) -> None:
-        """The layer's parameters may change now without a trace."""
-        self._replica.trusted = False
+        """Note that the layer's parameters may change from now on without a new version."""
+        self._replica.distrust()
 
-    def collect(self) -> None:
-        """Adds the copy's gradients to the layer's."""
-        with torch.no_grad():
-            for source, copied in self._replica.parameters:
-                if copied.grad is None:
-                    continue
-                gradient, copied.grad = copied.grad.to(source.device), None
-                if source.grad is None:
-                    source.grad = gradient
-                else:
-                    source.grad.add_(gradient)
+    def add_gradients(self) -> None:
+        """Add the copy's gradients to those of the layer."""
+        self._replica.add_gradients()
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """The copy computes with the layer's parameters themselves, brought to its device: gradients find back."""
+        """Let the copy compute with the layer's parameters, moved to its device, so that these get gradients."""
         pairs = self._replica.parameters
         self._replica.use([source.to(self.device) for source, _ in pairs])
         try:
@@ -108,51 +90,77 @@ class TiedCopy:
             self._replica.use([copied for _, copied in pairs])
 
 
+def _check_layer(layer: nn.Module, name: str) -> None:
+    """Check that a copy of a layer would compute the same.
+
+    Raises:
+        ConfigurationError: If it would not.
+    """
+    for submodule in layer.modules():
+        if getattr(submodule, "track_running_stats", False):
+            raise ConfigurationError(
+                f"{name!r} is used by two stages on different devices, but keeps running statistics"
+                f" ({type(submodule).__name__}), of which there would be two. Cut with cut_before=[...] so that one"
+                " stage has both uses."
+            )
+    if any(has_hooks(parameter) for parameter in layer.parameters()):
+        raise ConfigurationError(
+            f"A parameter of {name!r}, which two stages on different devices use, has a hook, which would see the"
+            " gradient of one of them. Change gradients in `on_before_optimizer_step`, where they are complete."
+        )
+
+
 class TiedCopies:
-    """All shadows of a network."""
+    """All copies of a network."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], tuple[object, TiedCopy]] = {}
+        # By the identity of a layer and the index of a device. The layer is kept so that its identity stays unique.
+        self._copies: dict[tuple[int, int], tuple[object, TiedCopy]] = {}
 
-    def of(self, part: nn.Module | Tensor, index: int, device: torch.device, name: str) -> nn.Module:
-        """The copy of a layer, parameter or buffer for the stages of a device.
+    def copy_of(self, part: nn.Module | Tensor, index: int, device: torch.device, name: str) -> nn.Module:
+        """Return the copy of a layer, parameter or buffer for the stages of a device.
 
         Args:
-            part: Which.
-            index: The device's number among all, which may be one and the same.
+            part: The layer, parameter or buffer.
+            index: Index of the device among all; several may be the same device.
             device: The device.
-            name: The part's name.
+            name: Name of the part.
         """
         key = (id(part), index)
-        if key not in self._made:
-            layer = part if isinstance(part, nn.Module) else Single(part)
-            self._made[key] = (part, TiedCopy(layer, device, name))
-        return self._made[key][1].module
+        if key not in self._copies:
+            layer = part if isinstance(part, nn.Module) else SingleTensor(part)
+            self._copies[key] = (part, TiedCopy(layer, device, name))
+        _, tied_copy = self._copies[key]
+        return tied_copy.module
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._copies)
+
+    def _all(self) -> list[TiedCopy]:
+        return [tied_copy for _, tied_copy in self._copies.values()]
 
     def begin_step(self) -> None:
-        """Before the micro-batches of a step."""
-        for _, shadow in self._made.values():
-            shadow.refresh(always=True)
+        """Refresh all copies before the micro-batches of a step."""
+        for tied_copy in self._all():
+            tied_copy.refresh(always=True)
 
     def end_step(self) -> None:
-        """After their backwards."""
-        for _, shadow in self._made.values():
-            shadow.collect()
-            shadow.distrust()
+        """Add the gradients of all copies after the backwards of a step."""
+        for tied_copy in self._all():
+            tied_copy.add_gradients()
+            tied_copy.distrust()
 
     @contextmanager
-    def in_forward(self) -> Iterator[None]:
-        """Around a forward outside of steps."""
+    def refreshed(self) -> Iterator[None]:
+        """Run one forward outside of steps with refreshed copies."""
+        copies = self._all()
         with torch.no_grad():
-            for _, shadow in self._made.values():
-                shadow.refresh(always=False)
+            for tied_copy in copies:
+                tied_copy.refresh(always=False)
         if not torch.is_grad_enabled():
             yield
             return
         with ExitStack() as stack:
-            for _, shadow in self._made.values():
-                stack.enter_context(shadow.connected())
+            for tied_copy in copies:
+                stack.enter_context(tied_copy.connected())
             yield

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from equipoise.pipeline.graph.stages import StageProgram
 
-__all__ = ["StageSpec", "describe", "parameters_and_buffers", "rebuild", "used_parts"]
+__all__ = ["StageSpec", "describe", "find_part", "parameters_and_buffers", "rebuild", "used_parts"]
 
 
 class _Reference(NamedTuple):
@@ -73,11 +73,21 @@ def used_parts(program: StageProgram, root: nn.Module) -> dict[str, Any]:
         if node.op not in ("call_module", "get_attr"):
             continue
         target = str(node.target)
-        part: Any = root
-        for name in target.split("."):
-            part = getattr(part, name)
-        parts[target] = part
+        parts[target] = find_part(root, target)
     return parts
+
+
+def find_part(root: nn.Module, name: str) -> Any:
+    """Return a submodule, tensor or other attribute.
+
+    Args:
+        root: Module to which the name refers.
+        name: Names of attributes, joined by dots; "" for the module itself.
+    """
+    part: Any = root
+    for attribute in filter(None, name.split(".")):
+        part = getattr(part, attribute)
+    return part
 
 
 def parameters_and_buffers(part: Any) -> Sequence[Tensor]:

@@ -18,6 +18,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_hooks
 from equipoise.parallel.communication.remote_parameters import bring_back, send_elsewhere
 from equipoise.parallel.payload.shared_payload import dumps
+from equipoise.parallel.training_modes import modes_of
 from equipoise.pipeline.graph.stage_spec import describe, parameters_and_buffers, used_parts
 from equipoise.pipeline.graph.stages import StageProgram
 from equipoise.pipeline.messaging.commands import COMMAND, REPLY, TensorSpec, placeholder, rank_of
@@ -295,7 +296,7 @@ class StageClient:
             if name not in self._layers_of[stage]:
                 new_layers[name] = layer
             if isinstance(layer, nn.Module):
-                modes[name] = [part.training for part in layer.modules()]
+                modes[name] = modes_of(layer)
         specs = [describe(program) for program in programs]
         content = dumps(new_layers, known=self.tensors)
         self.send_command(stage, "program", self._programs, specs, content, names, modes)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from equipoise.errors import WorkerError
 from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.payload.shared_payload import loads
+from equipoise.parallel.training_modes import set_modes
 from equipoise.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.pipeline.graph.stage_spec import StageSpec, rebuild
 from equipoise.pipeline.graph.stages import StageProgram
@@ -237,7 +238,7 @@ class StageWorker:
     def _prepare(self, order: StepOrder) -> None:
         for number in set(order.programs):
             for name, modes in self._programs[number].modes.items():
-                _set_modes(self._layers[name], modes)
+                set_modes(self._layers[name], modes)
         if order.fresh:
             self._begin_window()
         torch.manual_seed(order.seed)
@@ -350,9 +351,3 @@ class _WorkerStep(ProcessStep):
 
     def on_error(self, error: BaseException) -> None:
         """Do nothing: the main process raises the error."""
-
-
-def _set_modes(layer: nn.Module, modes: Sequence[bool]) -> None:
-    """Set the training mode of a layer and of each of its submodules."""
-    for submodule, mode in zip(layer.modules(), modes, strict=True):
-        submodule.training = mode

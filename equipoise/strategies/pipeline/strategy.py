@@ -298,7 +298,7 @@ class PipelineStrategy(StagedStrategy):
             self._network.running = first
             if isinstance(first, ProcessPipeline):
                 first.fresh = step.begins_window
-            shadows = self._network.placement.shadows
+            shadows = self._network.placement.tied_copies
             shadows.begin_step()
             first.run(
                 [micro[index] for index in waiting],

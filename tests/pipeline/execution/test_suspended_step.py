@@ -20,7 +20,7 @@ def no_thread_is_left():
 def network(*args: Any, **kwargs: Any) -> Any:
     step = current_step()
     assert step is not None
-    return step.hand_over(args, kwargs)
+    return step.suspend("", args, kwargs)
 
 
 def test_a_step_stops_at_the_network_and_goes_on():

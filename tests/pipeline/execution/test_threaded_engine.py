@@ -55,7 +55,7 @@ class Steps:
     def step(part: Tensor) -> Tensor:
         step = current_step()
         assert step is not None
-        return step.hand_over((part,), {}).square().sum()
+        return step.suspend("", (part,), {}).square().sum()
 
     def backward(self, index: int) -> None:
         self.steps[index].result.backward()

@@ -119,7 +119,7 @@ class Watch(L.Callback):
         if batch_idx == 1:
             assert network is not None
             assert network.cut is not None
-            self.stages.settle(module, trainer.optimizers[0], network.placement._homes)
+            self.stages.settle(module, trainer.optimizers[0], network.placement._stages)
             self.predicted = list(network.cut.peaks)
             alone = [stage.memory for stage in network.cut.stages]
             whole = "zero" not in self.strategy.schedule
