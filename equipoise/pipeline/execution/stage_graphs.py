@@ -49,7 +49,15 @@ class StageGraphs:
         self._pending: dict[int, _Pending] = {}
         self._second_halves: dict[int, SplitBackward] = {}
 
-    def forward(self, index: int, program: StageProgram, inputs: list[Any], *, keep: bool, last: bool) -> Any:
+    def forward(
+        self,
+        index: int,
+        program: StageProgram,
+        inputs: list[Any],
+        *,
+        keep: bool,
+        last: bool,
+    ) -> Any:
         """Return the outputs of the stage for a micro-batch.
 
         Args:
@@ -191,7 +199,10 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
 
 
 def move_values(
-    values: Any, before: torch.device, device: torch.device, move: Callable[..., Tensor] = to_device
+    values: Any,
+    before: torch.device,
+    device: torch.device,
+    move: Callable[..., Tensor] = to_device,
 ) -> Any:
     """Return the outputs of a stage on the device of the next.
 

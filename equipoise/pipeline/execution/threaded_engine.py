@@ -101,7 +101,9 @@ class Pipeline:
         self.failed = None
         if pipelines is None:
             pipelines = [self] * len(steps)
-        run = _Run(self, steps, inputs, backward, [pipeline.stages for pipeline in pipelines])
+        programs = [pipeline.stages for pipeline in pipelines]
+        # A step that did not end waits in its thread, so every error must abandon it.
+        run = _Run(self, steps, inputs, backward, programs)
         try:
             if self.threads:
                 run.in_threads()

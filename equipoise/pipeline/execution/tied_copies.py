@@ -117,7 +117,13 @@ class TiedCopies:
         # By the identity of a layer and the index of a device. The layer is kept so that its identity stays unique.
         self._copies: dict[tuple[int, int], tuple[object, TiedCopy]] = {}
 
-    def copy_of(self, part: nn.Module | Tensor, index: int, device: torch.device, name: str) -> nn.Module:
+    def copy_of(
+        self,
+        part: nn.Module | Tensor,
+        index: int,
+        device: torch.device,
+        name: str,
+    ) -> nn.Module:
         """Return the copy of a layer, parameter or buffer for the stages of a device.
 
         Args:

@@ -75,7 +75,9 @@ class ForwardEffects:
         Args:
             inner: Effects of a submodule. Buffers that had changed before it began stay changed.
         """
-        versions_at_begin = {id(noted.buffer): noted.version for noted in inner._buffer_values}
+        versions_at_begin = {}
+        for noted in inner._buffer_values:
+            versions_at_begin[id(noted.buffer)] = noted.version
         for noted in self._buffer_values:
             version_at_begin = versions_at_begin.get(id(noted.buffer))
             if version_at_begin == noted.version:

@@ -118,7 +118,10 @@ class SplitBackward:
         return gradients_of_inputs
 
     def _plan_second_half(
-        self, paths: "_Paths", begins: Pairs, arrived: Sequence[tuple[GradientEdge, Tensor | None]]
+        self,
+        paths: "_Paths",
+        begins: Pairs,
+        arrived: Sequence[tuple[GradientEdge, Tensor | None]],
     ) -> None:
         """Note the backwards of the second half.
 
@@ -291,4 +294,9 @@ def _in_order(roots: Sequence[Node]) -> list[Node]:
 
 
 def _next_nodes(node: Node) -> list[Node]:
-    return [next_node for next_node, _ in node.next_functions if next_node is not None]
+    next_nodes = []
+    for next_node, _ in node.next_functions:
+        # There is none where no gradient flows.
+        if next_node is not None:
+            next_nodes.append(next_node)
+    return next_nodes

@@ -40,7 +40,8 @@ def describe(program: StageProgram) -> StageSpec:
     for node in program.graph.nodes:
         args = _with_references(node.args)
         kwargs = _with_references(dict(node.kwargs))
-        calls.append((node.op, node.name, node.target, args, kwargs))
+        call = (node.op, node.name, node.target, args, kwargs)
+        calls.append(call)
     return StageSpec(tuple(calls), program.inputs, program.outputs)
 
 
@@ -56,7 +57,8 @@ def rebuild(spec: StageSpec, parts: Mapping[str, Any]) -> StageProgram:
     for operation, name, target, args, kwargs in spec.calls:
         node_args = _with_nodes(args, nodes)
         node_kwargs = _with_nodes(kwargs, nodes)
-        nodes[name] = graph.create_node(operation, target, node_args, node_kwargs, name=name)
+        node = graph.create_node(operation, target, node_args, node_kwargs, name=name)
+        nodes[name] = node
     program = fx.GraphModule(dict(parts), graph)
     return StageProgram(program.forward, spec.inputs, spec.outputs, graph)
 
@@ -115,8 +117,10 @@ def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
 
 def _map_items(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to the items of a container; return anything else as it is."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(function, value))
+    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    if is_named_tuple:
+        items = map(function, value)
+        return type(value)(*items)
     if isinstance(value, tuple):
         return tuple(map(function, value))
     # Lists of torch.fx are of a class of their own.
@@ -125,5 +129,8 @@ def _map_items(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: function(item) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(function(value.start), function(value.stop), function(value.step))
+        start = function(value.start)
+        stop = function(value.stop)
+        step = function(value.step)
+        return slice(start, stop, step)
     return value

@@ -55,7 +55,11 @@ class StageProgram:
     """
 
     def __init__(
-        self, run: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], graph: fx.Graph | None = None
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        graph: fx.Graph | None = None,
     ) -> None:
         self.run = run
         self.inputs = tuple(inputs)
@@ -142,7 +146,8 @@ def taking_inputs(traced: Traced) -> int:
 
 def _placeholders(traced: Traced) -> list[fx.Node]:
     """Return the node that stands for the network's tensors, in a list."""
-    return [node for node in traced.graph.nodes if node.op == "placeholder"]
+    nodes = traced.graph.nodes
+    return [node for node in nodes if node.op == "placeholder"]
 
 
 def _viewed_values(node: fx.Node, traced: Traced) -> Iterator[fx.Node]:
@@ -168,13 +173,13 @@ def _may_be_view(node: fx.Node, traced: Traced) -> bool:
 # Stages.
 
 
-def make_stages(traced: Traced, ends: Sequence[int], shadow: Replacement | None = None) -> list[StageProgram]:
+def make_stages(traced: Traced, ends: Sequence[int], replacement_of: Replacement | None = None) -> list[StageProgram]:
     """Cut a forward into stages.
 
     Args:
         traced: The forward.
         ends: For each stage the index of the call after its last.
-        shadow: For a stage and a call the module that replaces the network's own; None: the network's own. The
+        replacement_of: For a stage and a call the module that replaces the network's own; None: the network's own. The
             replacement of a parameter or buffer has it as its attribute `value`. Default: nothing is replaced.
     """
     passing = crossing(traced, ends[:-1])
@@ -191,7 +196,7 @@ def make_stages(traced: Traced, ends: Sequence[int], shadow: Replacement | None 
             inputs[stage],
             calls[begin:end],
             outputs[stage],
-            shadow,
+            replacement_of,
         )
         stages.append(program)
     return stages
@@ -203,7 +208,7 @@ def _make_stage(
     inputs: Sequence[fx.Node],
     calls: Sequence[fx.Node],
     outputs: Sequence[fx.Node] | None,
-    shadow: Replacement | None,
+    replacement_of: Replacement | None,
 ) -> StageProgram:
     """Return one stage.
 
@@ -213,22 +218,22 @@ def _make_stage(
         inputs: Values that it receives.
         calls: Its calls.
         outputs: Values that it passes on; None for the last stage, which returns the network's output.
-        shadow: See `make_stages`.
+        replacement_of: See `make_stages`.
     """
     # 1. Copy the calls into a graph of their own.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    shadows: dict[fx.Node, nn.Module] = {}
+    replacements: dict[fx.Node, nn.Module] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
     for node in calls:
         copy = graph.node_copy(node, copies.__getitem__)
         copies[node] = copy
         replacement = None
-        if shadow is not None:
-            replacement = shadow(stage, node)
+        if replacement_of is not None:
+            replacement = replacement_of(stage, node)
         if replacement is not None:
-            shadows[copy] = replacement
+            replacements[copy] = replacement
 
     # 2. Return the values that pass on, or the network's output.
     if outputs is None:
@@ -243,23 +248,23 @@ def _make_stage(
     # 3. Compile a module that shares the network's layers.
     program = fx.GraphModule(traced.root, graph)
     program.training = traced.root.training
-    _replace_targets(program, shadows)
+    _replace_targets(program, replacements)
     input_names = [node.name for node in inputs]
     output_names = [node.name for node in outputs]
     return StageProgram(program.forward, input_names, output_names, graph)
 
 
-def _replace_targets(program: fx.GraphModule, shadows: dict[fx.Node, nn.Module]) -> None:
+def _replace_targets(program: fx.GraphModule, replacements: dict[fx.Node, nn.Module]) -> None:
     """Let calls use other modules than the network's."""
-    for index, (node, shadow) in enumerate(shadows.items()):
-        name = f"shadow_{index}"
-        program.add_submodule(name, shadow)
+    for index, (node, replacement) in enumerate(replacements.items()):
+        name = f"replacement_{index}"
+        program.add_submodule(name, replacement)
         target = name
         if node.op == "get_attr":
             # A parameter or buffer is an attribute of its replacement.
             target = f"{name}.value"
         node.target = target
-    if shadows:
+    if replacements:
         program.recompile()
 
 
@@ -320,7 +325,13 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply a function to the tensors in tuples, lists and dictionaries."""
-    return map_values(lambda item: function(item) if isinstance(item, Tensor) else item, value)
+
+    def function_of_tensor(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return function(item)
+        return item
+
+    return map_values(function_of_tensor, value)
 
 
 def map_values(function: Callable[[Any], Any], value: Any) -> Any:
@@ -356,7 +367,8 @@ def check_exchanged(values: Sequence[Any], names: Sequence[str]) -> None:
         StepError: If a value is of an unsupported type.
     """
     for value, name in zip(values, names, strict=True):
-        map_values(partial(_check_value, name), value)
+        check = partial(_check_value, name)
+        map_values(check, value)
 
 
 def _check_value(name: str, value: Any) -> None:

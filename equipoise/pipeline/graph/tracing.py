@@ -261,7 +261,11 @@ class _Tracer(fx.Tracer):
         return bool(super().to_bool(obj))
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Trace a submodule, or record its call if that is impossible."""
         name = self.path_of_module(m)
@@ -323,7 +327,12 @@ def _encoder_forward(encoder: nn.TransformerEncoder) -> Callable[..., Any]:
         encoder: The encoder.
     """
 
-    def forward(src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None) -> Any:
+    def forward(
+        src: Any,
+        mask: Any = None,
+        src_key_padding_mask: Any = None,
+        is_causal: bool | None = None,
+    ) -> Any:
         for layer in encoder.layers:
             src = layer(
                 src,

@@ -29,8 +29,10 @@ def line_of_user(frame: FrameType | None, last: CodeType | None = None) -> str:
         Function, number and text of the line; empty if there is none.
     """
     while frame is not None and frame.f_code is not last:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-            return _describe_line(frame.f_code, frame.f_lineno)
+        code = frame.f_code
+        is_of_user = not code.co_filename.startswith(_NOT_THE_USERS)
+        if is_of_user:
+            return _describe_line(code, frame.f_lineno)
         frame = frame.f_back
     return ""
 

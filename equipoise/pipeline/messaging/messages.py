@@ -161,7 +161,13 @@ class Messenger:
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
-    def _messages(self, way: Way, header: bytes, body: list[Tensor], size: int) -> list[Tensor]:
+    def _messages(
+        self,
+        way: Way,
+        header: bytes,
+        body: list[Tensor],
+        size: int,
+    ) -> list[Tensor]:
         """Return the messages of a value, and remember its header.
 
         Args:
@@ -182,7 +188,15 @@ class Messenger:
         first = torch.cat([length, padding])
         return [first, torch.frombuffer(bytearray(header), dtype=torch.uint8), *body]
 
-    def send_result(self, to: int, tag: int, value: Any, *, stage: int, device: torch.device) -> StageError | None:
+    def send_result(
+        self,
+        to: int,
+        tag: int,
+        value: Any,
+        *,
+        stage: int,
+        device: torch.device,
+    ) -> StageError | None:
         """Send the result of a stage, or an error if the result cannot be sent.
 
         Args:

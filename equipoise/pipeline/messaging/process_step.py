@@ -74,7 +74,13 @@ class ProcessStep(ABC):
         for (stage, action), source in zip(actions, sources, strict=True):
             self._run_action(stage, action, arrivals, source)
 
-    def _run_action(self, stage: int, action: Action, arrivals: Arrivals, source: Way | None) -> None:
+    def _run_action(
+        self,
+        stage: int,
+        action: Action,
+        arrivals: Arrivals,
+        source: Way | None,
+    ) -> None:
         # 1. Receive.
         received: Any = None
         if source is not None:

@@ -134,7 +134,8 @@ class ProcessBackend:
         if closure is None:
             result = optimizer.step(**kwargs)
         else:
-            result = optimizer.step(closure=_called_once(closure, optimizer), **kwargs)
+            checked_closure = _called_once(closure, optimizer)
+            result = optimizer.step(closure=checked_closure, **kwargs)
 
         # 2. Step those of the workers, with the current options of this optimiser.
         index = self._number_of(optimizer)
@@ -210,7 +211,8 @@ class ProcessBackend:
             processes.messenger.flush()
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, candidate in self._module.named_parameters() if candidate is parameter)
+        named_parameters = self._module.named_parameters()
+        return next(name for name, candidate in named_parameters if candidate is parameter)
 
     def _sum_gradients(self, tied: dict[int, list[int]]) -> None:
         """Give every process the gradients of tied parameters, summed in the order of the stages.
@@ -221,11 +223,7 @@ class ProcessBackend:
         processes = self.processes
 
         # 1. Fetch the gradients of each worker.
-        keys_of_stages: dict[int, list[int]] = {}
-        for stage in range(processes.last):
-            keys = [key for key, stages in tied.items() if stage in stages]
-            if keys:
-                keys_of_stages[stage] = keys
+        keys_of_stages = self._keys_of_stages(tied)
         commands = {stage: ("gradients", keys) for stage, keys in keys_of_stages.items()}
         replies = processes.request(commands)
 
@@ -240,13 +238,23 @@ class ProcessBackend:
             total = _sum_of(gradients, parameter.device)
             sums[key] = total
             if is_here:
-                # `total` is about to be sent; the optimiser may change this one.
+                # `total` is about to be sent, so it must not change.
                 parameter.grad = None if total is None else total.clone()
 
         # 3. Return the sums.
         for stage, keys in keys_of_stages.items():
-            processes.send_command(stage, "set_gradients", {key: sums[key] for key in keys})
+            sums_of_stage = {key: sums[key] for key in keys}
+            processes.send_command(stage, "set_gradients", sums_of_stage)
         processes.messenger.flush()
+
+    def _keys_of_stages(self, tied: dict[int, list[int]]) -> dict[int, list[int]]:
+        """Return for each worker with tied parameters their keys."""
+        keys_of_stages: dict[int, list[int]] = {}
+        for stage in range(self.processes.last):
+            keys = [key for key, stages in tied.items() if stage in stages]
+            if keys:
+                keys_of_stages[stage] = keys
+        return keys_of_stages
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip gradients over all stages.
@@ -303,19 +311,22 @@ class ProcessBackend:
         def unscale_workers(scale: float) -> bool:
             return all(self.processes.request_all("unscale", index, scale))
 
-        self._as_joined(optimizer).unscale(scaler, unscale_workers)
+        joined = self._as_joined(optimizer)
+        joined.unscale(scaler, unscale_workers)
 
     def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step an optimiser in all processes, or in none."""
         # The trainer does not unscale where an optimiser's step could do so itself.
         self.unscale(scaler, optimizer)
-        return self._as_joined(optimizer).scaled_step(scaler, **kwargs)
+        joined = self._as_joined(optimizer)
+        return joined.scaled_step(scaler, **kwargs)
 
     def _as_joined(self, optimizer: Optimizer) -> JoinedOptimizer:
         for joined in self._joined:
             if joined.is_of(optimizer):
                 return joined
-        joined = JoinedOptimizer(optimizer, self.optimizer_step, self.processes.devices[-1])
+        device = self.processes.devices[-1]
+        joined = JoinedOptimizer(optimizer, self.optimizer_step, device)
         self._joined.append(joined)
         return joined
 
@@ -377,7 +388,9 @@ def _several_evaluations(optimizer: Optimizer) -> str:
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
+    options = dict(group)
+    del options["params"]
+    return options
 
 
 def _sum_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor | None:

@@ -61,8 +61,12 @@ class StageClient:
 
     def send_command(self, stage: int, name: str, *arguments: Any) -> None:
         """Send a command to a worker, and wait for nothing."""
-        rank = rank_of(stage, len(self.devices))
-        self.messenger.send(rank, COMMAND, (False, name, *arguments))
+        has_reply = False
+        message = (has_reply, name, *arguments)
+        self.messenger.send(self._rank_of(stage), COMMAND, message)
+
+    def _rank_of(self, stage: int) -> int:
+        return rank_of(stage, len(self.devices))
 
     def send_to_all(self, name: str, *arguments: Any) -> None:
         """Send a command to all workers, and wait for nothing."""
@@ -79,15 +83,16 @@ class StageClient:
             BaseException: Error of a worker, in one of these commands or in an earlier one.
         """
         # 1. Send all commands before waiting for the first reply.
-        count = len(self.devices)
+        has_reply = True
         for stage, command in commands.items():
-            self.messenger.send(rank_of(stage, count), COMMAND, (True, *command))
+            message = (has_reply, *command)
+            self.messenger.send(self._rank_of(stage), COMMAND, message)
 
         # 2. Receive all replies before an error is raised.
         results = {}
         failures = []
         for stage in commands:
-            result, failure = self.messenger.receive(rank_of(stage, count), REPLY)
+            result, failure = self.messenger.receive(self._rank_of(stage), REPLY)
             results[stage] = result
             if failure is not None:
                 failures.append(failure)
@@ -127,10 +132,14 @@ class StageClient:
         """
         self._module = module
         self._before_move = before_move
-        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        self.tensors = list(tensors.values())
-        self._keys = {id(tensor): key for key, tensor in enumerate(self.tensors)}
-        self._names = {id(part): name for name, part in module.named_modules()}
+        self.tensors: list[Tensor] = []
+        # By the identity of a tensor its key, by that of a submodule its name.
+        self._keys: dict[int, int] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in self._keys:
+                self._keys[id(tensor)] = len(self.tensors)
+                self.tensors.append(tensor)
+        self._names = {id(submodule): name for name, submodule in module.named_modules()}
         # For a key the workers that have the tensor.
         self._workers_with: dict[int, list[int]] = {}
         # Keys of tensors that the main process needs among these.
@@ -141,7 +150,9 @@ class StageClient:
         self._programs = 0
         specs = []
         for tensor in self.tensors:
-            specs.append(TensorSpec(isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.dtype))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            shape = tuple(tensor.shape)
+            specs.append(TensorSpec(is_parameter, shape, tensor.dtype))
         self.send_to_all("begin", specs)
 
     def key_of(self, tensor: Tensor) -> int | None:
@@ -182,7 +193,8 @@ class StageClient:
         """Return for each key the values of a tensor that only workers have."""
         keys_of_stages: dict[int, list[int]] = {}
         for key in keys:
-            keys_of_stages.setdefault(self.owner_of(key), []).append(key)
+            stage = self.owner_of(key)
+            keys_of_stages.setdefault(stage, []).append(key)
         commands = {stage: ("give", keys) for stage, keys in keys_of_stages.items()}
         values: dict[int, Tensor] = {}
         for reply in self.request(commands).values():
@@ -191,7 +203,8 @@ class StageClient:
 
     def gather_parameters(self) -> None:
         """Fetch all values of the module. The workers keep theirs."""
-        for key, value in self.fetch(self.keys_elsewhere()).items():
+        values = self.fetch(self.keys_elsewhere())
+        for key, value in values.items():
             tensor = self.tensors[key]
             bring_back(tensor, value.to(tensor.device))
 
@@ -210,8 +223,12 @@ class StageClient:
             _drop_values(self.tensors[key])
 
     def _send_values(self, stage: int, keys: Sequence[int]) -> None:
-        values = {key: self.tensors[key] for key in keys}
-        trainable = {key: tensor.requires_grad for key, tensor in values.items()}
+        values = {}
+        trainable = {}
+        for key in keys:
+            tensor = self.tensors[key]
+            values[key] = tensor
+            trainable[key] = tensor.requires_grad
         self.send_command(stage, "take", values, trainable)
 
     @contextmanager
@@ -371,7 +388,8 @@ class StageClient:
 
 def _seed_of(count: str) -> int:
     """Return a seed of 48 bits that follows from torch's and a count."""
-    digest = hashlib.sha256(f"{torch.initial_seed()}, {count}".encode()).digest()
+    text = f"{torch.initial_seed()}, {count}"
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:6], "little")
 
 

@@ -40,7 +40,11 @@ class ProcessPipeline:
     """
 
     def __init__(
-        self, processes: StageClient, program: int, programs: Sequence[StageProgram], schedule: Schedule
+        self,
+        processes: StageClient,
+        program: int,
+        programs: Sequence[StageProgram],
+        schedule: Schedule,
     ) -> None:
         self._processes = processes
         self._program = program

@@ -57,7 +57,12 @@ class StageLaunch(SingleProcess):
     """
 
     def __init__(
-        self, devices: Sequence[torch.device], num_nodes: int, timeout: float, *, on_joined: Callable[[], None]
+        self,
+        devices: Sequence[torch.device],
+        num_nodes: int,
+        timeout: float,
+        *,
+        on_joined: Callable[[], None],
     ) -> None:
         self._devices = tuple(devices)
         self._timeout = timeout
@@ -197,7 +202,12 @@ def _result_of(content: bytes | None, known: Sequence[Any] | None) -> Any:
     return loads(content, known)
 
 
-def _run_in_process(stages: StageLaunch, function: Callable[[], T], port: int, rank: int) -> T:
+def _run_in_process(
+    stages: StageLaunch,
+    function: Callable[[], T],
+    port: int,
+    rank: int,
+) -> T:
     """Run in a process that the trainer has started."""
     return stages.run(stages.place_in_worker(rank), port, function, None)
 

@@ -79,7 +79,12 @@ class StageWorker:
     """
 
     def __init__(
-        self, messenger: Messenger, stage: int, count: int, device: torch.device, before: torch.device
+        self,
+        messenger: Messenger,
+        stage: int,
+        count: int,
+        device: torch.device,
+        before: torch.device,
     ) -> None:
         self._messenger = messenger
         self._stage = stage
@@ -251,7 +256,16 @@ class StageWorker:
             graphs[stage] = StageGraphs(self._device, self._device_before, split=split)
         programs = [self._stages_of(number) for number in order.programs]
         rank = rank_of(self._stage, self._count)
-        return _WorkerStep(self._messenger, rank, self._count, self._device, graphs, order, programs, self._failure)
+        return _WorkerStep(
+            self._messenger,
+            rank,
+            self._count,
+            self._device,
+            graphs,
+            order,
+            programs,
+            self._failure,
+        )
 
     def _stages_of(self, number: int) -> list[StageProgram]:
         """Return the stages of a kind of call; none if they could not be loaded."""

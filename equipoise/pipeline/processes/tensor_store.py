@@ -46,12 +46,14 @@ class TensorStore:
 
     def set_values(self, key: int, values: Tensor) -> None:
         """Set the values of a tensor, which stays the same object."""
-        self[key].data = values.detach().to(self._device)
+        tensor = self[key]
+        tensor.data = values.detach().to(self._device)
 
     def set_trainable(self, trainable: Mapping[int, bool]) -> None:
         """Freeze and unfreeze parameters."""
-        for key in self.present & trainable.keys():
-            self[key].requires_grad_(trainable[key])
+        for key, is_trainable in trainable.items():
+            if key in self.present:
+                self[key].requires_grad_(is_trainable)
 
     def values_of(self, keys: Sequence[int]) -> dict[int, Tensor]:
         """Return the values of tensors."""
@@ -63,7 +65,12 @@ class TensorStore:
 
     def copy_buffers(self) -> dict[int, Tensor]:
         """Return copies of the values of all buffers in this process."""
-        return {key: self[key].detach().clone() for key in self.present if not self._specs[key].is_parameter}
+        copies = {}
+        for key in self.present:
+            is_buffer = not self._specs[key].is_parameter
+            if is_buffer:
+                copies[key] = self[key].detach().clone()
+        return copies
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
@@ -76,6 +83,8 @@ class TensorStore:
     def set_gradients(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Set the gradients of parameters; None: there is no gradient."""
         for key, gradient in gradients.items():
-            if gradient is not None:
-                gradient = gradient.to(self._device)
-            self[key].grad = gradient
+            parameter = self[key]
+            if gradient is None:
+                parameter.grad = None
+            else:
+                parameter.grad = gradient.to(self._device)

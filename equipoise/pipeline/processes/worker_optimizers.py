@@ -39,11 +39,14 @@ class WorkerOptimizers:
         kind, states, groups, defaults = loads(content, known=self._tensors)  # type: ignore[arg-type]
         present = {id(self._tensors[key]) for key in self._tensors.present}
         for group in groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) in present]
+            parameters = group["params"]
+            group["params"] = [parameter for parameter in parameters if id(parameter) in present]
         # Without `__init__`, whose arguments are not known.
         optimizer: Optimizer = kind.__new__(kind)
-        optimizer.__setstate__({"state": {}, "param_groups": groups, "defaults": defaults})
-        optimizer.load_state_dict(_state_dict_of(optimizer, states))
+        attributes = {"state": {}, "param_groups": groups, "defaults": defaults}
+        optimizer.__setstate__(attributes)
+        state_dict = _state_dict_of(optimizer, states)
+        optimizer.load_state_dict(state_dict)
         self._optimizers[index] = optimizer
 
     def state_of(self, index: int) -> dict[int, Any]:
@@ -67,7 +70,8 @@ class WorkerOptimizers:
             kwargs: Further arguments of the step.
         """
         optimizer = self._optimizers[index]
-        for group, current_options in zip(optimizer.param_groups, options, strict=True):
+        pairs = zip(optimizer.param_groups, options, strict=True)
+        for group, current_options in pairs:
             group.update(current_options)
         optimizer.step(**kwargs)
 
