@@ -9,10 +9,10 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.training_modes import modes_of
 from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.tracing import NotTraceable, Traced, trace
+from equipoise.pipeline.graph.training_modes import modes_of
 from equipoise.pipeline.verification.trace_comparison import Comparison, Parting
 
 __all__ = ["CheckedTraces", "key_of_call"]

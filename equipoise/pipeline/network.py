@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.activation_checkpointing import is_checkpointed
-from equipoise.parallel.training_modes import modes_of, set_modes
 from equipoise.pipeline.checked_traces import CheckedTraces, key_of_call
 from equipoise.pipeline.execution.placement import Placement
 from equipoise.pipeline.execution.suspended_step import current_step, is_inside_stage
@@ -20,6 +19,7 @@ from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import StageProgram, homes_of, make_stages
 from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.training_modes import modes_of, set_modes
 from equipoise.pipeline.planning.cut import (
     Cut,
     CutOptions,

@@ -262,19 +262,6 @@ class Replica:
         for copied in self.copies:
             copied.grad = None
 
-    def add_gradients(self) -> None:
-        """Add the gradients of the copy to those of the module, and remove them from the copy."""
-        with torch.no_grad():
-            for source, copied in self.parameters:
-                if copied.grad is None:
-                    continue
-                gradient = copied.grad.to(source.device)
-                if source.grad is None:
-                    source.grad = gradient
-                else:
-                    source.grad.add_(gradient)
-        self.discard_gradients()
-
     def use(self, tensors: Sequence[Tensor]) -> None:
         """Compute with other tensors in place of the copy's parameters.
 

@@ -129,7 +129,12 @@ class Placement:
         self.placed = True
         return sizes
 
-    def _place_tensors(self, tensors: Collection[Tensor], stage: int, placed: set[int]) -> int:
+    def _place_tensors(
+        self,
+        tensors: Collection[Tensor],
+        stage: int,
+        placed: set[int],
+    ) -> int:
         """Move tensors to the device of a stage, and return their bytes.
 
         Args:

@@ -41,7 +41,13 @@ class StageGraphs:
         split: Whether backwards have two halves, of which `weights` is the second. Default: False.
     """
 
-    def __init__(self, device: torch.device, before: torch.device | None = None, *, split: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        before: torch.device | None = None,
+        *,
+        split: bool = False,
+    ) -> None:
         self._device = device
         self._device_before = before or device
         self._split = split

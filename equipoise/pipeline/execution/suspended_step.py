@@ -96,8 +96,14 @@ class SuspendedStep:
         Raises:
             BaseException: Error of the function.
         """
+        # The new thread begins with torch's defaults.
         state = ThreadState.capture(("cpu", "cuda"))
-        self._thread = threading.Thread(target=self._run, args=(state,), name="equipoise-micro-batch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(state,),
+            name="equipoise-micro-batch",
+            daemon=True,
+        )
         self._thread.start()
         self._wait()
 

@@ -190,12 +190,18 @@ class _Run:
 
     def in_threads(self) -> None:
         """Compute in a thread for each device. This thread is the last device's."""
+        # New threads begin with torch's defaults.
         state = ThreadState.capture(("cpu", "cuda"))
         last = self._pipeline.num_devices - 1
         threads = []
         for device in range(last):
-            name = f"equipoise-stage-{device}"
-            threads.append(threading.Thread(target=self._work, args=(device, state), name=name, daemon=True))
+            thread = threading.Thread(
+                target=self._work,
+                args=(device, state),
+                name=f"equipoise-stage-{device}",
+                daemon=True,
+            )
+            threads.append(thread)
         try:
             for thread in threads:
                 thread.start()

@@ -77,7 +77,16 @@ class TiedCopy:
 
     def add_gradients(self) -> None:
         """Add the copy's gradients to those of the layer."""
-        self._replica.add_gradients()
+        with torch.no_grad():
+            for source, copied in self._replica.parameters:
+                if copied.grad is None:
+                    continue
+                gradient = copied.grad.to(source.device)
+                if source.grad is None:
+                    source.grad = gradient
+                else:
+                    source.grad.add_(gradient)
+        self._replica.discard_gradients()
 
     @contextmanager
     def connected(self) -> Iterator[None]:

@@ -18,9 +18,9 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_hooks
 from equipoise.parallel.communication.remote_parameters import bring_back, send_elsewhere
 from equipoise.parallel.payload.shared_payload import dumps
-from equipoise.parallel.training_modes import modes_of
 from equipoise.pipeline.graph.stage_spec import describe, parameters_and_buffers, used_parts
 from equipoise.pipeline.graph.stages import StageProgram
+from equipoise.pipeline.graph.training_modes import modes_of
 from equipoise.pipeline.messaging.commands import COMMAND, REPLY, TensorSpec, placeholder, rank_of
 from equipoise.pipeline.messaging.messages import Messenger, StageError
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from equipoise.errors import WorkerError
 from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.payload.shared_payload import loads
-from equipoise.parallel.training_modes import set_modes
 from equipoise.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.pipeline.graph.stage_spec import StageSpec, rebuild
 from equipoise.pipeline.graph.stages import StageProgram
+from equipoise.pipeline.graph.training_modes import set_modes
 from equipoise.pipeline.messaging.commands import COMMAND, REPLY, StepOrder, TensorSpec, rank_of
 from equipoise.pipeline.messaging.messages import Messenger, StageError, as_late
 from equipoise.pipeline.messaging.process_step import ProcessStep
