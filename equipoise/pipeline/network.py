@@ -17,7 +17,7 @@ from equipoise.pipeline.execution.suspended_step import current_step, is_inside_
 from equipoise.pipeline.execution.threaded_engine import Pipeline
 from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
-from equipoise.pipeline.graph.stages import StageProgram, homes_of, make_stages
+from equipoise.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
 from equipoise.pipeline.graph.tracing import Traced
 from equipoise.pipeline.graph.training_modes import modes_of, set_modes
 from equipoise.pipeline.planning.cut import (
@@ -244,7 +244,7 @@ class StagedNetwork:
             ends = self.cut.ends
         else:
             stage_of = self.placement.stage_of(self._modules[name])
-            ends = homes_of(traced, stage_of, len(self.options.devices))
+            ends = ends_by_placement(traced, stage_of, len(self.options.devices))
         stages = make_stages(traced, ends, self.placement.tied_copy(traced))
         pipeline = self._make_pipeline(traced, stages)
 

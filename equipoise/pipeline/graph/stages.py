@@ -23,7 +23,7 @@ __all__ = [
     "StageProgram",
     "check_exchanged",
     "crossing",
-    "homes_of",
+    "ends_by_placement",
     "make_stages",
     "map_tensors",
     "map_values",
@@ -268,7 +268,7 @@ def _replace_targets(program: fx.GraphModule, replacements: dict[fx.Node, nn.Mod
         program.recompile()
 
 
-def homes_of(traced: Traced, stage_of: Callable[[str], int | None], stages: int) -> list[int]:
+def ends_by_placement(traced: Traced, stage_of: Callable[[str], int | None], stages: int) -> list[int]:
     """Return the ends of stages for another trace of a network whose layers are placed already.
 
     A call belongs to the stage of the module that it calls. If the call before it belongs to a later stage, so does

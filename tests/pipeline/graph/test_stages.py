@@ -15,7 +15,7 @@ from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import (
     check_exchanged,
     crossing,
-    homes_of,
+    ends_by_placement,
     make_stages,
     map_tensors,
     map_values,
@@ -120,9 +120,9 @@ def test_another_trace_is_cut_where_the_parts_lie():
     network = Net()
     homes = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 2}
     made = traced(network, torch.rand(2, 4))
-    assert homes_of(made, homes.get, 3) == [5, 7, 9]
-    assert homes_of(traced(network, torch.rand(2, 4), True), homes.get, 3) == [5, 7, 10]
-    assert homes_of(made, {**homes, "layers.3": 1}.get, 3) == [5, 9, 9]
+    assert ends_by_placement(made, homes.get, 3) == [5, 7, 9]
+    assert ends_by_placement(traced(network, torch.rand(2, 4), True), homes.get, 3) == [5, 7, 10]
+    assert ends_by_placement(made, {**homes, "layers.3": 1}.get, 3) == [5, 9, 9]
 
 
 class Colour(enum.Enum):
