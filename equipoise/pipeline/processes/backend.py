@@ -1,10 +1,9 @@
 """Optimisers, gradients and state of a pipeline whose stages lie in several processes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
@@ -14,6 +13,7 @@ from equipoise.parallel.communication.membership import compute_metrics_alone
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.processes.client import StageClient
+from equipoise.pipeline.processes.gradients import gradient_norm, sum_tied_gradients
 from equipoise.pipeline.processes.loss_scale import JoinedOptimizer
 
 __all__ = ["ProcessBackend"]
@@ -199,13 +199,7 @@ class ProcessBackend:
                     " network's forward, or take engine='threads'."
                 )
 
-        keys = {processes.key_of(parameter) for parameter in parameters}
-        tied = {}
-        for key, stages in processes.tied_parameters().items():
-            if key in keys:
-                tied[key] = stages
-        if tied:
-            self._sum_gradients(tied)
+        sum_tied_gradients(processes, parameters)
         if factor is not None:
             processes.send_to_all("scale", index, factor)
             processes.messenger.flush()
@@ -213,48 +207,6 @@ class ProcessBackend:
     def _name_of(self, parameter: nn.Parameter) -> str:
         named_parameters = self._module.named_parameters()
         return next(name for name, candidate in named_parameters if candidate is parameter)
-
-    def _sum_gradients(self, tied: dict[int, list[int]]) -> None:
-        """Give every process the gradients of tied parameters, summed in the order of the stages.
-
-        Args:
-            tied: For the key of each such parameter the workers' stages that use it.
-        """
-        processes = self.processes
-
-        # 1. Fetch the gradients of each worker.
-        keys_of_stages = self._keys_of_stages(tied)
-        commands = {stage: ("gradients", keys) for stage, keys in keys_of_stages.items()}
-        replies = processes.request(commands)
-
-        # 2. Sum them. This process has the last stage, so its gradient comes last.
-        sums: dict[int, Tensor | None] = {}
-        for key, stages in tied.items():
-            parameter = processes.tensors[key]
-            is_here = processes.has_tensor(processes.last, key)
-            gradients = [replies[stage][key] for stage in stages]
-            if is_here:
-                gradients.append(parameter.grad)
-            total = _sum_of(gradients, parameter.device)
-            sums[key] = total
-            if is_here:
-                # `total` is about to be sent, so it must not change.
-                parameter.grad = None if total is None else total.clone()
-
-        # 3. Return the sums.
-        for stage, keys in keys_of_stages.items():
-            sums_of_stage = {key: sums[key] for key in keys}
-            processes.send_command(stage, "set_gradients", sums_of_stage)
-        processes.messenger.flush()
-
-    def _keys_of_stages(self, tied: dict[int, list[int]]) -> dict[int, list[int]]:
-        """Return for each worker with tied parameters their keys."""
-        keys_of_stages: dict[int, list[int]] = {}
-        for stage in range(self.processes.last):
-            keys = [key for key, stages in tied.items() if stage in stages]
-            if keys:
-                keys_of_stages[stage] = keys
-        return keys_of_stages
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip gradients over all stages.
@@ -273,34 +225,12 @@ class ProcessBackend:
             self.processes.send_to_all("clip", index, value, None)
             nn.utils.clip_grad_value_(parameters, value)
         elif algorithm == "norm":
-            norm = self._norm(index, parameters)
+            norm = gradient_norm(self.processes, index, parameters)
             self.processes.send_to_all("clip", index, value, norm)
             nn.utils.clip_grads_with_norm_(parameters, value, norm)
         else:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
         self.processes.messenger.flush()
-
-    def _norm(self, index: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the norm of all gradients.
-
-        The norms of single gradients are reduced in the order of the parameters, as on one device.
-        """
-        processes = self.processes
-        norms_of_workers: dict[int | None, Tensor] = {}
-        for reply in processes.request_all("norms", index):
-            norms_of_workers |= reply
-        norms = []
-        for parameter in parameters:
-            key = processes.key_of(parameter)
-            norm = norms_of_workers.get(key)
-            if norm is None and parameter.grad is not None:
-                norm = torch.linalg.vector_norm(parameter.grad)
-            if norm is not None:
-                norms.append(norm.to(processes.devices[-1]))
-        if not norms:
-            return torch.zeros(())
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return total
 
     # Loss scale.
 
@@ -391,17 +321,6 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     options = dict(group)
     del options["params"]
     return options
-
-
-def _sum_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """Return the sum of gradients in their order; None if there are none."""
-    total: Tensor | None = None
-    for gradient in gradients:
-        if gradient is None:
-            continue
-        moved = gradient.to(device)
-        total = moved if total is None else total + moved
-    return total
 
 
 def _on_cpu(value: Any) -> Any:
