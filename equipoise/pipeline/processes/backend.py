@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
@@ -14,7 +14,6 @@ from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.gradients import gradient_norm, sum_tied_gradients
-from equipoise.pipeline.processes.loss_scale import JoinedOptimizer
 
 __all__ = ["ProcessBackend"]
 
@@ -38,12 +37,15 @@ class ProcessBackend:
         self.processes = processes
         self._module = module
         self._optimizers: list[Optimizer] = []
-        # The same optimisers, as a gradient scaler sees them.
-        self._joined: list[JoinedOptimizer] = []
         # For the number of an optimiser the groups of parameters that the workers have received.
         self._sent: dict[int, list[list[int]]] = {}
         self.release = compute_metrics_alone(module)
         processes.begin(module, before_move=self._recall_states)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self.processes.devices[-1]
 
     # Optimisers.
 
@@ -232,33 +234,10 @@ class ProcessBackend:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
         self.processes.messenger.flush()
 
-    # Loss scale.
-
-    def unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Unscale the gradients of all processes, and record whether all of them are finite."""
+    def unscale_workers(self, optimizer: Optimizer, scale: float) -> bool:
+        """Divide the gradients of the workers by a loss scale, and return True if all of them are finite."""
         index = self._number_of(optimizer)
-
-        def unscale_workers(scale: float) -> bool:
-            return all(self.processes.request_all("unscale", index, scale))
-
-        joined = self._as_joined(optimizer)
-        joined.unscale(scaler, unscale_workers)
-
-    def scaled_step(self, scaler: GradScaler, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step an optimiser in all processes, or in none."""
-        # The trainer does not unscale where an optimiser's step could do so itself.
-        self.unscale(scaler, optimizer)
-        joined = self._as_joined(optimizer)
-        return joined.scaled_step(scaler, **kwargs)
-
-    def _as_joined(self, optimizer: Optimizer) -> JoinedOptimizer:
-        for joined in self._joined:
-            if joined.is_of(optimizer):
-                return joined
-        device = self.processes.devices[-1]
-        joined = JoinedOptimizer(optimizer, self.optimizer_step, device)
-        self._joined.append(joined)
-        return joined
+        return all(self.processes.request_all("unscale", index, scale))
 
     # State.
 
