@@ -23,22 +23,10 @@ from equipoise.parallel.payload.shared_payload import can_be_packed
 from equipoise.parallel.snapshot import random_state
 from equipoise.trainer.logging.entry import on_cpu
 from equipoise.trainer.runtime.request import Request
+from equipoise.trainer.state.sent_state import SentState
 from equipoise.trainer.surface.parts import TrainerParts
 
 __all__ = ["ProcessResults", "apply_results", "collect", "shared_objects", "this_process"]
-
-# Attributes of a loop, or of the state of training, that a user, a callback or a second run reads.
-_LOOP_RESULTS = (
-    "progress",
-    "collection",
-    "num_batches",
-    "max_batches",
-    "has_run",
-    "last_validation",
-    "waits_for_minimum",
-    "left",
-    "has_ended",
-)
 
 
 def this_process() -> tuple[str, int]:
@@ -124,12 +112,9 @@ def _results_of(parts: TrainerParts, item: Any) -> dict[str, Any]:
     without_results = (parts.trainer, parts, parts.strategy, parts.precision, parts.state.profiler)
     if any(item is other for other in without_results):
         return {}
-    if item is parts.state:
-        state_results: dict[str, Any] = parts.state.results()
-        return state_results
+    if isinstance(item, SentState):
+        return item.results()
     attributes: dict[str, Any] = getattr(item, "__dict__", {})
-    if any(item is state for state in parts.states_of_loops):
-        return {name: attributes[name] for name in _LOOP_RESULTS if name in attributes}
     return attributes
 
 

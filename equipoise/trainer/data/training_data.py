@@ -1,6 +1,7 @@
 """The training loaders of a fit, and the pass over them in the present epoch."""
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from equipoise.errors import ConfigurationError
@@ -9,6 +10,7 @@ from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, length_of
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
 from equipoise.trainer.data.loaders import Loaders
 from equipoise.trainer.data.sample_counts import SampleCounts
+from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["TrainingData"]
 
 
-class TrainingData:
+@dataclass(eq=False)
+class TrainingData(SentState):
     """The loaders that training reads, and the stream of the present epoch.
 
     Attributes:
@@ -29,17 +32,13 @@ class TrainingData:
         workers_before_epoch: Generators with which persistent workers had started before that.
     """
 
-    def __init__(self) -> None:
-        self.loaders: Loaders | None = None
-        self.loaded_at: float = -math.inf
-        self.max_batches: float = math.inf
-        self.stream: BatchStream | None = None
-        self.epoch_random_state: dict[str, Any] = {}
-        self.workers_before_epoch: list[Any] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, which requests the loaders by itself."""
-        return {**vars(self), "loaders": None, "stream": None}
+    # Another process requests the loaders by itself.
+    loaders: Loaders | None = field(default=None, metadata=LOCAL)
+    loaded_at: float = -math.inf
+    max_batches: float = field(default=math.inf, metadata=RESULT)
+    stream: BatchStream | None = field(default=None, metadata=LOCAL)
+    epoch_random_state: dict[str, Any] = field(default_factory=dict)
+    workers_before_epoch: list[Any] = field(default_factory=list)
 
     # Loaders.
 

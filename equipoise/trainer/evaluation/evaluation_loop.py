@@ -2,6 +2,7 @@
 
 import math
 from collections import ChainMap, defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from equipoise.interop.lightning.classes import is_overridden
@@ -19,6 +20,7 @@ from equipoise.trainer.logging.results_table import print_results
 from equipoise.trainer.runtime.signals import leave_evaluation
 from equipoise.trainer.state.progress import BatchProgress
 from equipoise.trainer.state.run_state import RunState
+from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -26,13 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["EvaluationLoop"]
 
 
-class EvaluationLoop:
+@dataclass(eq=False, repr=False)
+class EvaluationLoop(SentState):
     """Evaluates a module on the loaders of a stage. Its state outlives a run.
 
     Args:
         state: The state of the trainer's runs.
         stage: "val" or "test".
-        fitting: Whether it validates inside a fit.
+        fitting: Whether it validates inside a fit. Default: it does not.
 
     Attributes:
         progress: Counts batches over all loaders.
@@ -44,21 +47,28 @@ class EvaluationLoop:
         resumed: The `loaders_state` of the run that this one resumes, until the loaders are requested.
     """
 
-    def __init__(self, state: RunState, stage: Literal["val", "test"], *, fitting: bool = False) -> None:
-        self.state = state
-        self.stage = stage
-        self.fitting = fitting
-        # As in on_validation_start and test_step.
-        self.word = {"val": "validation", "test": "test"}[stage]
-        self.progress = state.progress.val_batch if fitting else BatchProgress()
+    state: RunState
+    stage: Literal["val", "test"]
+    fitting: bool = field(default=False, kw_only=True)
+    progress: BatchProgress = field(init=False, metadata=RESULT)
+    collection: Collection = field(init=False, metadata=RESULT)
+    # Another process requests the loaders by itself.
+    loaders: Loaders | None = field(default=None, init=False, metadata=LOCAL)
+    num_batches: list[float] = field(default_factory=list, init=False, metadata=RESULT)
+    has_run: bool = field(default=False, init=False, metadata=RESULT)
+    loaded_at: float = field(default=-math.inf, init=False)
+    resumed: dict[str, Any] | None = field(default=None, init=False)
+    # The x-axis of values logged in steps, by loader; it goes on over epochs.
+    _steps_logged: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int), init=False)
+
+    def __post_init__(self) -> None:
+        self.progress = self.state.progress.val_batch if self.fitting else BatchProgress()
         self.collection = Collection(training=False)
-        self.loaders: Loaders | None = None
-        self.num_batches: list[float] = []
-        self.has_run = False
-        # The x-axis of values logged in steps, by loader; it goes on over epochs.
-        self._steps_logged: defaultdict[int, int] = defaultdict(int)
-        self.loaded_at: float = -math.inf
-        self.resumed: dict[str, Any] | None = None
+
+    @property
+    def word(self) -> str:
+        """The stage as in on_validation_start and test_step."""
+        return {"val": "validation", "test": "test"}[self.stage]
 
     # Data.
 
@@ -136,10 +146,6 @@ class EvaluationLoop:
         if not self.state.sanity_checking:
             return self.num_batches
         return [min(self.state.num_sanity_val_steps, batches) for batches in self.num_batches]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, which requests the loaders by itself."""
-        return {**vars(self), "loaders": None}
 
     def release(self) -> None:
         """End worker processes."""

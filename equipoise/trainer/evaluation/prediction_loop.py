@@ -1,5 +1,6 @@
 """The prediction loop: every batch once, outputs in the order of the data."""
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from equipoise.trainer.evaluation.recorded_batches import RecordedBatches
 from equipoise.trainer.runtime.signals import leave_evaluation
 from equipoise.trainer.state.progress import BatchProgress
 from equipoise.trainer.state.run_state import RunState
+from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["PredictionLoop"]
 
 
-class PredictionLoop:
+@dataclass(eq=False, repr=False)
+class PredictionLoop(SentState):
     """Runs `predict_step` on the loaders. Its state outlives a run.
 
     Args:
@@ -44,16 +47,16 @@ class PredictionLoop:
         current_batch_indices: Those of the present batch.
     """
 
-    def __init__(self, state: RunState) -> None:
-        self.state = state
-        self.progress = BatchProgress()
-        self.loaders: Loaders | None = None
-        self.max_batches: list[float] = []
-        self.return_predictions = True
-        self.epoch_batch_indices: list[list[list[int]]] = []
-        self.current_batch_indices: list[int] = []
-        self._predictions: list[list[Any]] = []
-        self._source: Source | None = None
+    state: RunState
+    progress: BatchProgress = field(default_factory=BatchProgress, init=False, metadata=RESULT)
+    # Another process requests the loaders by itself.
+    loaders: Loaders | None = field(default=None, init=False, metadata=LOCAL)
+    max_batches: list[float] = field(default_factory=list, init=False, metadata=RESULT)
+    return_predictions: bool = field(default=True, init=False)
+    epoch_batch_indices: list[list[list[int]]] = field(default_factory=list, init=False)
+    current_batch_indices: list[int] = field(default_factory=list, init=False)
+    _predictions: list[list[Any]] = field(default_factory=list, init=False)
+    _source: Source | None = field(default=None, init=False, metadata=LOCAL)
 
     @property
     def predictions(self) -> list[Any]:
@@ -80,10 +83,6 @@ class PredictionLoop:
         """
         self.loaders = None
         self._source = source
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, which requests the loaders by itself."""
-        return {**vars(self), "loaders": None, "_source": None}
 
     def release(self) -> None:
         """End worker processes."""

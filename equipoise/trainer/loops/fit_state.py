@@ -8,6 +8,7 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.state.progress import FitProgress
+from equipoise.trainer.state.sent_state import RESULT, SentState
 
 __all__ = ["FitState"]
 
@@ -17,7 +18,7 @@ def _training_values() -> Collection:
 
 
 @dataclass(eq=False)
-class FitState:
+class FitState(SentState):
     """State of training, with which a second `fit` or a resumed one continues.
 
     Attributes:
@@ -36,21 +37,21 @@ class FitState:
         has_ended: True if `on_train_end` was called after the last batch.
     """
 
-    progress: FitProgress
+    progress: FitProgress = field(metadata=RESULT)
     data: TrainingData = field(default_factory=TrainingData)
-    collection: Collection = field(default_factory=_training_values)
+    collection: Collection = field(default_factory=_training_values, metadata=RESULT)
     window: AccumulationWindow = field(default_factory=AccumulationWindow)
     skip_backward: bool = False
 
     # Validation.
     val_check_batch: float | None = None
-    last_validation: float = 0.0
+    last_validation: float = field(default=0.0, metadata=RESULT)
     before_validation: dict[str, Any] = field(default_factory=dict)
 
     # The end.
-    waits_for_minimum: bool = False
-    left: dict[str, Any] | None = None
-    has_ended: bool = False
+    waits_for_minimum: bool = field(default=False, metadata=RESULT)
+    left: dict[str, Any] | None = field(default=None, metadata=RESULT)
+    has_ended: bool = field(default=False, metadata=RESULT)
 
     def batches_done(self) -> bool:
         """Return True if the epoch came to its last batch."""

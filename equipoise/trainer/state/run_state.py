@@ -6,7 +6,7 @@ this object, and never the trainer.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from equipoise.trainer.settings.limits import Limits
 from equipoise.trainer.state.progress import FitProgress
+from equipoise.trainer.state.sent_state import LOCAL, LOCAL_RESULT, RESULT, SentState
 from equipoise.trainer.state.stages import Stages
 
 __all__ = ["MetricListener", "RunState"]
@@ -25,15 +26,9 @@ __all__ = ["MetricListener", "RunState"]
 # Called with the trainer, the values by name, and the number of optimiser steps done before the present one.
 MetricListener = Callable[[Any, dict[str, Any], int], None]
 
-# Marks of a field. Local: other processes of the run begin with an empty list. Result: if the run took place in other
-# processes, the caller's state receives the value.
-_LOCAL = {"local": True}
-_RESULT = {"result": True}
-_LOCAL_RESULT = {"local": True, "result": True}
-
 
 @dataclass(eq=False)
-class RunState(Stages, Limits):
+class RunState(SentState, Stages, Limits):
     """The state of a trainer, from its constructor on; a second run goes on with it.
 
     Limits, and settings without a text here, are the checked arguments of the Trainer of the same names.
@@ -81,24 +76,24 @@ class RunState(Stages, Limits):
     checkpoint_io: CheckpointIO | None = None
 
     # Requests to end.
-    should_stop: bool = field(default=False, metadata=_RESULT)
-    received_sigterm: bool = field(default=False, metadata=_RESULT)
+    should_stop: bool = field(default=False, metadata=RESULT)
+    received_sigterm: bool = field(default=False, metadata=RESULT)
     requeues: bool = False
 
     # Counters and checkpoints.
     number_of_fit: int = 1
-    progress: FitProgress = field(default_factory=FitProgress, metadata=_RESULT)
-    loaded_ckpt_path: Any = field(default=None, metadata=_RESULT)
-    managed_ckpt_path: Any = field(default=None, metadata=_RESULT)
+    progress: FitProgress = field(default_factory=FitProgress, metadata=RESULT)
+    loaded_ckpt_path: Any = field(default=None, metadata=RESULT)
+    managed_ckpt_path: Any = field(default=None, metadata=RESULT)
     objects_were_reported: bool = False
 
     # Objects that a run calls.
     datamodule: LightningDataModule | None = None
     callbacks: list[Callback] = field(default_factory=list)
     loggers: list[Logger] = field(default_factory=list)
-    metric_listeners: list[MetricListener] = field(default_factory=list, metadata=_LOCAL)
-    optimizers: list[Optimizer] = field(default_factory=list, metadata=_LOCAL_RESULT)
-    lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=_LOCAL_RESULT)
+    metric_listeners: list[MetricListener] = field(default_factory=list, metadata=LOCAL)
+    optimizers: list[Optimizer] = field(default_factory=list, metadata=LOCAL_RESULT)
+    lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=LOCAL_RESULT)
 
     def request_stop(self) -> None:
         """Let training end after the batch, as soon as `min_epochs` and `min_steps` are met."""
@@ -116,17 +111,3 @@ class RunState(Stages, Limits):
         if "://" in self.root_dir:
             return self.root_dir
         return os.path.normpath(os.path.expanduser(self.root_dir))
-
-    def results(self) -> dict[str, Any]:
-        """Return the fields that the caller's state receives from a run in other processes."""
-        names = [declared.name for declared in fields(self) if "result" in declared.metadata]
-        return {name: getattr(self, name) for name in names}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields for another process, without the objects that belong to this one."""
-        state = {}
-        for declared in fields(self):
-            state[declared.name] = getattr(self, declared.name)
-            if "local" in declared.metadata:
-                state[declared.name] = []
-        return state

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
+from equipoise.trainer.state.sent_state import RESULT
+
 __all__ = ["Stages"]
 
 
@@ -15,7 +17,7 @@ class Stages:
         status: Lightning's object for these three; users and callbacks read and write it as `trainer.state`.
     """
 
-    status: TrainerState = field(default_factory=TrainerState, metadata={"result": True})
+    status: TrainerState = field(default_factory=TrainerState, metadata=RESULT)
 
     @property
     def fitting(self) -> bool:
