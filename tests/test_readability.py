@@ -43,7 +43,6 @@ SQUEEZED = {
     "parallel/payload",
     "strategies",
     "strategies/ddp",
-    "strategies/pipeline",
     "strategies/replicated",
     "trainer",
     "trainer/runtime",

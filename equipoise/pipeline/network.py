@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 from equipoise.pipeline.checked_traces import CheckedTraces, key_of_call
 from equipoise.pipeline.execution.placement import Placement
-from equipoise.pipeline.execution.suspended_step import current_step, is_inside_stage
+from equipoise.pipeline.execution.suspended_step import SuspendedStep, current_step, is_inside_stage
 from equipoise.pipeline.execution.threaded_engine import Pipeline
 from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
@@ -29,11 +29,12 @@ from equipoise.pipeline.planning.cut import (
     table_of,
 )
 from equipoise.pipeline.planning.loss_profile import LossProfile
-from equipoise.pipeline.planning.measured_cut import cut_automatically
+from equipoise.pipeline.planning.measured_cut import cut_automatically, narrow_to_micro_batch
 from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.engine import ProcessPipeline
 from equipoise.pipeline.schedule.schedule import splits
+from equipoise.pipeline.schedule.timeline import Timeline
 
 __all__ = ["StagedNetwork"]
 
@@ -52,6 +53,7 @@ class StagedNetwork:
         threads: See `Pipeline`.
         training: True for a run that trains. The network is then measured in training mode, even if the first call
             comes from a validation.
+        pinned: The cut of an earlier run. It is used if the user names no cut, and the network still has it.
         copy_always: See `Placement`.
         processes: Processes of the stages but the last; None: this process computes all stages.
 
@@ -59,7 +61,7 @@ class StagedNetwork:
         cut: The cut; None before the first call.
         running: The stages of the last call; None before it.
         rest: Measures what a training step computes after the call; None if there is no such step.
-        pinned: The cut of an earlier run. It is used if the user names no cut, and the network still has it.
+        pinned: The cut of an earlier run; None if there is none.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class StagedNetwork:
         *,
         threads: bool | None,
         training: bool,
+        pinned: PinnedCut | None = None,
         copy_always: bool = False,
         processes: StageClient | None = None,
     ) -> None:
@@ -82,7 +85,7 @@ class StagedNetwork:
         self.cut: Cut | None = None
         self.running: Pipeline | ProcessPipeline | None = None
         self.rest: LossProfile | None = None
-        self.pinned: PinnedCut | None = None
+        self.pinned = pinned
         self.placement = Placement(
             module,
             options.devices,
@@ -163,6 +166,19 @@ class StagedNetwork:
         """End interception after a run."""
         self.uncover()
         self.placement.stop_waiting()
+
+    def pin(self, cut: PinnedCut) -> None:
+        """Use the cut of an earlier run, unless the network is cut already."""
+        self.pinned = cut
+
+    @contextmanager
+    def profiled_by(self, profile: LossProfile) -> Iterator[None]:
+        """Measure what a training step computes after its call within the context."""
+        self.rest = profile
+        try:
+            yield
+        finally:
+            self.rest = None
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -255,6 +271,46 @@ class StagedNetwork:
         self._pipelines[key] = pipeline
         return pipeline
 
+    def begin_step(self) -> None:
+        """Forget the stages of the last call, so that a failure before the next call is not taken for theirs."""
+        self.running = None
+
+    def run_steps(
+        self,
+        steps: Sequence[SuspendedStep],
+        calls: Sequence[CallStructure],
+        backward: Callable[[int], None],
+        *,
+        begins_window: bool,
+    ) -> Timeline:
+        """Run suspended steps: their calls in stages, then the rest of each step and its backward.
+
+        Args:
+            steps: The steps, each of which has called the network.
+            calls: Their calls.
+            backward: Runs the backward of a step, by its position among `steps`.
+            begins_window: True if an accumulation window begins with these steps.
+        """
+        # 1. The stages of each call, in the state of the thread that called first.
+        state = steps[0].state
+        assert state is not None
+        pipelines: list[Any] = []
+        with state.entered():
+            for step, call in zip(steps, calls, strict=True):
+                pipelines.append(self.pipeline(step.inside or "", call))
+        pipeline = pipelines[0]
+        self.running = pipeline
+        if isinstance(pipeline, ProcessPipeline):
+            pipeline.begin_step(begins_window=begins_window)
+
+        # 2. Forwards and backwards in the order of the schedule.
+        tied_copies = self.placement.tied_copies
+        tied_copies.begin_step()
+        pipeline.run(steps, [call.tensors for call in calls], backward, pipelines)
+        tied_copies.end_step()
+        timeline: Timeline = pipeline.timeline
+        return timeline
+
     def _make_pipeline(self, traced: Traced, stages: Sequence[StageProgram]) -> Pipeline | ProcessPipeline:
         options = self.options
         if self.processes is None:
@@ -311,7 +367,9 @@ class StagedNetwork:
         cut = self._unmeasured_cut(traced, name)
         if cut is None:
             traced = self._traces.checked(name, structure)
-            tensors = self._one_micro_batch(structure, is_full_batch)
+            tensors = structure.tensors
+            if is_full_batch and self.training:
+                tensors = narrow_to_micro_batch(tensors, self.options)
             with self._patch.removed():
                 cut = cut_automatically(traced, self.module, tensors, self.options, name, self.rest)
         sizes = self.placement.place(network, traced, cut.ends)
@@ -333,23 +391,3 @@ class StagedNetwork:
         if self.pinned is not None:
             return cut_as_pinned(traced, self.pinned, name, stages)
         return None
-
-    def _one_micro_batch(self, structure: CallStructure, is_full_batch: bool) -> list[Tensor]:
-        """Return the tensors of a call with one micro-batch."""
-        tensors = structure.tensors
-        dim = self.options.dim
-        if not is_full_batch or not self.training:
-            return tensors
-        sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
-        if len(sizes) != 1:
-            return tensors
-
-        # Round up, as the split of a batch does.
-        size = -(-sizes.pop() // self.options.micro_batches)
-        micro_batch = []
-        for tensor in tensors:
-            if tensor.ndim > dim:
-                micro_batch.append(tensor.narrow(dim, 0, size))
-            else:
-                micro_batch.append(tensor)
-        return micro_batch

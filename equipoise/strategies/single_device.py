@@ -39,7 +39,6 @@ class SingleDeviceStrategy(Strategy):
         if not isinstance(independent, bool):
             raise ConfigurationError(f"independent must be True or False, not {independent!r}.")
         self.independent = independent
-        self.joins_processes = independent
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device; see `Strategy.connect`."""
@@ -50,7 +49,9 @@ class SingleDeviceStrategy(Strategy):
                 index = rank.local_rank % len(devices)
                 devices = devices[index : index + 1]
                 num_nodes = 1
-        super().connect(devices, num_nodes)
+            self._use_devices(devices, num_nodes)
+        else:
+            super().connect(devices, num_nodes)
         if len(devices) != 1:
             raise ConfigurationError(
                 f"strategy='single_device' takes one device, but {len(devices)} were given:"

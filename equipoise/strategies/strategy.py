@@ -52,8 +52,6 @@ class Strategy:
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
         processes: The processes that compute together; this one alone unless `connect` sets others.
-        joins_processes: Whether it computes together with the processes that torchrun, Slurm or Ray have started.
-            Default: False, and `connect` refuses to train a copy in each of them.
     """
 
     name: ClassVar[str] = ""
@@ -63,7 +61,6 @@ class Strategy:
     devices: Sequence[torch.device] = ()
     dim: int = 0
     processes: Processes = SingleProcess()
-    joins_processes: bool = False
 
     # State of a run in this process, which copies of the strategy do not take along: the module, while it is on the
     # devices, and whatever else a subclass holds.
@@ -100,7 +97,10 @@ class Strategy:
         return available[:1]
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Use the devices that the user has chosen.
+        """Use the devices that the user has chosen, for this process alone.
+
+        Strategies that compute together with the processes of torchrun, Slurm or Ray override this method. This one
+        refuses to train a copy in each of them.
 
         Args:
             devices: The devices on this machine, repeats allowed.
@@ -109,8 +109,11 @@ class Strategy:
         Raises:
             ConfigurationError: If the strategy cannot run on them.
         """
-        if not self.joins_processes:
-            refuse_copies(self.name)
+        refuse_copies(self.name)
+        self._use_devices(devices, num_nodes)
+
+    def _use_devices(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        """Use devices of this machine alone."""
         if num_nodes != 1:
             raise ConfigurationError(
                 f"strategy={self.name!r} runs on one machine, but num_nodes={num_nodes} was given. Leave it out."

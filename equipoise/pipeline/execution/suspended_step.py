@@ -122,6 +122,12 @@ class SuspendedStep:
         del output
         self._wait()
 
+    def take_result(self) -> Any:
+        """Return what the function returned, and refer to it no more."""
+        result = self.result
+        self.result = None
+        return result
+
     def abandon(self) -> None:
         """End the thread without continuing the step. May be called at any time."""
         if self._thread is not None and self._thread.is_alive():

@@ -19,7 +19,7 @@ from equipoise.pipeline.planning.stage_costs import Block, Stage, StageDevice
 from equipoise.pipeline.schedule.schedule import splits
 from equipoise.pipeline.schedule.timeline import simulate
 
-__all__ = ["cut_automatically"]
+__all__ = ["cut_automatically", "narrow_to_micro_batch"]
 
 
 def cut_automatically(
@@ -204,3 +204,26 @@ def _does_not_fit(options: CutOptions, devices: Sequence[StageDevice], peaks: Se
         f"No cut of the network {verb} into memory; the best would need: {'; '.join(needs)}."
         " More micro_batches, a smaller batch, activation checkpointing, a lower precision or more devices would help."
     )
+
+
+def narrow_to_micro_batch(tensors: list[Tensor], options: CutOptions) -> list[Tensor]:
+    """Return the tensors of a call with one micro-batch.
+
+    Args:
+        tensors: The tensors of a call with a full batch. They stay as they are if their numbers of samples differ.
+        options: The number of micro-batches, and the dimension of the samples.
+    """
+    dim = options.dim
+    sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
+    if len(sizes) != 1:
+        return tensors
+
+    # Round up, as the split of a batch does.
+    size = -(-sizes.pop() // options.micro_batches)
+    micro_batch = []
+    for tensor in tensors:
+        if tensor.ndim > dim:
+            micro_batch.append(tensor.narrow(dim, 0, size))
+        else:
+            micro_batch.append(tensor)
+    return micro_batch

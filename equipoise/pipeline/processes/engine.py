@@ -60,6 +60,10 @@ class ProcessPipeline:
         self.timeline = Timeline((), self._last + 1, self._stages_per_device)
         self.fresh = True
 
+    def begin_step(self, *, begins_window: bool) -> None:
+        """Note whether the next step begins an accumulation window."""
+        self.fresh = begins_window
+
     @property
     def failed(self) -> torch.device | None:
         """Device of the stage in which the last call failed; None if it has not."""

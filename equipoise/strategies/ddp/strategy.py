@@ -84,7 +84,6 @@ class DDPStrategy(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
-    joins_processes = True
 
     def __init__(
         self,

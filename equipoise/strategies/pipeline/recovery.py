@@ -24,6 +24,17 @@ class FinerBatch(tuple[Any, ...]):
     factor: int = 1
     indices: Sequence[int] = ()
 
+    @classmethod
+    def of(cls, parts: Sequence[Any], factor: int) -> "FinerBatch":
+        """Return a batch that is computed in so many times the usual number of micro-batches."""
+        finer = cls(parts)
+        finer.factor = factor
+        return finer
+
+    def note_micro_batches(self, count: int) -> None:
+        """Note the number of micro-batches into which the batch was split."""
+        self.indices = range(count)
+
 
 class PipelineRecovery(RecoverySupport):
     """Computes a batch that does not fit in more micro-batches.
@@ -44,13 +55,14 @@ class PipelineRecovery(RecoverySupport):
 
     def split(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
         """Return the batch with more micro-batches in training, or split it in an evaluation; see the interface."""
+        # An evaluation runs the network on full batches, without micro-batches of its own.
         if not torch.is_grad_enabled():
             return super().split(parts, count, splitter)
-        finer = FinerBatch(parts)
-        finer.factor = count
+        # The batch may have been split into more micro-batches before.
+        factor = count
         if isinstance(parts, FinerBatch):
-            finer.factor *= parts.factor
-        return [finer]
+            factor *= parts.factor
+        return [FinerBatch.of(parts, factor)]
 
     def discard(self) -> bool:
         """Discard the gradients of a failed attempt in other processes; see `RecoverySupport.discard`."""
@@ -60,6 +72,7 @@ class PipelineRecovery(RecoverySupport):
 
     def device_of_failure(self, named: str | None) -> torch.device | None:
         """Return the device of the stage that failed, if the message names none; see the interface."""
+        # A message without a device comes from a CPU.
         running = self._network.running
         if named is None and running is not None:
             return running.failed

@@ -14,12 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.modules import empty_init
+from equipoise.names.public import public_classes
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.precision import Precision
 from equipoise.strategies.ddp.strategy import DDPStrategy
-from equipoise.strategies.pipeline.strategy import PipelineStrategy
-from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy
-from equipoise.strategies.replicated.data_parallel import DataParallelStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.settings.arguments import check_choice, check_count, check_flags
@@ -36,16 +34,8 @@ __all__ = [
     "set_torch_flags",
 ]
 
-_STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy
-    for strategy in (
-        SingleDeviceStrategy,
-        DataParallelStrategy,
-        BalancedDataParallelStrategy,
-        DDPStrategy,
-        PipelineStrategy,
-    )
-}
+# The public strategies, by the name that each of them gives itself.
+_STRATEGIES = {strategy.name: strategy for strategy in public_classes("equipoise.strategies", Strategy)}
 
 
 # Strategy

@@ -151,9 +151,10 @@ def test_the_table_and_the_report():
 
     class Look(Tokens):
         def on_train_end(self) -> None:
-            assert strategy._network is not None
-            assert strategy._network.cut is not None
-            tables.append((strategy._network.cut, strategy._network.options))
+            assert strategy._run is not None
+            network = strategy._run.network
+            assert network.cut is not None
+            tables.append((network.cut, network.options))
 
     trainer.fit(Look().double(), DataLoader(Batches([13]), batch_size=None))
     ((cut, options),) = tables

@@ -115,9 +115,9 @@ class Watch(L.Callback):
         self.predicted: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        network = self.strategy._network
+        assert self.strategy._run is not None
+        network = self.strategy._run.network
         if batch_idx == 1:
-            assert network is not None
             assert network.cut is not None
             self.stages.settle(module, trainer.optimizers[0], network.placement._stages)
             self.predicted = list(network.cut.peaks)

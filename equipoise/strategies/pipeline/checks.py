@@ -1,0 +1,109 @@
+"""Checks of the arguments of a pipeline, and of modules that are to be trained in one."""
+
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any
+
+from torch import nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.interop.torch.modules import is_compiled
+from equipoise.validation import check_whole
+
+__all__ = ["all_are", "check_arguments", "check_entries", "check_module"]
+
+
+def check_arguments(
+    *, micro_batches: Any, cut_before: Any, speeds: Any, threads: Any, engine: Any, timeout: Any
+) -> None:
+    """Check the arguments of the strategy, each by itself.
+
+    Raises:
+        ConfigurationError: If one of them is out of range, or does not fit the engine.
+    """
+    # 1. Values.
+    if micro_batches is not None:
+        check_whole("micro_batches", micro_batches, least=1)
+    if cut_before is not None and (isinstance(cut_before, str) or not all_are(str, cut_before)):
+        raise ConfigurationError(f"cut_before takes a list of names, such as ['encoder.4'], not {cut_before!r}.")
+    if speeds is not None and not _are_positive(speeds):
+        raise ConfigurationError(f"speeds are numbers above 0, one for each device: [3, 1], not {speeds!r}.")
+    if threads is not None and not isinstance(threads, bool):
+        raise ConfigurationError(f"threads is True, False or None, not {threads!r}.")
+    if engine not in ("threads", "processes"):
+        raise ConfigurationError(f"engine must be 'threads' or 'processes', not {engine!r}.")
+    if not _are_positive([timeout]):
+        raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
+    # 2. Combinations.
+    if engine == "processes" and threads is not None:
+        raise ConfigurationError("threads are for engine='threads': leave them out, or take that engine.")
+
+
+def _are_positive(values: Any) -> bool:
+    """Return whether all values are finite numbers above 0."""
+    return all_are(Real, values) and all(0 < value < float("inf") for value in values)
+
+
+def all_are(kind: type, values: Any) -> bool:
+    """Return whether `values` is an iterable whose entries are all of a type; a bool counts as no number."""
+    if not isinstance(values, Iterable):
+        return False
+    return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+
+
+def check_entries(name: str, entries: Sequence[Any] | None, count: int, devices: int, stages_per_device: int) -> None:
+    """Check that an argument has an entry for each cut or device.
+
+    Args:
+        name: The name of the argument.
+        entries: Its value; None: chosen by the strategy.
+        count: The number of entries that it needs.
+        devices: The number of devices.
+        stages_per_device: The number of stages on each of them.
+
+    Raises:
+        ConfigurationError: If it has another number.
+    """
+    if entries is None or len(entries) == count:
+        return
+    # The words of the message.
+    stages: str | int = stages_per_device
+    if stages_per_device == 1:
+        stages = "a stage"
+    raise ConfigurationError(
+        f"{name} must have {count} entries for {devices} devices, {stages} on"
+        f" each, but has {len(entries)}: {list(entries)}."
+    )
+
+
+def check_module(module: nn.Module, *, training: bool) -> None:
+    """Check that a module can be computed in stages, and in training that its backward can be.
+
+    Args:
+        module: The user's module.
+        training: Whether it is to be trained.
+
+    Raises:
+        ConfigurationError: If it cannot.
+    """
+    kind = type(module).__name__
+    # 1. Tracing reads the calls that the module makes, which a compiled one does not show.
+    if any(is_compiled(submodule) for submodule in module.modules()):
+        raise ConfigurationError(
+            f"{kind} is compiled, in whole or in part, but strategy='pipeline' cuts what was written. Leave"
+            " torch.compile out, or choose another strategy."
+        )
+    if not training:
+        return
+    # 2. The backward of each micro-batch runs when the schedule has its turn.
+    if not getattr(module, "automatic_optimization", True):
+        raise ConfigurationError(
+            f"{kind} optimises by hand (automatic_optimization=False), but under strategy='pipeline' the backward"
+            " runs stage by stage. Let the trainer optimise, or choose another strategy."
+        )
+    backward = getattr(type(module), "backward", None)
+    if backward is not None and not str(getattr(backward, "__module__", "")).startswith("lightning."):
+        raise ConfigurationError(
+            f"{kind} overrides `backward`, but under strategy='pipeline' the backward runs stage by stage. Leave"
+            " it out, or choose another strategy."
+        )

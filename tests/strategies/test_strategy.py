@@ -1,0 +1,53 @@
+"""The interface of strategies: few members, neutral defaults, and copies without the state of a run."""
+
+import pickle
+
+import torch
+from torch import nn
+
+from equipoise.parallel.communication.processes import SingleProcess
+from equipoise.precision import Precision
+from equipoise.strategies.portable_state import PortableState
+from equipoise.strategies.recovery_support import RecoverySupport
+from equipoise.strategies.single_device import SingleDeviceStrategy
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.settings import defaults
+
+# What every strategy can override or set. A duty that only one family of strategies has belongs to a collaborator:
+# `processes`, `recovery`, `portable`, `Shard` or `StrategyOptimizer`.
+MEMBERS = {
+    *("name", "devices", "dim", "keeps_batches_whole", "backward_per_micro_batch"),
+    *("processes", "recovery", "portable"),
+    *("default_devices", "root_device", "connect", "check_module", "setup", "share_batch_statistics", "teardown"),
+    *("shard", "sync_buffers", "batch_to_devices"),
+    *("forward_backward", "evaluate", "backward", "collect_gradients"),
+    *("setup_optimizer", "finish_gradients", "clip_gradients"),
+    *("state_dict", "load_state_dict"),
+}
+
+
+def test_members() -> None:
+    assert {name for name in dir(Strategy) if not name.startswith("_")} == MEMBERS
+    assert len(MEMBERS) <= 27
+
+
+def test_neutral_collaborators() -> None:
+    strategy = Strategy()
+    assert type(strategy.processes) is SingleProcess
+    assert type(strategy.recovery) is RecoverySupport
+    assert type(strategy.portable) is PortableState
+
+
+def test_copies_have_the_options_alone() -> None:
+    strategy = SingleDeviceStrategy()
+    strategy.connect([torch.device("cpu")])
+    strategy.setup(nn.Linear(1, 1), Precision("32-true"))
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert copy.devices == strategy.devices
+    assert copy._module is None
+    assert strategy._module is not None
+
+
+def test_built_in_strategies_are_found_by_their_names() -> None:
+    assert list(defaults._STRATEGIES) == ["single_device", "dp", "balanced", "ddp", "pipeline"]
+    assert all(strategy.name == name for name, strategy in defaults._STRATEGIES.items())
