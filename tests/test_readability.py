@@ -44,10 +44,6 @@ SQUEEZED = {
     "strategies",
     "strategies/ddp",
     "strategies/replicated",
-    "trainer",
-    "trainer/runtime",
-    "trainer/state",
-    "trainer/surface",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.loggers import log_hyperparams
@@ -45,13 +45,6 @@ from equipoise.trainer.surface.parts import TrainerParts
 
 __all__ = ["run"]
 
-_STAGE = {
-    TrainerFn.FITTING: RunningStage.TRAINING,
-    TrainerFn.VALIDATING: RunningStage.VALIDATING,
-    TrainerFn.TESTING: RunningStage.TESTING,
-    TrainerFn.PREDICTING: RunningStage.PREDICTING,
-}
-
 
 def run(parts: TrainerParts, request: Request) -> Any:
     """Carry out a request in every process; on any error everything is released, and the error is raised again.
@@ -66,10 +59,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     # 1. The state of the run.
     state = parts.state
     refuse_tuner(state)
-    state.status.fn = request.fn
-    state.status.status = TrainerStatus.RUNNING
-    state.status.stage = _STAGE[request.fn]
-    state.should_stop = False
+    state.begin(request.fn)
     slurm.count_fit(state)
 
     # 2. The run, in this process or in those that the strategy starts.
@@ -93,8 +83,8 @@ def _note_failed_launch(state: RunState) -> None:
     """Note an error of a run that released nothing in this process: it ran in other ones, or nowhere."""
     if state.status.stage is None:
         return
-    state.status.status = TrainerStatus.INTERRUPTED
-    state.status.stage = None
+    state.interrupt()
+    state.leave()
     for logger in state.loggers:
         logger.finalize("failed")
 
@@ -123,7 +113,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     # 1. Connect module, data and callbacks, and read the checkpoint.
     context = prepare(parts, request)
     path = _choose_checkpoint(context, request)
-    state.loaded_ckpt_path = path
+    state.note_checkpoint(path)
     checkpoint: dict[str, Any] | None = None
     if path is not None:
         checkpoint = _read_checkpoint(context, request, path)
@@ -140,7 +130,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     _place(context)
     if request.fitting:
         configured = context.hooks.call_module("configure_optimizers")
-        state.optimizers, state.lr_scheduler_configs = parse_optimizers(configured, context.module)
+        optimizers, configs = parse_optimizers(configured, context.module)
+        state.set_optimizers(optimizers, configs)
         context.hooks.call("on_fit_start")
     if state.enable_autolog_hparams:
         log_hyperparams(parts.trainer)
@@ -261,15 +252,14 @@ def _tear_down(parts: TrainerParts, context: RunContext) -> None:
     for logger in state.loggers:
         logger.finalize("success")
     state.profiler.describe()
-    state.status.status = TrainerStatus.FINISHED
-    state.status.stage = None
+    state.finish()
 
 
 def _release_after(parts: TrainerParts, request: Request, error: BaseException) -> None:
     """End a run that failed: report the error to callbacks and loggers, then release everything, even if one fails."""
     state = parts.state
     module = request.module
-    state.status.status = TrainerStatus.INTERRUPTED
+    state.interrupt()
     parts.strategy.processes.mark_failed()
     if isinstance(error, KeyboardInterrupt):
         rank_zero_info("Interrupted by the keyboard: shutting down.")
@@ -288,7 +278,7 @@ def _release_after(parts: TrainerParts, request: Request, error: BaseException) 
         except Exception as another:
             # The user must see the first cause.
             error.add_note(f"Releasing failed as well: {type(another).__name__}: {another}")
-        state.status.stage = None
+        state.leave()
 
 
 def _release(parts: TrainerParts, module: LightningModule, error: BaseException | None) -> None:

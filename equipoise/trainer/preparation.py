@@ -11,7 +11,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
 from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
-from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.trainer.data.dataloader_iter import checking_batches
 from equipoise.trainer.data.loaders import Source
@@ -22,10 +21,9 @@ from equipoise.trainer.runtime.preflight import check_run
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.settings.callbacks import merge_callbacks
-from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
-__all__ = ["make_context", "prepare", "set_epoch_limits", "set_up"]
+__all__ = ["make_context", "prepare", "set_up"]
 
 _STAGES = ("train", "val", "test", "predict")
 
@@ -36,12 +34,13 @@ def prepare(parts: TrainerParts, request: Request) -> RunContext:
     state = parts.state
     module = request.module
     module.trainer = parts.trainer
-    state.datamodule = request.datamodule
+    state.set_datamodule(request.datamodule)
     if request.datamodule is not None:
         request.datamodule.trainer = parts.trainer
     if request.fitting:
-        set_epoch_limits(state)
-    state.callbacks = merge_callbacks(state.callbacks, _callbacks_of(module))
+        has_timer = any(is_a(callback, Timer) for callback in state.callbacks)
+        state.set_default_epochs(has_timer=has_timer)
+    state.set_callbacks(merge_callbacks(state.callbacks, _callbacks_of(module)))
 
     # 2. Logged values.
     _connect_logs(parts, module)
@@ -101,22 +100,6 @@ def make_context(parts: TrainerParts, request: Request) -> RunContext:
         save_checkpoint=parts.trainer.save_checkpoint,
         sources=sources,
     )
-
-
-def set_epoch_limits(state: RunState) -> None:
-    """Set the defaults of `max_epochs` and `min_epochs`, which depend on other limits."""
-    if state.max_epochs is None:
-        has_timer = any(is_a(callback, Timer) for callback in state.callbacks)
-        if state.max_steps != -1 or has_timer:
-            state.max_epochs = -1
-        else:
-            rank_zero_warn(
-                "`max_epochs` was not set: training ends after 1000 epochs. For training without limit, set"
-                " max_epochs=-1."
-            )
-            state.max_epochs = 1000
-    if state.min_epochs is None:
-        state.min_epochs = 0 if state.min_steps is None else 1
 
 
 def set_up(parts: TrainerParts, context: RunContext) -> None:

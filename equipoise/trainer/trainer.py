@@ -33,7 +33,7 @@ preload(__name__, "torchmetrics.classification")
 
 
 class Trainer(PublicState):
-    """Trains, validates, tests and predicts with an unmodified LightningModule.
+    """Train, validate, test and predict with an unmodified LightningModule.
 
     Every argument has Lightning's name, meaning and default, if Lightning has it.
 
@@ -145,6 +145,7 @@ class Trainer(PublicState):
         activation_checkpointing: list[str] | None = None,
         detect_nonfinite: bool | None = None,
     ) -> None:
+        # 1. Devices, strategy and precision.
         check.check_flags(
             detect_nonfinite=detect_nonfinite,
             inference_mode=inference_mode,
@@ -158,7 +159,9 @@ class Trainer(PublicState):
         self.num_nodes = machines
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
-        given = check.check_barebones(
+
+        # 2. Arguments that `barebones` turns off, and switches.
+        options = check.check_barebones(
             barebones,
             {
                 "enable_checkpointing": enable_checkpointing,
@@ -173,37 +176,45 @@ class Trainer(PublicState):
                 "profiler": profiler,
             },
         )
-        self.barebones, self.detect_anomaly, self.inference_mode = barebones, detect_anomaly, inference_mode
-        self.detect_nonfinite = given["detect_nonfinite"]
+        self.barebones = barebones
+        self.detect_anomaly = detect_anomaly
+        self.inference_mode = inference_mode
+        self.detect_nonfinite = options["detect_nonfinite"]
         self.enable_autolog_hparams = enable_autolog_hparams
         self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
 
+        # 3. Limits.
         self.run_state.limit_training(max_epochs, min_epochs, max_steps, min_steps)
         self.run_state.limit_batches(
             limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches
         )
-        self.run_state.limit_validation(val_check_interval, check_val_every_n_epoch, given["num_sanity_val_steps"])
-        self.run_state.limit_for_development(given["fast_dev_run"])
+        self.run_state.limit_validation(val_check_interval, check_val_every_n_epoch, options["num_sanity_val_steps"])
+        self.run_state.limit_for_development(options["fast_dev_run"])
         self.reload_dataloaders_every_n_epochs = check.check_count(
             "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, least=0
         )
-        self.log_every_n_steps = check.check_count("log_every_n_steps", given["log_every_n_steps"], least=0)
+        self.log_every_n_steps = check.check_count("log_every_n_steps", options["log_every_n_steps"], least=0)
         self.accumulate_grad_batches = check.check_count("accumulate_grad_batches", accumulate_grad_batches, least=1)
         self.gradient_clip_val, self.gradient_clip_algorithm = check.gradient_clipping(
             gradient_clip_val, gradient_clip_algorithm
         )
 
+        # 4. Flags of torch, files, loggers and callbacks.
         select.set_torch_flags(deterministic, benchmark)
         self.checkpoint_io = select.select_checkpoint_io(plugins)
-        self.profiler = check.make_profiler(given["profiler"])
-        self.loggers = select.select_loggers(given["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
-        self.callbacks = select_callbacks(
+        self.profiler = check.make_profiler(options["profiler"])
+        self.loggers = select.select_loggers(options["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
+        self.callbacks = self._choose_callbacks(callbacks, max_time, options)
+
+    def _choose_callbacks(self, callbacks: Any, max_time: Any, options: dict[str, Any]) -> list[Callback]:
+        """Return the user's callbacks, and those that the options ask for."""
+        return select_callbacks(
             callbacks,
-            enable_checkpointing=given["enable_checkpointing"],
-            enable_progress_bar=given["enable_progress_bar"],
-            enable_model_summary=given["enable_model_summary"],
+            enable_checkpointing=options["enable_checkpointing"],
+            enable_progress_bar=options["enable_progress_bar"],
+            enable_model_summary=options["enable_model_summary"],
             max_time=max_time,
-            barebones=barebones,
+            barebones=self.barebones,
         )
 
     # Entry points.
@@ -217,7 +228,7 @@ class Trainer(PublicState):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Trains.
+        """Train.
 
         Args:
             model: The module.
@@ -246,7 +257,7 @@ class Trainer(PublicState):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluates on the validation set.
+        """Evaluate on the validation set.
 
         Args:
             model: The module. None: that of the last run, with its best checkpoint unless `ckpt_path` says otherwise.
@@ -257,7 +268,7 @@ class Trainer(PublicState):
             weights_only: See `fit`.
 
         Returns:
-            What was logged, a dictionary for each loader.
+            The logged values, a dictionary for each loader.
         """
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
@@ -270,7 +281,7 @@ class Trainer(PublicState):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluates on the test set; see `validate`."""
+        """Evaluate on the test set; see `validate`."""
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def predict(
@@ -282,7 +293,7 @@ class Trainer(PublicState):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Predicts.
+        """Predict.
 
         Args:
             model: The module. None: that of the last run, with its best checkpoint unless `ckpt_path` says otherwise.
@@ -293,14 +304,14 @@ class Trainer(PublicState):
             weights_only: See `fit`.
 
         Returns:
-            What `predict_step` returned for each batch, on the CPU; a list of such lists where there are several
-            loaders.
+            The outputs of `predict_step` for each batch, on the CPU; a list of such lists for several loaders.
         """
-        given, datamodule = data_of(dataloaders, datamodule)
+        loaders, datamodule = data_of(dataloaders, datamodule)
         self.predict_loop.return_predictions = return_predictions is not False
-        fn, loaders = TrainerFn.PREDICTING, {"predict": given}
-        answer: list[Any] | None = self._run(fn, model, datamodule, loaders, ckpt_path, weights_only)
-        return answer
+        predictions: list[Any] | None = self._run(
+            TrainerFn.PREDICTING, model, datamodule, {"predict": loaders}, ckpt_path, weights_only
+        )
+        return predictions
 
     def _evaluate(
         self,
@@ -310,24 +321,18 @@ class Trainer(PublicState):
         ckpt_path: Any,
         verbose: bool,
         datamodule: Any,
-        weights_only: bool | None,
+        weights_only: Any,
     ) -> list[dict[str, float]]:
-        given, datamodule = data_of(dataloaders, datamodule)
+        loaders, datamodule = data_of(dataloaders, datamodule)
         stage = "val" if fn == TrainerFn.VALIDATING else "test"
-        answer = self._run(fn, model, datamodule, {stage: given}, ckpt_path, weights_only)
-        outputs = [to_scalars(values) for values in answer]
+        metrics = self._run(fn, model, datamodule, {stage: loaders}, ckpt_path, weights_only)
+        outputs = [to_scalars(values) for values in metrics]
         if verbose and self.is_global_zero:
             self.evaluations[fn.value].print_results(outputs)
         return outputs
 
     def _run(
-        self,
-        fn: TrainerFn,
-        model: Any,
-        datamodule: LightningDataModule | None,
-        loaders: dict[str, Any],
-        ckpt_path: Any,
-        weights_only: bool | None,
+        self, fn: TrainerFn, model: Any, datamodule: Any, loaders: dict[str, Any], ckpt_path: Any, weights_only: Any
     ) -> Any:
         module = self.lightning_module if model is None else as_module(model)
         if module is None:
@@ -339,10 +344,10 @@ class Trainer(PublicState):
     def save_checkpoint(
         self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint, at once or not at all; to be called in every process.
+        """Write a checkpoint, at once or not at all; to be called in every process.
 
         Args:
-            filepath: Where to.
+            filepath: The file.
             weights_only: Leave out everything but the weights and the counters.
             storage_options: For the CheckpointIO plugin, if there is one.
 
@@ -369,21 +374,21 @@ class Trainer(PublicState):
             self.parts.begin_run(make_context(self.parts, Request(TrainerFn.FITTING, module)))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints in one process of each machine."""
+        """Print in one process of each machine."""
         if self.local_rank == 0:
             print(*args, **kwargs)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimiser steps of the whole training, as far as it can be known.
+        """Number of optimiser steps of the whole training, as far as it can be known.
 
-        Asks for the training loader if nobody has yet, so `configure_optimizers` may use it. Before any run there is
-        none: `max_steps`.
+        Requests the training loader if that is still to be done, so `configure_optimizers` may use it. Before any run
+        there is none: `max_steps`.
         """
         return self.fit_loop_state.estimated_steps(self.parts.context)
 
     def init_module(self, empty_init: bool | None = None) -> Any:
-        """A context in which a module is made on the device and in the precision of this trainer.
+        """Return a context in which a module is created on the device and in the precision of this trainer.
 
         Args:
             empty_init: Leave parameters uninitialised, for a checkpoint that will be loaded.

@@ -20,6 +20,7 @@ def check_iterator_step(context: "RunContext") -> None:
     Raises:
         ConfigurationError: Naming what is in the way, and the way out.
     """
+    # 1. The arguments of the step.
     state = context.state
     strategy = context.strategy
     step = f"`{type(context.module).__name__}.training_step(dataloader_iter)`"
@@ -28,6 +29,8 @@ def check_iterator_step(context: "RunContext") -> None:
             f"{step} takes the iterator alone: `(self, dataloader_iter)`. The index comes with each batch:"
             " `batch, batch_idx, dataloader_idx = next(dataloader_iter)`."
         )
+
+    # 2. Strategies and callbacks that would divide a batch.
     if not strategy.keeps_batches_whole:
         raise ConfigurationError(
             f"{step} pulls its batches by itself, so strategy={strategy.name!r} cannot give each device or process its"
@@ -39,6 +42,8 @@ def check_iterator_step(context: "RunContext") -> None:
             " OOMRecovery and other callbacks with `on_out_of_memory` out, or take `training_step(self, batch,"
             " batch_idx)`."
         )
+
+    # 3. Accumulation.
     schedules = any(is_a(callback, GradientAccumulationScheduler) for callback in state.callbacks)
     if state.accumulate_grad_batches != 1 or schedules:
         raise accumulation_refused(step)

@@ -1,4 +1,4 @@
-"""Checks before a run: whether module, data and arguments fit together."""
+"""Checks before a run: module, data and arguments must fit together."""
 
 import inspect
 import os
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_module", "check_monitors", "check_run", "data_of", "placing", "warn_of_eval_mode"]
 
+# Hooks of Lightning 1.x, and their successors.
 _REMOVED = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
@@ -36,12 +37,22 @@ _REMOVED = {
 }
 
 
+# The stage whose loaders an entry point needs.
+_STAGE_OF = {
+    TrainerFn.FITTING: "train",
+    TrainerFn.VALIDATING: "val",
+    TrainerFn.TESTING: "test",
+    TrainerFn.PREDICTING: "predict",
+}
+
+
 def as_module(model: Any) -> LightningModule:
-    """Return the LightningModule in what the user passed, which `torch.compile` may have wrapped.
+    """Return the LightningModule that the user has passed, without the wrapper of `torch.compile`.
 
     Raises:
         ConfigurationError: If it is none; also a TypeError, as in Lightning.
     """
+    # 1. A module, with or without a wrapper.
     if is_a(model, LightningModule):
         if "_modules" not in vars(model):
             raise ConfigurationTypeError(
@@ -51,6 +62,8 @@ def as_module(model: Any) -> LightningModule:
         return module
     if isinstance(model, torch.nn.Module) and hasattr(model, "dynamo_ctx"):
         return from_compiled(model)  # type: ignore[arg-type]
+
+    # 2. Something else.
     if isinstance(model, type):
         raise ConfigurationTypeError(
             f"The Trainer takes a LightningModule, not a class: pass an object, `{model.__name__}(...)`."
@@ -64,12 +77,41 @@ def as_module(model: Any) -> LightningModule:
 
 
 def check_run(context: "RunContext") -> None:
-    """Checks the module against what it is asked to do.
+    """Check that the module has the methods, and the data module the loaders, of an entry point.
 
     Raises:
-        ConfigurationError: Naming the method that is missing or in the way, and what to do.
+        ConfigurationError: Naming the method that is missing or in the way, and the way out.
     """
-    module, fn = context.module, context.state.status.fn
+    # 1. The module's hooks and steps.
+    module = context.module
+    fn = context.state.status.fn or TrainerFn.FITTING
+    _check_methods(module)
+    warn_of_mistyped_hooks(context)
+    check_hook_signatures([module, *context.state.callbacks], fn)
+    context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
+
+    # 2. The steps of the entry point.
+    if fn == TrainerFn.FITTING:
+        _check_fit(context)
+    elif fn == TrainerFn.PREDICTING:
+        _check_predict(module)
+    else:
+        _check_evaluation(module, fn)
+
+    # 3. Its data.
+    stage = _STAGE_OF[fn]
+    source = context.sources[stage]
+    if not source.is_defined():
+        raise ConfigurationError(
+            f"There is no {stage} loader: pass one, or a datamodule, or define `{source.method}` in"
+            f" {type(source.owner).__name__}."
+        )
+    if fn == TrainerFn.FITTING:
+        _warn_of_lost_validation(context)
+
+
+def _check_methods(module: LightningModule) -> None:
+    """Check that no method is one that no trainer calls."""
     name = type(module).__name__
     for old, new in _REMOVED.items():
         if callable(getattr(module, old, None)):
@@ -80,46 +122,32 @@ def check_run(context: "RunContext") -> None:
                 f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`. Only"
                 " `training_step` may pull its batches from an iterator."
             )
-    warn_of_mistyped_hooks(context)
-    check_hook_signatures([module, *context.state.callbacks], fn)
-    context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
-    if fn == TrainerFn.FITTING:
-        _check_fit(context)
-    elif fn == TrainerFn.PREDICTING:
-        if not is_overridden("predict_step", module) and not is_overridden("forward", module):
-            raise ConfigurationError(
-                f"`predict` calls `predict_step`, or `forward` by default, but {name} defines neither. Define one."
-            )
-    else:
-        step = "validation_step" if fn == TrainerFn.VALIDATING else "test_step"
-        if not is_overridden(step, module):
-            raise ConfigurationError(
-                f"`{fn.value if fn else ''}` needs `{step}`, but {name} does not define it. Define"
-                f" `{step}(self, batch, batch_idx)`."
-            )
-    for stage in _stages(fn):
-        source = context.sources[stage]
-        if not source.is_defined():
-            raise ConfigurationError(
-                f"There is no {stage} loader: pass one, or a datamodule, or define `{source.method}` in"
-                f" {type(source.owner).__name__}."
-            )
-    if fn == TrainerFn.FITTING:
-        _warn_of_lost_validation(context)
 
 
-def _stages(fn: TrainerFn | None) -> list[str]:
-    """The stages that need loaders."""
-    return {
-        TrainerFn.FITTING: ["train"],
-        TrainerFn.VALIDATING: ["val"],
-        TrainerFn.TESTING: ["test"],
-        TrainerFn.PREDICTING: ["predict"],
-    }[fn or TrainerFn.FITTING]
+def _check_predict(module: LightningModule) -> None:
+    if is_overridden("predict_step", module) or is_overridden("forward", module):
+        return
+    raise ConfigurationError(
+        f"`predict` calls `predict_step`, or `forward` by default, but {type(module).__name__} defines neither. Define"
+        " one."
+    )
+
+
+def _check_evaluation(module: LightningModule, fn: TrainerFn) -> None:
+    step = "test_step"
+    if fn == TrainerFn.VALIDATING:
+        step = "validation_step"
+    if not is_overridden(step, module):
+        raise ConfigurationError(
+            f"`{fn.value}` needs `{step}`, but {type(module).__name__} does not define it. Define"
+            f" `{step}(self, batch, batch_idx)`."
+        )
 
 
 def _check_fit(context: "RunContext") -> None:
-    module, state, name = context.module, context.state, type(context.module).__name__
+    # 1. The methods of the module.
+    module = context.module
+    name = type(module).__name__
     for method in ("training_step", "configure_optimizers"):
         if not is_overridden(method, module):
             raise ConfigurationError(
@@ -129,30 +157,36 @@ def _check_fit(context: "RunContext") -> None:
     _check_arguments(f"{name}.training_step", module.training_step)
     if takes_iterator(module, "training_step"):
         check_iterator_step(context)
-    for callback in state.callbacks:
+
+    # 2. Callbacks and loaders.
+    for callback in context.state.callbacks:
         if is_a(callback, Checkpoint):
             _check_checkpoint_name(callback)
-    val, has_step = context.sources["val"], is_overridden("validation_step", module)
-    if val.loaders is not None and not has_step:
+    if context.sources["val"].loaders is not None and not is_overridden("validation_step", module):
         raise ConfigurationError(
             f"A validation loader was passed, but {name} has no `validation_step`. Define it, or leave the loader out."
         )
-    if module.automatic_optimization:
+
+    # 3. Arguments without an effect.
+    if not module.automatic_optimization:
+        _check_manual_optimization(context)
+
+
+def _check_manual_optimization(context: "RunContext") -> None:
+    """Check that no argument is passed whose effect a module that optimises by hand must have by itself."""
+    state = context.state
+    if state.gradient_clip_val:
+        argument = f"gradient_clip_val={state.gradient_clip_val}"
+        instead = "call `self.clip_gradients(...)`"
+    elif state.accumulate_grad_batches and state.accumulate_grad_batches != 1:
+        argument = f"accumulate_grad_batches={state.accumulate_grad_batches}"
+        instead = "step the optimisers after every so many batches"
+    else:
         return
-    for option, value, off in (
-        ("gradient_clip_val", state.gradient_clip_val, None),
-        ("accumulate_grad_batches", state.accumulate_grad_batches, 1),
-    ):
-        if value and value != off:
-            instead = (
-                "call `self.clip_gradients(...)`"
-                if option == "gradient_clip_val"
-                else "step the optimisers after every so many batches"
-            )
-            raise ConfigurationError(
-                f"{name} optimises by hand (automatic_optimization=False), so Trainer({option}={value}) has no"
-                f" effect. Leave it out and {instead} in `training_step`."
-            )
+    raise ConfigurationError(
+        f"{type(context.module).__name__} optimises by hand (automatic_optimization=False), so Trainer({argument}) has"
+        f" no effect. Leave it out and {instead} in `training_step`."
+    )
 
 
 def _check_checkpoint_name(callback: Any) -> None:
@@ -164,7 +198,9 @@ def _check_checkpoint_name(callback: Any) -> None:
     for attribute, name in names.items():
         if not isinstance(name, str):
             continue
-        folders = re.split(r"[/\\]", re.sub("[{}]", "", name))  # the names of metrics stand in it, as a rule
+        # As a rule, the names of metrics stand in braces.
+        without_braces = re.sub("[{}]", "", name)
+        folders = re.split(r"[/\\]", without_braces)
         if ".." in folders or os.path.isabs(name):
             raise ConfigurationError(
                 f"{attribute} of a {type(callback).__name__} names a file inside its dirpath, but {name!r} leads out of"
@@ -173,11 +209,11 @@ def _check_checkpoint_name(callback: Any) -> None:
 
 
 def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
-    """Checks that a training step takes a batch and its index, or a batch alone."""
+    """Check that a training step takes a batch and its index, or a batch alone."""
     signature = inspect.signature(step)
-    for given in ((None, 0), (None,)):
+    for arguments in ((None, 0), (None,)):
         with suppress(TypeError):
-            signature.bind(*given)
+            signature.bind(*arguments)
             return
     raise ConfigurationError(
         f"`{owner}` is called with a batch and its index, but is defined as `{signature}`. Take `(self, batch,"
@@ -185,20 +221,35 @@ def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
     )
 
 
-def data_of(loaders: Any, datamodule: Any, others: Any = None) -> tuple[Any, LightningDataModule | None]:
-    """Loaders or a data module, whichever was passed; also where the data module stands in the place of the loaders."""
+def data_of(loaders: Any, datamodule: Any, val_loaders: Any = None) -> tuple[Any, LightningDataModule | None]:
+    """Return the loaders and the data module of a run, of which one is None.
+
+    Args:
+        loaders: The loaders that were passed; the user may pass a data module in their place.
+        datamodule: The data module that was passed.
+        val_loaders: The validation loaders that were passed to a fit. Default: None.
+
+    Raises:
+        ConfigurationError: If both were passed, or if the data module is none.
+    """
+    # 1. A dataset in place of a loader works, but is rarely meant.
     if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
         rank_zero_warn(
             f"A dataset was passed in place of a loader ({type(loaders).__name__}), so each of its samples is taken"
             " for a batch. Pass `DataLoader(dataset, batch_size=...)`; if the samples are batches, `batch_size=None`."
         )
+
+    # 2. A data module in place of the loaders.
     if is_a(loaders, LightningDataModule):
         if datamodule is not None:
             raise ConfigurationError("Two data modules were passed. Pass one.")
-        loaders, datamodule = None, loaders
+        datamodule = loaders
+        loaders = None
+
+    # 3. One of both.
     if datamodule is not None and not is_a(datamodule, LightningDataModule):
         raise ConfigurationError(f"datamodule must be a LightningDataModule, not a {type(datamodule).__name__}.")
-    if datamodule is not None and (loaders is not None or others is not None):
+    if datamodule is not None and (loaders is not None or val_loaders is not None):
         raise ConfigurationError("Both loaders and a datamodule were passed. Pass one of them.")
     return loaders, datamodule
 
@@ -241,21 +292,31 @@ def check_monitors(context: "RunContext", *, has_validated: bool) -> None:
     for callback in context.state.callbacks:
         if not is_a(callback, EarlyStopping):
             continue
-        looks = validates or looks_after_training_epochs(callback)
-        if type(callback) is not base_of(callback, EarlyStopping) or not looks:
+        # A derived class may look at other times.
+        if type(callback) is not base_of(callback, EarlyStopping):
             continue
-        known = sorted(map(str, context.logs.callback_metrics))
-        if callback.strict and callback.monitor not in known:
-            near = get_close_matches(str(callback.monitor), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known) or 'none'}."
-            raise ConfigurationRuntimeError(
-                f"{type(callback).__name__} monitors {callback.monitor!r}, but no such value was logged{hint}"
-            )
+        if not validates and not looks_after_training_epochs(callback):
+            continue
+        # The values are read only here, since that computes metrics.
+        logged = sorted(map(str, context.logs.callback_metrics))
+        if callback.strict and callback.monitor not in logged:
+            raise _nothing_to_monitor(callback, logged)
+
+
+def _nothing_to_monitor(callback: EarlyStopping, logged: list[str]) -> ConfigurationRuntimeError:
+    near = get_close_matches(str(callback.monitor), logged, n=1)
+    hint = f"; there are: {', '.join(logged) or 'none'}."
+    if near:
+        hint = f"; did you mean {near[0]!r}?"
+    return ConfigurationRuntimeError(
+        f"{type(callback).__name__} monitors {callback.monitor!r}, but no such value was logged{hint}"
+    )
 
 
 def _warn_of_lost_validation(context: "RunContext") -> None:
-    module, name = context.module, type(context.module).__name__
-    has_loader, has_step = context.sources["val"].is_defined(), is_overridden("validation_step", module)
+    name = type(context.module).__name__
+    has_loader = context.sources["val"].is_defined()
+    has_step = is_overridden("validation_step", context.module)
     if has_loader and not has_step:
         rank_zero_warn(f"There is a validation loader, but {name} has no `validation_step`: it will not be validated.")
     elif has_step and not has_loader and context.state.limit_val_batches > 0:
@@ -264,5 +325,6 @@ def _warn_of_lost_validation(context: "RunContext") -> None:
 
 def warn_of_eval_mode(module: LightningModule) -> None:
     """Warn of parts of a module that are in eval mode when training begins."""
-    if count := sum(not part.training for part in module.modules()):
+    count = sum(not submodule.training for submodule in module.modules())
+    if count:
         rank_zero_warn(f"Found {count} module(s) in eval mode at the start of training. Is that intended?")

@@ -13,7 +13,7 @@ def call_all(steps: Iterable[Callable[[], object]]) -> None:
         steps: The functions.
 
     Raises:
-        BaseException: What the last of those that failed raised; the others are its context.
+        BaseException: The error of the last function that failed; the other errors are its context.
 
     Example:
         >>> called = []
@@ -21,6 +21,7 @@ def call_all(steps: Iterable[Callable[[], object]]) -> None:
         >>> called
         [1, 2]
     """
-    with ExitStack() as stack:  # which calls what was given last first
+    # A stack calls the last function first, and all of them.
+    with ExitStack() as stack:
         for step in reversed(list(steps)):
             stack.callback(step)

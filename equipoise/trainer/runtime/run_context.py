@@ -33,14 +33,15 @@ class RunContext:
         state: Settings, stage, counters and objects of the trainer.
         module: The user's module.
         datamodule: The user's data module, if there is one.
-        strategy, precision: How the run computes.
-        hooks: Who overrides what.
-        logs: What was logged.
+        strategy: The strategy, which computes the steps.
+        precision: The precision of the computation.
+        hooks: The hooks that callbacks, module and data module override.
+        logs: The logged values.
         logger_output: Hands logged values to the loggers.
         lightning_optimizers: Returns the optimisers as `self.optimizers()` gives them.
         save_checkpoint: The trainer's method, called with a path.
-        sources: Where the loaders of each stage come from.
-        fitting: What was learned of the sizes that fit into memory, in training and in evaluations.
+        sources: The origin of the loaders of each stage.
+        fitting: The sizes that fit into memory, as far as training and evaluations have measured them.
     """
 
     state: RunState
@@ -66,7 +67,9 @@ class RunContext:
         """True if a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
         if not self.sources["val"].is_defined():
             return False
-        return is_overridden("validation_step", self.module) and self.state.limit_val_batches > 0
+        if not is_overridden("validation_step", self.module):
+            return False
+        return self.state.limit_val_batches > 0
 
     @property
     def validates_in_epoch(self) -> bool:
@@ -77,75 +80,112 @@ class RunContext:
         return every is None or (self.state.current_epoch + 1) % every == 0
 
     def request_loaders(self, stage: str, limit: float, *, overfit: bool = False) -> Loaders:
-        """Asks the source of a stage for its loaders and makes them ready.
+        """Request the loaders of a stage from their source, and prepare them.
 
         Args:
             stage: "train", "val", "test" or "predict".
             limit: The `limit_*_batches` of the stage.
-            overfit: Whether shuffling is to be turned off.
+            overfit: Whether to turn shuffling off. Default: False.
         """
-        source, hooks = self.sources[stage], self.hooks
-        call = hooks.call_module if source.owner is self.module else hooks.call_datamodule
-        given = source.request(call)
+        # 1. The hook of the module or data module, in all processes.
+        source = self.sources[stage]
+        call_hook = self.hooks.call_datamodule
+        if source.owner is self.module:
+            call_hook = self.hooks.call_module
+        iterables = source.request(call_hook)
         self.strategy.processes.barrier(f"{stage}_dataloader()")
-        share = self.state.use_distributed_sampler
-        return Loaders(source, given, limit=limit, overfit=overfit, strategy=self.strategy, share=share)
+
+        # 2. The share of this process, and the limit.
+        return Loaders(
+            source,
+            iterables,
+            limit=limit,
+            overfit=overfit,
+            strategy=self.strategy,
+            share=self.state.use_distributed_sampler,
+        )
 
     def make_transfer(self, dataloader_idx: int = 0) -> Transfer:
-        """The way of a batch to a device: conversion, the user's transfer hooks, the copy."""
-        hooks, convert = self.hooks, self.precision.convert_input
+        """Return the function that copies a batch to a device, with the user's transfer hooks.
+
+        Args:
+            dataloader_idx: The number of the loader, for the hooks. Default: 0.
+        """
+        # 1. The hooks that are overridden; None for the others.
+        hooks = self.hooks
+        convert = self.precision.convert_input
         before = hooks.bind_data("on_before_batch_transfer")
         move = hooks.bind_data("transfer_batch_to_device")
         after = hooks.bind_data("on_after_batch_transfer")
-        if convert is None and before is None and move is None and after is None:
-            return hooks.profiled(_move, hooks.action_of_strategy("batch_to_device"))
+        action = hooks.action_of_strategy("batch_to_device")
+        is_plain = convert is None and before is None and move is None and after is None
+        if is_plain:
+            return hooks.profiled(_move, action)
 
+        # 2. A function that calls them.
         def transfer(batch: Any, device: torch.device) -> Any:
             if convert is not None:
                 batch = convert(batch)
             if before is not None:
                 batch = before(batch, dataloader_idx)
-            batch = _move(batch, device) if move is None else move(batch, device, dataloader_idx)
-            return batch if after is None else after(batch, dataloader_idx)
+            if move is None:
+                batch = _move(batch, device)
+            else:
+                batch = move(batch, device, dataloader_idx)
+            if after is not None:
+                batch = after(batch, dataloader_idx)
+            return batch
 
-        return hooks.profiled(transfer, hooks.action_of_strategy("batch_to_device"))
+        return hooks.profiled(transfer, action)
 
-    def batches(self, stream: BatchStream, action: str, seen: int = 0) -> Iterable[Any]:
-        """The batches of a stream, the reading of each timed if somebody asked for a profile.
+    def batches(self, stream: BatchStream, action: str, num_read: int = 0) -> Iterable[Any]:
+        """Return the batches of a stream; a profiler measures the reading of each.
 
         Args:
             stream: The stream.
-            action: The name that the profile gives to the reading of a batch.
-            seen: The number of batches that were read before.
+            action: The name of the reading of a batch in the profile.
+            num_read: Number of batches that were read before. Default: 0.
         """
         if not self.hooks.is_profiled:
             return stream
-        return self._timed_batches(stream, action, seen)
+        return self._timed_batches(stream, action, num_read)
 
-    def _timed_batches(self, stream: BatchStream, action: str, seen: int) -> Iterator[Any]:
+    def _timed_batches(self, stream: BatchStream, action: str, num_read: int) -> Iterator[Any]:
         batches = iter(stream)
-        while stream.length is None or seen < stream.length:
+        while stream.length is None or num_read < stream.length:
             with self.profile(action):
                 batch = next(batches, NOTHING)
             if batch is NOTHING:
                 return
-            seen += 1
+            num_read += 1
             yield batch
+            # The memory of the batch is free while the next one is read.
             del batch
 
     def forward_context(self) -> Callable[[], AbstractContextManager[Any]] | None:
-        """The precision's context around a step; None where there is none."""
+        """Return the precision's context around a step; None if there is none."""
         return self.precision.forward_context
 
     def profile(self, action: str) -> AbstractContextManager[Any]:
-        """Times a block, if somebody asked for a profile."""
-        return self.hooks.profiler.profile(action) if self.hooks.is_profiled else nullcontext()
+        """Measure a block, if there is a profiler.
+
+        Args:
+            action: The name of the block in the profile.
+        """
+        if self.hooks.is_profiled:
+            return self.hooks.profiler.profile(action)
+        return nullcontext()
 
 
 def _move(batch: Any, device: torch.device) -> Any:
-    """Copies what is not yet on the device; a batch that is there already is returned as it is."""
-    cpu = device.type == "cpu"
-    for tensor in batch if type(batch) in (tuple, list) else (batch,):
-        if type(tensor) is not Tensor or not (tensor.is_cpu if cpu else tensor.device == device):
+    """Copy a batch to a device; a tensor, or tensors in a tuple or list, that are on it are returned as they are."""
+    # This runs for every batch. `is_cpu` costs less than a comparison of devices.
+    is_for_cpu = device.type == "cpu"
+    entries = batch if type(batch) in (tuple, list) else (batch,)
+    for tensor in entries:
+        if type(tensor) is not Tensor:
+            return move_data_to_device(batch, device)
+        is_there = tensor.is_cpu if is_for_cpu else tensor.device == device
+        if not is_there:
             return move_data_to_device(batch, device)
     return batch

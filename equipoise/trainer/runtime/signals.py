@@ -25,33 +25,35 @@ __all__ = ["leave_evaluation", "leave_training", "signals_noted", "uninterrupted
 
 @contextmanager
 def signals_noted(context: "RunContext") -> Iterator[None]:
-    """Notes SIGTERM, and SIGUSR1 in a job of Slurm, upon which the loops end after the batch.
+    """Note SIGTERM, and SIGUSR1 in a job of Slurm, upon which the loops end after the batch.
 
     A handler of SIGTERM that was there is called as well. One of SIGUSR1 is the program's own, and stays.
     """
     state = context.state
-    state.received_sigterm = False
-    state.requeues = False
+    state.forget_signals()
+    # Python allows handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def note(number: int) -> None:
-        state.requeues = state.requeues or number != signal.SIGTERM
-        state.received_sigterm = True
+        state.note_signal(requeues=number != signal.SIGTERM)
 
-    # SIGUSR1 shows what a process of ours hangs in, so the program that has started it hands on another signal.
-    requeue = signal.SIGUSR2 if context.strategy.processes.spawns else signal.SIGUSR1
+    # In a process that the strategy has started, SIGUSR1 prints the stack, so its parent forwards SIGUSR2 instead.
+    requeue_signal = signal.SIGUSR1
+    if context.strategy.processes.spawns:
+        requeue_signal = signal.SIGUSR2
+    is_free = not callable(signal.getsignal(requeue_signal))
     with ExitStack() as handlers:
         handlers.enter_context(_noted(signal.SIGTERM, note))
-        if slurm_job() is not None and not callable(signal.getsignal(requeue)):
-            handlers.enter_context(_noted(requeue, note))
+        if slurm_job() is not None and is_free:
+            handlers.enter_context(_noted(requeue_signal, note))
         yield
 
 
 @contextmanager
 def _noted(number: int, note: Callable[[int], None]) -> Iterator[None]:
-    """Notes a signal; a handler that was there is called, and restored."""
+    """Note a signal; an earlier handler is called as well, and restored at the end."""
     before = signal.getsignal(number)
 
     def handle(received: int, frame: Any) -> None:
@@ -63,12 +65,15 @@ def _noted(number: int, note: Callable[[int], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(number, before if before is not None else signal.SIG_DFL)
+        # None: a handler that was not installed from Python.
+        if before is None:
+            before = signal.SIG_DFL
+        signal.signal(number, before)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Lets an impatient second Ctrl-C pass while everything is being released."""
+    """Ignore a second Ctrl-C while everything is being released."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,7 +81,10 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
+        # None: a handler that was not installed from Python.
+        if before is None:
+            before = signal.default_int_handler
+        signal.signal(signal.SIGINT, before)
 
 
 # How a run ends.

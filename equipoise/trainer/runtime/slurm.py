@@ -16,7 +16,8 @@ from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
 
-_fits: Counter[Path] = Counter()  # how many this program has begun, by their folder
+# Number of fits that this program has begun, by their folder.
+_fits: Counter[Path] = Counter()
 
 
 def count_fit(state: RunState) -> None:
@@ -32,42 +33,58 @@ def checkpoint_path(state: RunState) -> Path:
 
     The names of the second fit and later ones in a folder hold their numbers.
     """
-    number = state.number_of_fit
-    return Path(state.default_root_dir, f"slurm-{slurm_job()}{f'-fit-{number}' if number > 1 else ''}.ckpt")
+    name = f"slurm-{slurm_job()}"
+    if state.number_of_fit > 1:
+        name += f"-fit-{state.number_of_fit}"
+    return Path(state.default_root_dir, f"{name}.ckpt")
 
 
 def interrupted_checkpoint(state: RunState) -> Path | None:
     """Return the checkpoint from which a job goes on that Slurm has started once more; None if there is none."""
-    fits = state.fitting
-    if not fits or slurm_job() is None or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    # 1. Only a fit in a job that Slurm has started again goes on.
+    if not state.fitting or slurm_job() is None:
         return None
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        return None
+
+    # 2. The file of this fit.
     path = checkpoint_path(state)
-    if not path.is_file():
-        patterns = (f"slurm-{slurm_job()}.ckpt", f"slurm-{slurm_job()}-fit-*.ckpt")
-        others = [other for pattern in patterns for other in path.parent.glob(pattern)]
-        if others:
+    if path.is_file():
+        rank_zero_info(f"Slurm has started this job again: it goes on from {path}, where it was interrupted.")
+        return path
+
+    # 3. Another fit of the program may have been interrupted.
+    for pattern in (f"slurm-{slurm_job()}.ckpt", f"slurm-{slurm_job()}-fit-*.ckpt"):
+        for another in path.parent.glob(pattern):
             rank_zero_info(
                 f"Slurm has started this job again. Fit {state.number_of_fit} of this program in {path.parent} begins"
-                f" as it did at first, since the interrupted one was another: {others[0].name}."
+                f" as it did at first, since the interrupted one was another: {another.name}."
             )
-        return None
-    rank_zero_info(f"Slurm has started this job again: it goes on from {path}, where it was interrupted.")
-    return path
+            return None
+    return None
 
 
 def forget_checkpoint(state: RunState, *, is_main: bool) -> None:
-    """Removes the checkpoint of an earlier interruption after a fit that came to its end."""
+    """Remove the checkpoint of an earlier interruption after a fit that came to its end.
+
+    Args:
+        state: The state of the fit.
+        is_main: Whether this is the main process.
+    """
     if slurm_job() is not None and state.fitting and is_main:
         checkpoint_path(state).unlink(missing_ok=True)
 
 
 def requeue() -> None:
-    """Puts this job back into the queue; a warning says what to do if Slurm refuses."""
+    """Put this job back into the queue; a warning names the way out if Slurm refuses."""
     job = str(slurm_job())
+    problem = ""
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
-        problem = done.stderr.strip() if done.returncode else ""
+        process = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+        if process.returncode:
+            problem = process.stderr.strip()
     except OSError as error:
+        # Slurm's commands are not installed here.
         problem = str(error)
     if problem:
         rank_zero_warn(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from equipoise.errors import ConfigurationError
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer.settings import arguments as check
 from equipoise.trainer.settings.arguments import Duration
 
@@ -45,6 +46,24 @@ class Limits:
         self.min_steps = check.check_count("min_steps", min_steps, least=0, optional=True)
         check.check_order(self.min_epochs, self.max_epochs, "epochs")
         check.check_order(self.min_steps, self.max_steps, "steps")
+
+    def set_default_epochs(self, *, has_timer: bool) -> None:
+        """Set the defaults of `max_epochs` and `min_epochs`, which depend on other limits, when a fit begins.
+
+        Args:
+            has_timer: Whether a Timer is among the callbacks, which limits the time.
+        """
+        if self.max_epochs is None:
+            if self.max_steps != -1 or has_timer:
+                self.max_epochs = -1
+            else:
+                rank_zero_warn(
+                    "`max_epochs` was not set: training ends after 1000 epochs. For training without limit, set"
+                    " max_epochs=-1."
+                )
+                self.max_epochs = 1000
+        if self.min_epochs is None:
+            self.min_epochs = 0 if self.min_steps is None else 1
 
     def limit_batches(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = ["BatchProgress", "Counts", "FitProgress", "Progress"]
 
+# Names of the four counts, in the order in which they grow.
 _STAGES = ("ready", "started", "processed", "completed")
 
 
@@ -25,8 +26,11 @@ class Counts:
     completed: int = 0
 
     def set(self, value: int) -> None:
-        """Sets all four."""
-        self.ready = self.started = self.processed = self.completed = value
+        """Set all four."""
+        self.ready = value
+        self.started = value
+        self.processed = value
+        self.completed = value
 
     def make_ready(self, number: int = 1) -> None:
         """Count more units that are ready.
@@ -53,23 +57,38 @@ class Counts:
         self.completed = self.ready
 
     def add(self, other: "Counts") -> "Counts":
-        """The sum, as a new object."""
-        return Counts(*(getattr(self, stage) + getattr(other, stage) for stage in _STAGES))
+        """Return the sum, as a new object."""
+        return Counts(
+            ready=self.ready + other.ready,
+            started=self.started + other.started,
+            processed=self.processed + other.processed,
+            completed=self.completed + other.completed,
+        )
+
+    def subtract(self, other: "Counts") -> "Counts":
+        """Return the difference, as a new object."""
+        return Counts(
+            ready=self.ready - other.ready,
+            started=self.started - other.started,
+            processed=self.processed - other.processed,
+            completed=self.completed - other.completed,
+        )
 
     def state_dict(self, stages: tuple[str, ...] = _STAGES) -> dict[str, int]:
-        """The named counts."""
+        """Return the named counts."""
         return {stage: getattr(self, stage) for stage in stages}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Takes counts back; what a shorter counter lacks is as far as it is complete."""
+        """Load counts. A count that a shorter counter lacks equals its completed units."""
+        completed = state["completed"]
         for stage in _STAGES:
-            setattr(self, stage, int(state.get(stage, state["completed"])))
+            setattr(self, stage, int(state.get(stage, completed)))
 
 
 class Progress:
     """A counter with its current and its total counts.
 
-    Only `current` is written in the loops; the total is what earlier epochs left, plus that.
+    The loops write `current` only. The total is that of earlier epochs, plus `current`.
 
     Args:
         stages: The counts that a checkpoint holds.
@@ -84,7 +103,7 @@ class Progress:
 
     @property
     def total(self) -> Counts:
-        """The counts since training began."""
+        """Counts since training began."""
         return self._before.add(self.current)
 
     @property
@@ -93,36 +112,38 @@ class Progress:
         return self._before.completed + self.current.completed
 
     def count(self) -> None:
-        """Counts one that went through at once."""
+        """Count one unit that is ready and completed at once."""
         self.current.set(self.current.completed + 1)
 
     def begin(self) -> None:
-        """Begins a new epoch or evaluation; `current` stays the same object."""
+        """Begin a new epoch or evaluation; `current` stays the same object."""
         self._before = self.total
         self.current.set(0)
 
     def rewind(self) -> None:
-        """Goes back to what was completed, after a failure."""
+        """Return to the completed units, after a failure."""
         self.current.set(self.current.completed)
 
     def forget_total(self) -> None:
-        """Sets the total back to zero and leaves the current counts for whoever still reads them."""
-        self._before = Counts(*(-getattr(self.current, stage) for stage in _STAGES))
+        """Set the total to zero, and leave the current counts for those who still read them."""
+        self._before = Counts().subtract(self.current)
 
     def state_dict(self) -> dict[str, Any]:
-        """Current and total counts."""
-        return {"total": self.total.state_dict(self.stages), "current": self.current.state_dict(self.stages)}
+        """Return the current and the total counts."""
+        total = self.total.state_dict(self.stages)
+        current = self.current.state_dict(self.stages)
+        return {"total": total, "current": current}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the counts back."""
+        """Load both counts."""
         total = Counts()
         total.load_state_dict(state["total"])
         self.current.load_state_dict(state["current"])
-        self._before = Counts(*(getattr(total, stage) - getattr(self.current, stage) for stage in _STAGES))
+        self._before = total.subtract(self.current)
 
 
 class BatchProgress(Progress):
-    """A counter of batches, which also knows whether the present one is the last."""
+    """A counter of batches, with a flag for the last one of an epoch or evaluation."""
 
     __slots__ = ("is_last_batch",)
 
@@ -131,7 +152,7 @@ class BatchProgress(Progress):
         self.is_last_batch = False
 
     def begin(self) -> None:
-        """Begins a new epoch or evaluation."""
+        """Begin a new epoch or evaluation."""
         super().begin()
         self.is_last_batch = False
 
@@ -140,11 +161,11 @@ class BatchProgress(Progress):
         self.is_last_batch = is_last_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, and whether the last batch was reached."""
+        """Return the counts and the flag."""
         return {**super().state_dict(), "is_last_batch": self.is_last_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the counts back."""
+        """Load the counts and the flag."""
         super().load_state_dict(state)
         self.is_last_batch = state["is_last_batch"]
 
@@ -165,23 +186,28 @@ class FitProgress:
         batches_that_stepped: The x-axis of logged values: batches at the end of which an optimiser stepped.
     """
 
+    # Counters of batches and epochs.
     epoch: Progress = field(default_factory=Progress)
     batch: BatchProgress = field(default_factory=BatchProgress)
     pulled: Progress = field(default_factory=Progress)
+
+    # Counters of steps. A checkpoint of Lightning holds two or three of their counts.
     optimizer_step: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
     manual_step: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
     zero_grad: Progress = field(default_factory=lambda: Progress(("ready", "completed", "started")))
     scheduler: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
+
+    # Counters for validations and loggers.
     val_batch: BatchProgress = field(default_factory=BatchProgress)
     batches_that_stepped: int = 0
 
     def steps(self, *, automatic: bool) -> Progress:
-        """The counter of optimiser steps of the way in which the module optimises."""
+        """Return the counter of optimiser steps for automatic or manual optimisation."""
         return self.optimizer_step if automatic else self.manual_step
 
     def begin_epoch(self) -> None:
-        """Sets what counts within an epoch back to zero."""
-        for progress in (self.batch, self.pulled, self.scheduler, self.optimizer_step, self.zero_grad):
+        """Set the counts within an epoch to zero."""
+        for progress in self._within_epoch():
             progress.begin()
         self.val_batch.forget_total()
 
@@ -193,12 +219,20 @@ class FitProgress:
         self.batches_that_stepped += 1
 
     def rewind(self) -> None:
-        """Goes back to the last completed batch, after a failure or when a checkpoint is resumed."""
-        for progress in (self.batch, self.pulled, self.scheduler, self.optimizer_step, self.zero_grad):
+        """Return to the last completed batch, after a failure or when a checkpoint is resumed."""
+        for progress in self._within_epoch():
             progress.rewind()
 
+    def _within_epoch(self) -> tuple[Progress, ...]:
+        return (self.batch, self.pulled, self.scheduler, self.optimizer_step, self.zero_grad)
+
     def state_dict(self) -> dict[str, Any]:
-        """The `fit_loop` entry of a checkpoint, in Lightning's layout."""
+        """Return the `fit_loop` entry of a checkpoint, in Lightning's layout."""
+        optimizer = {
+            "step": self.optimizer_step.state_dict(),
+            "zero_grad": self.zero_grad.state_dict(),
+        }
+        # Empty entries are those of Lightning's objects without a state; Lightning reads each of them.
         return {
             "state_dict": {},
             "epoch_progress": self.epoch.state_dict(),
@@ -206,9 +240,7 @@ class FitProgress:
             "epoch_loop.batch_progress": self.batch.state_dict(),
             "epoch_loop.scheduler_progress": self.scheduler.state_dict(),
             "epoch_loop.automatic_optimization.state_dict": {},
-            "epoch_loop.automatic_optimization.optim_progress": {
-                "optimizer": {"step": self.optimizer_step.state_dict(), "zero_grad": self.zero_grad.state_dict()}
-            },
+            "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
             "epoch_loop.manual_optimization.state_dict": {},
             "epoch_loop.manual_optimization.optim_step_progress": self.manual_step.state_dict(),
             "epoch_loop.val_loop.state_dict": {},
@@ -216,10 +248,10 @@ class FitProgress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes a `fit_loop` entry back, ours or Lightning's.
+        """Load a `fit_loop` entry, ours or Lightning's.
 
         Raises:
-            KeyError: If a counter is missing; Lightning goes on silently, with counters of zero.
+            KeyError: If a counter is missing; Lightning continues silently, with counters of zero.
         """
         optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         self.epoch.load_state_dict(state["epoch_progress"])
@@ -229,4 +261,6 @@ class FitProgress:
         self.zero_grad.load_state_dict(optimizer["zero_grad"])
         self.manual_step.load_state_dict(state["epoch_loop.manual_optimization.optim_step_progress"])
         self.val_batch.load_state_dict(state["epoch_loop.val_loop.batch_progress"])
-        self.batches_that_stepped = int(state["epoch_loop.state_dict"].get("_batches_that_stepped", 0))
+        # Checkpoints of early versions of Lightning lack this entry.
+        stepped = state["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
+        self.batches_that_stepped = int(stepped)

@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -95,9 +96,51 @@ class RunState(SentState, Stages, Limits):
     optimizers: list[Optimizer] = field(default_factory=list, metadata=LOCAL_RESULT)
     lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=LOCAL_RESULT)
 
+    # The steps of a run.
+
+    def begin(self, fn: TrainerFn) -> None:
+        """Begin a run of an entry point."""
+        super().begin(fn)
+        self.should_stop = False
+
+    def set_datamodule(self, datamodule: LightningDataModule | None) -> None:
+        """Take the data module of a run, if there is one."""
+        self.datamodule = datamodule
+
+    def set_callbacks(self, callbacks: list[Callback]) -> None:
+        """Take the callbacks, to which the module may have added some."""
+        self.callbacks = callbacks
+
+    def note_checkpoint(self, path: Any) -> None:
+        """Note the checkpoint from which the run goes on; None if there is none."""
+        self.loaded_ckpt_path = path
+
+    def set_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Take the optimisers and schedulers that `configure_optimizers` has returned."""
+        self.optimizers = optimizers
+        self.lr_scheduler_configs = configs
+
+    # Requests to end.
+
     def request_stop(self) -> None:
         """Let training end after the batch, as soon as `min_epochs` and `min_steps` are met."""
         self.should_stop = True
+
+    def forget_signals(self) -> None:
+        """Forget the signals of an earlier run."""
+        self.received_sigterm = False
+        self.requeues = False
+
+    def note_signal(self, *, requeues: bool) -> None:
+        """Note a signal, upon which the loops end after the batch.
+
+        Args:
+            requeues: Whether the job goes back into the queue.
+        """
+        self.requeues = self.requeues or requeues
+        self.received_sigterm = True
+
+    # Values that are computed.
 
     @property
     def current_epoch(self) -> int:

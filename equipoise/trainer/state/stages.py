@@ -1,12 +1,21 @@
 """The run stage of a trainer: training, validating, sanity checking, testing, predicting."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 from equipoise.trainer.state.sent_state import RESULT
 
 __all__ = ["Stages"]
+
+# The first stage of each entry point.
+_FIRST_STAGE = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
 
 
 @dataclass
@@ -18,6 +27,31 @@ class Stages:
     """
 
     status: TrainerState = field(default_factory=TrainerState, metadata=RESULT)
+
+    # A run.
+
+    def begin(self, fn: TrainerFn) -> None:
+        """Begin a run in the first stage of its entry point."""
+        self._set(fn=fn, status=TrainerStatus.RUNNING, stage=_FIRST_STAGE[fn])
+
+    def finish(self) -> None:
+        """End a run that came to its end."""
+        self._set(status=TrainerStatus.FINISHED, stage=None)
+
+    def interrupt(self) -> None:
+        """Note that a run has failed; it stays in its stage until everything is released."""
+        self._set(status=TrainerStatus.INTERRUPTED)
+
+    def leave(self) -> None:
+        """Leave the stage of a run that has failed."""
+        self._set(stage=None)
+
+    def _set(self, **values: Any) -> None:
+        # The object stays the same, since users may hold it.
+        for name, value in values.items():
+            setattr(self.status, name, value)
+
+    # Its stage.
 
     @property
     def fitting(self) -> bool:
@@ -79,14 +113,16 @@ class Stages:
 
     def _set_stage(self, stage: RunningStage, value: bool) -> None:
         if value:
-            self.status.stage = stage
+            self._set(stage=stage)
+        # Another stage may have begun in the meantime.
         elif self.status.stage == stage:
-            self.status.stage = None
+            self._set(stage=None)
 
     @property
     def evaluating(self) -> bool:
         """True while validation or a test runs."""
-        return self.status.stage is not None and self.status.stage.evaluating
+        stage = self.status.stage
+        return stage is not None and stage.evaluating
 
     @property
     def interrupted(self) -> bool:

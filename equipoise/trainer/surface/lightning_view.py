@@ -5,7 +5,7 @@ private names. These classes offer them, made of what our trainer has; nothing o
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.trainer.data.source_view import SourceView
 from equipoise.trainer.hooks.hooks import overrides
+from equipoise.trainer.surface.state_fields import StateField
 
 if TYPE_CHECKING:
     from equipoise.trainer.surface.parts import TrainerParts
@@ -21,7 +22,7 @@ __all__ = ["LightningNames", "precision_plugin"]
 
 
 def precision_plugin(name: str, device_type: str, scaler: Any, clip: Callable[..., None]) -> Precision:
-    """The plugin of Lightning that stands for one of our precisions: it is asked for its dtype, and to clip.
+    """Return the plugin of Lightning for one of our precisions; users read its dtype, and modules clip by it.
 
     Args:
         name: The precision's name.
@@ -31,26 +32,31 @@ def precision_plugin(name: str, device_type: str, scaler: Any, clip: Callable[..
     """
     plugin: Precision
     if name.endswith("-mixed"):
-        plugin = MixedPrecision("16-mixed" if name == "16-mixed" else "bf16-mixed", device_type, scaler)
+        mixed: Literal["16-mixed", "bf16-mixed"] = "16-mixed" if name == "16-mixed" else "bf16-mixed"
+        plugin = MixedPrecision(mixed, device_type, scaler)
     elif name == "64-true":
         plugin = DoublePrecision()
     elif name == "32-true":
         plugin = Precision()
+    # Any other precision in half, such as 16-true-norm32.
+    elif name == "bf16-true":
+        plugin = HalfPrecision("bf16-true")
     else:
-        plugin = HalfPrecision("bf16-true" if name == "bf16-true" else "16-true")
+        plugin = HalfPrecision("16-true")
     plugin.clip_gradients = clip  # type: ignore[method-assign]
     return plugin
 
 
 class _Results:
-    """`trainer._results`: where the stock `LightningModule.log` puts a value, for modules that override `log`."""
+    """`trainer._results`: receives values from the `log` of Lightning's module, where a module overrides `log`."""
 
     def __init__(self, parts: "TrainerParts") -> None:
         self._parts = parts
 
-    def log(self, hook: str, name: str, value: Any, **given: Any) -> None:
-        options = LogOptions(**{key: value for key, value in given.items() if key in LogOptions._fields})
-        self._parts.logs.add(hook, name, value, tuple(options), given.get("batch_size"))
+    def log(self, hook: str, name: str, value: Any, **arguments: Any) -> None:
+        # The module passes more arguments than ours reads, and some of them under the same names.
+        known = {key: argument for key, argument in arguments.items() if key in LogOptions._fields}
+        self._parts.logs.add(hook, name, value, tuple(LogOptions(**known)), arguments.get("batch_size"))
 
     def reset(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -60,8 +66,10 @@ class _LoggerConnector:
 
     def __init__(self, parts: "TrainerParts") -> None:
         self._parts = parts
+        # `LightningModule.log` writes it, and nothing of ours reads it.
         self._current_fx = None
 
+    # Read by LearningRateMonitor, DeviceStatsMonitor and ThroughputMonitor.
     @property
     def should_update_logs(self) -> bool:
         state = self._parts.state
@@ -76,15 +84,17 @@ class _LoggerConnector:
             step = loop.progress.current.ready
         return step % state.log_every_n_steps == 0 or state.should_stop
 
+    # Called by `LightningModule.log`; our entries begin anew by themselves.
     def should_reset_tensors(self, hook: str) -> bool:
         return False
 
+    # Called by ThroughputMonitor.
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._parts.logger_output.log_metrics(metrics, step=step)
 
 
 class _DataConnector:
-    """`trainer._data_connector`, which finds out whose transfer hook is meant; it is its own selector."""
+    """`trainer._data_connector`, which finds the owner of a transfer hook; it is its own selector."""
 
     def __init__(self, parts: "TrainerParts") -> None:
         self._parts = parts
@@ -93,10 +103,12 @@ class _DataConnector:
     def _datahook_selector(self) -> "_DataConnector":
         return self
 
+    # Called by `LightningModule` for each transfer hook.
     def get_instance(self, hook: str) -> Any:
         datamodule = self._parts.state.datamodule
-        overridden = datamodule is not None and overrides(datamodule, hook, LightningDataModule)
-        return datamodule if overridden else self._parts.module
+        if datamodule is not None and overrides(datamodule, hook, LightningDataModule):
+            return datamodule
+        return self._parts.module
 
 
 class _AcceleratorConnector:
@@ -105,6 +117,7 @@ class _AcceleratorConnector:
     def __init__(self, parts: "TrainerParts") -> None:
         self._parts = parts
 
+    # Read by `LightningModule.log`.
     @property
     def is_distributed(self) -> bool:
         return self._parts.strategy.processes.world_size > 1
@@ -117,6 +130,7 @@ class _EvaluationView:
         self._loop = loop
         self._parts = parts
 
+    # Read by ModelCheckpoint.
     @property
     def _has_run(self) -> bool:
         return bool(self._loop.has_run)
@@ -144,6 +158,7 @@ class _EpochLoopView:
     def batch_progress(self) -> Any:
         return self._parts.state.progress.batch
 
+    # Read by LearningRateMonitor and DeviceStatsMonitor.
     @property
     def _batches_that_stepped(self) -> int:
         return self._parts.state.progress.batches_that_stepped
@@ -164,6 +179,7 @@ class _EpochLoopView:
     def total_batch_idx(self) -> int:
         return self._parts.state.progress.batch.total.ready - 1
 
+    # Called by progress bars.
     def _should_check_val_epoch(self) -> bool:
         context = self._parts.context
         return context is not None and context.validates_in_epoch
@@ -174,27 +190,14 @@ class FitLoopView:
 
     def __init__(self, parts: "TrainerParts") -> None:
         self._parts = parts
+        self.run_state = parts.state
         self.epoch_loop = _EpochLoopView(parts)
 
-    @property
-    def max_epochs(self) -> int | None:
-        return self._parts.state.max_epochs
-
-    @max_epochs.setter
-    def max_epochs(self, value: int | None) -> None:
-        self._parts.state.max_epochs = value
-
-    @property
-    def min_epochs(self) -> int | None:
-        return self._parts.state.min_epochs
-
-    @property
-    def max_steps(self) -> int:
-        return self._parts.state.max_steps
-
-    @property
-    def min_steps(self) -> int | None:
-        return self._parts.state.min_steps
+    # Limits; StochasticWeightAveraging writes `max_epochs`.
+    max_epochs = StateField[int | None]()
+    min_epochs = StateField[int | None]()
+    max_steps = StateField[int]()
+    min_steps = StateField[int | None]()
 
     @property
     def max_batches(self) -> float:
@@ -204,6 +207,7 @@ class FitLoopView:
     def max_batches(self, value: float) -> None:
         self._parts.fit_loop.fit.data.max_batches = value
 
+    # StochasticWeightAveraging writes this and `max_batches`, for an epoch that updates batch statistics alone.
     @property
     def _skip_backward(self) -> bool:
         return self._parts.fit_loop.fit.skip_backward
@@ -228,10 +232,12 @@ class FitLoopView:
     def total_batch_idx(self) -> int:
         return self.epoch_loop.total_batch_idx
 
+    # Called by ThroughputMonitor.
     def _should_accumulate(self) -> bool:
         state = self._parts.state
-        ready = state.progress.batch.current.ready
-        return ready % state.accumulate_grad_batches != 0 and not self._parts.fit_loop.fit.batches_done()
+        if self._parts.fit_loop.fit.batches_done():
+            return False
+        return state.progress.batch.current.ready % state.accumulate_grad_batches != 0
 
     def state_dict(self) -> dict[str, Any]:
         return self._parts.state.progress.state_dict()
@@ -252,6 +258,7 @@ class LightningNames:
         self._accelerator_connector = _AcceleratorConnector(parts)
         self.__results = _Results(parts)
 
+    # None outside of a loop: `LightningModule.log` raises an error that says so.
     @property
     def _results(self) -> _Results | None:
         if self.parts.logs.collection is None:
@@ -268,11 +275,13 @@ class LightningNames:
         """The loop that `test` runs."""
         return _EvaluationView(self.parts.evaluations["test"], self.parts)
 
+    # Read by ThroughputMonitor.
     @property
     def _evaluation_loop(self) -> _EvaluationView:
         loop = self.parts.active_evaluation or self.parts.fit_loop.val_loop
         return _EvaluationView(loop, self.parts)
 
+    # Read by ModelCheckpoint.
     @property
     def _val_check_time_interval(self) -> float | None:
         return self.parts.state.val_check_seconds

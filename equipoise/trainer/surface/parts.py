@@ -46,12 +46,17 @@ class TrainerParts:
         strategy_view: The strategy in the form of Lightning's.
     """
 
+    # What users configure.
     trainer: Any
     state: RunState
     strategy: Strategy
     precision: Precision
+
+    # What runs write to.
     logs: Logs
     logger_output: LoggerOutput
+
+    # The loops, whose states a second run goes on with.
     fit_loop: FitLoop
     evaluations: dict[str, EvaluationLoop]
     predict_loop: PredictionLoop
@@ -60,12 +65,13 @@ class TrainerParts:
     _wrapped_optimizers: WrappedOptimizers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.strategy_view = StrategyView(self.strategy, self)
+        self.strategy_view = StrategyView(self.strategy, self.state, self)
         self._wrapped_optimizers = WrappedOptimizers(self.state, self.strategy_view)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the present run, on its way to another process."""
         state = {declared.name: getattr(self, declared.name) for declared in fields(self)}
+        # A process that receives the parts begins a run of its own.
         state["context"] = None
         return state
 

@@ -51,6 +51,7 @@ class PublicState(StateFields, LightningNames):
     """
 
     def __init__(self, strategy: Strategy, precision: Precision, root_dir: str) -> None:
+        # 1. The objects. Some are attributes as well, since `self.log` and callbacks read them in each step.
         state = RunState(root_dir=root_dir)
         self.run_state = state
         self.connected_strategy = strategy
@@ -59,6 +60,8 @@ class PublicState(StateFields, LightningNames):
         self.fit_loop_state = FitLoop(state, EvaluationLoop(state, "val", fitting=True))
         self.evaluations = {"validate": EvaluationLoop(state, "val"), "test": EvaluationLoop(state, "test")}
         self.predict_loop = PredictionLoop(state)
+
+        # 2. All of them together.
         parts = TrainerParts(
             trainer=self,
             state=state,
@@ -70,6 +73,8 @@ class PublicState(StateFields, LightningNames):
             evaluations=self.evaluations,
             predict_loop=self.predict_loop,
         )
+
+        # 3. Lightning's names for all this.
         super().__init__(parts)
         self.accelerator: Accelerator = accelerator_of(strategy.root_device)
         self.precision_plugin: LightningPrecision = precision_plugin(
@@ -92,27 +97,27 @@ class PublicState(StateFields, LightningNames):
 
     @property
     def strategy(self) -> Any:
-        """The strategy, and what Lightning's objects ask of one."""
+        """The strategy, with the names of Lightning's strategies as well."""
         return self.parts.strategy_view
 
     @property
     def global_rank(self) -> int:
-        """The number of this process among all."""
+        """Rank of this process among all."""
         return self.connected_strategy.processes.rank
 
     @property
     def local_rank(self) -> int:
-        """The number of this process on its machine."""
+        """Rank of this process on its machine."""
         return self.connected_strategy.processes.local_rank
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine."""
+        """Rank of this machine."""
         return self.connected_strategy.processes.node_rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self.connected_strategy.processes.world_size
 
     @property
@@ -127,7 +132,7 @@ class PublicState(StateFields, LightningNames):
 
     @property
     def num_devices(self) -> int:
-        """The number of devices on this machine."""
+        """Number of devices on this machine."""
         strategy = self.connected_strategy
         processes_of_a_machine = strategy.processes.world_size // self.run_state.num_nodes
         return max(len(strategy.devices), processes_of_a_machine)
@@ -146,7 +151,7 @@ class PublicState(StateFields, LightningNames):
 
     @property
     def global_step(self) -> int:
-        """The number of optimiser steps done, over all optimisers; it is not reset."""
+        """Number of optimiser steps done, over all optimisers; it is not reset."""
         return self.parts.global_step
 
     @property
@@ -156,12 +161,12 @@ class PublicState(StateFields, LightningNames):
 
     @property
     def num_training_batches(self) -> float:
-        """Training batches per epoch; infinite if unknown."""
+        """Number of training batches of an epoch; infinite if unknown."""
         return self.fit_loop_state.fit.data.max_batches
 
     @property
     def val_check_batch(self) -> float | None:
-        """Validation follows every so many training batches; infinite: at the epoch's end; None: by the clock."""
+        """Number of training batches between validations; infinite: at the epoch's end; None: by the clock."""
         return self.fit_loop_state.fit.val_check_batch
 
     @property
@@ -172,6 +177,7 @@ class PublicState(StateFields, LightningNames):
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """Validation batches of each loader before training."""
+        # It is infinite for a check of all batches.
         limit = self.run_state.num_sanity_val_steps
         return [min(limit, batches) for batches in self.fit_loop_state.val_loop.num_batches]
 
@@ -201,6 +207,7 @@ class PublicState(StateFields, LightningNames):
     @property
     def val_dataloaders(self) -> Any:
         """The validation loaders in use."""
+        # A fit has loaders of its own, beside those of `validate`.
         in_fit = _iterables(self.fit_loop_state.val_loop)
         if in_fit is not None:
             return in_fit
@@ -235,7 +242,7 @@ class PublicState(StateFields, LightningNames):
 
     @property
     def progress_bar_values(self) -> dict[str, Tensor]:
-        """The same, not read from the devices: for a progress bar that never waits for one."""
+        """The same, on their devices: for a progress bar that never waits for one."""
         return self.logs.progress_bar_metrics
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

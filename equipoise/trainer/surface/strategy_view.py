@@ -23,6 +23,8 @@ from equipoise.errors import ConfigurationError
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.settings.defaults import module_init_context
+from equipoise.trainer.state.run_state import RunState
+from equipoise.trainer.surface.state_fields import StateField
 
 if TYPE_CHECKING:
     from equipoise.strategies.strategy import Strategy
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StrategyView"]
 
-# What Lightning's own loops do with a strategy, and no program has to do with ours.
+# Steps of Lightning's own loops, with what a program does instead.
 _OF_LIGHTNINGS_LOOPS = {
     "configure_ddp": "A run prepares the module by itself.",
     "determine_ddp_device_ids": "Read `trainer.device_ids`.",
@@ -52,6 +54,7 @@ _WITHOUT_EFFECT = {
     "post_training_step",
     "pre_backward",
 }
+# Steps of the module, which Lightning's loops call by the strategy.
 _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 
@@ -60,6 +63,7 @@ class StrategyView:
 
     Args:
         strategy: The strategy.
+        state: The state of the trainer.
         parts: All objects of the trainer.
     """
 
@@ -68,10 +72,12 @@ class StrategyView:
     restore_checkpoint_after_setup = False
     launcher = None
 
-    def __init__(self, strategy: "Strategy", parts: "TrainerParts") -> None:
+    def __init__(self, strategy: "Strategy", state: RunState, parts: "TrainerParts") -> None:
         self._strategy = strategy
         self._parts = parts
+        self.run_state = state
 
+    # Only for names that are not defined here.
     def __getattr__(self, name: str) -> Any:
         if name in _OF_LIGHTNINGS_LOOPS:
             return partial(_refuse, name)
@@ -83,7 +89,7 @@ class StrategyView:
 
     def __reduce__(self) -> Any:
         """Pickle by the arguments: a view without attributes would look for them for ever."""
-        return StrategyView, (self._strategy, self._parts)
+        return StrategyView, (self._strategy, self.run_state, self._parts)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -103,6 +109,7 @@ class StrategyView:
         """
         self._parts.trainer.connect_module(model)
 
+    # Our strategies have a method of this name, with other arguments.
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: Lightning's argument is the trainer, ours a module and a precision."""
         _refuse("setup")
@@ -149,27 +156,12 @@ class StrategyView:
 
     # Optimisation.
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimisers."""
-        return self._parts.state.optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        self._parts.state.optimizers = optimizers
+    optimizers = StateField[list[Optimizer]]()
+    lr_scheduler_configs = StateField[list[Any]]()
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
         return self._parts.lightning_optimizers()
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers."""
-        return self._parts.state.lr_scheduler_configs
-
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[Any]) -> None:
-        self._parts.state.lr_scheduler_configs = configs
 
     def backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """`manual_backward` comes here."""
@@ -191,7 +183,7 @@ class StrategyView:
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load the states of the optimisers of a checkpoint."""
-        for optimizer, state in zip(self._parts.state.optimizers, checkpoint["optimizer_states"], strict=True):
+        for optimizer, state in zip(self.run_state.optimizers, checkpoint["optimizer_states"], strict=True):
             self._strategy.portable.load_optimizer_state(optimizer, state)
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:
@@ -208,8 +200,9 @@ class StrategyView:
             device: The device. Default: the root device of this process.
             dataloader_idx: The number of the loader.
         """
-        device = self._strategy.root_device if device is None else torch.device(device)
+        device = torch.device(device or self._strategy.root_device)
         context = self._parts.context
+        # Without a run there is no module whose hooks could be called.
         if context is None:
             return move_data_to_device(batch, device)
         return context.make_transfer(dataloader_idx)(batch, device)
@@ -236,12 +229,12 @@ class StrategyView:
     @property
     def num_nodes(self) -> int:
         """Number of machines."""
-        return self._parts.state.num_nodes
+        return self.run_state.num_nodes
 
     @property
     def num_processes(self) -> int:
         """Number of processes on this machine."""
-        return max(1, self._strategy.processes.world_size // self._parts.state.num_nodes)
+        return max(1, self._strategy.processes.world_size // self.run_state.num_nodes)
 
     @property
     def is_distributed(self) -> bool:
@@ -329,11 +322,17 @@ class StrategyView:
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The CheckpointIO that was passed to the trainer, else one that writes and reads as the trainer does."""
-        return _CheckpointFiles() if self._parts.state.checkpoint_io is None else self._parts.state.checkpoint_io
+        plugin = self.run_state.checkpoint_io
+        if plugin is None:
+            return _CheckpointFiles()
+        return plugin
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
-        self._parts.state.checkpoint_io = None if isinstance(plugin, _CheckpointFiles) else plugin
+        # Ours has no state, so None stands for it.
+        if isinstance(plugin, _CheckpointFiles):
+            plugin = None
+        self.run_state.checkpoint_io = plugin
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint in the first process."""
@@ -342,7 +341,7 @@ class StrategyView:
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; code in it runs only with `weights_only=False`."""
-        return load_checkpoint(checkpoint_path, self._parts.state.checkpoint_io, weights_only=weights_only)
+        return load_checkpoint(checkpoint_path, self.run_state.checkpoint_io, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint file or folder, in the first process."""

@@ -88,3 +88,78 @@ def test_a_root_folder_is_a_path_or_an_address(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", "/home/user")
     assert RunState(root_dir="~/runs/./first").default_root_dir == "/home/user/runs/first"
     assert RunState(root_dir="s3://bucket/./runs").default_root_dir == "s3://bucket/./runs"
+
+
+def test_a_run_begins_in_the_stage_of_its_entry_point_and_ends_in_none() -> None:
+    state = RunState(should_stop=True)
+    status = state.status
+    state.begin(TrainerFn.TESTING)
+    assert state.testing
+    assert not state.should_stop
+    assert status.status == TrainerStatus.RUNNING
+    state.finish()
+    assert status.stage is None
+    assert status.status == TrainerStatus.FINISHED
+    # Users may hold the object.
+    assert state.status is status
+
+
+def test_a_failed_run_stays_in_its_stage_until_it_is_left() -> None:
+    state = RunState()
+    state.begin(TrainerFn.FITTING)
+    state.interrupt()
+    assert state.interrupted
+    assert state.training
+    state.leave()
+    assert state.status.stage is None
+    assert state.fitting
+
+
+def test_signals_are_noted_and_forgotten() -> None:
+    state = RunState()
+    state.note_signal(requeues=True)
+    state.note_signal(requeues=False)
+    assert state.received_sigterm
+    assert state.requeues
+    state.forget_signals()
+    assert not state.received_sigterm
+    assert not state.requeues
+
+
+def test_results_are_what_a_caller_receives_from_other_processes() -> None:
+    state = RunState(max_steps=7)
+    state.set_optimizers([], [])
+    state.note_checkpoint("last.ckpt")
+    results = state.results()
+    assert results["loaded_ckpt_path"] == "last.ckpt"
+    assert results["status"] is state.status
+    assert results["progress"] is state.progress
+    assert results.keys() == {
+        "status",
+        "should_stop",
+        "received_sigterm",
+        "progress",
+        "loaded_ckpt_path",
+        "managed_ckpt_path",
+        "optimizers",
+        "lr_scheduler_configs",
+    }
+
+
+def test_epochs_have_a_default_that_depends_on_other_limits() -> None:
+    steps = RunState(max_steps=5)
+    steps.set_default_epochs(has_timer=False)
+    assert (steps.max_epochs, steps.min_epochs) == (-1, 0)
+
+    timed = RunState(min_steps=3)
+    timed.set_default_epochs(has_timer=True)
+    assert (timed.max_epochs, timed.min_epochs) == (-1, 1)
+
+    chosen = RunState(max_epochs=2, min_epochs=1)
+    chosen.set_default_epochs(has_timer=False)
+    assert (chosen.max_epochs, chosen.min_epochs) == (2, 1)
+
+    unlimited = RunState()
+    with pytest.warns(UserWarning, match="ends after 1000 epochs"):
+        unlimited.set_default_epochs(has_timer=False)
+    assert unlimited.max_epochs == 1000
