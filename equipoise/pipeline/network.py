@@ -54,7 +54,6 @@ class StagedNetwork:
         training: True for a run that trains. The network is then measured in training mode, even if the first call
             comes from a validation.
         pinned: The cut of an earlier run. It is used if the user names no cut, and the network still has it.
-        copy_always: See `Placement`.
         processes: Processes of the stages but the last; None: this process computes all stages.
 
     Attributes:
@@ -73,7 +72,6 @@ class StagedNetwork:
         threads: bool | None,
         training: bool,
         pinned: PinnedCut | None = None,
-        copy_always: bool = False,
         processes: StageClient | None = None,
     ) -> None:
         self.module = module
@@ -90,7 +88,6 @@ class StagedNetwork:
             module,
             options.devices,
             stages_per_device=options.stages_per_device,
-            copy_always=copy_always,
             in_processes=processes is not None,
         )
         self._modules = dict(module.named_modules())

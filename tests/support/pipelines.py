@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import PipelineStrategy, Trainer
+from equipoise.precision import Precision
 from tests.test_transparency import CLASSES, FEATURES, TOKENS, VOCABULARY, Base, Batches, Gradients
 
 __all__ = ["Checked", "Copying", "Network", "Tokens", "fit", "pipelined", "quiet"]
@@ -30,7 +31,9 @@ def quiet(**options: Any) -> Trainer:
 class Copying(PipelineStrategy):
     """Stages have copies of tied layers as if all devices were different ones."""
 
-    copies_always = True
+    def setup(self, module: nn.Module, precision: Precision) -> None:
+        super().setup(module, precision)
+        self._run.network.placement._are_apart = lambda stage, other: True
 
 
 class Checked(PipelineStrategy):

@@ -29,7 +29,6 @@ class Placement:
         module: The user's module.
         devices: A device for each stage.
         stages_per_device: Number of stages on each device. Default: 1.
-        copy_always: Whether devices that share a layer have copies of it even if they are the same. Default: False.
         in_processes: Whether workers have the stages but the last, and take their parts by themselves. Default: False.
 
     Attributes:
@@ -43,12 +42,10 @@ class Placement:
         devices: Sequence[torch.device],
         *,
         stages_per_device: int = 1,
-        copy_always: bool = False,
         in_processes: bool = False,
     ) -> None:
         self.module = module
         self.devices = devices
-        self.copy_always = copy_always
         self.in_processes = in_processes
         self.tied_copies = TiedCopies()
         self.placed = False
@@ -193,11 +190,11 @@ class Placement:
         for tensor in parameters_and_buffers(part):
             indices.add(self._stages.get(id(tensor), stage) % self._num_devices)
         indices.discard(index)
-        if not indices:
-            return False
-        if self.copy_always:
-            return True
-        return any(self.devices[other] != self.devices[stage] for other in indices)
+        return any(self._are_apart(stage, other) for other in indices)
+
+    def _are_apart(self, stage: int, other: int) -> bool:
+        """Return True if two stages compute on different devices."""
+        return self.devices[stage] != self.devices[other]
 
     def settle_optimizer(self, optimizer: Optimizer) -> None:
         """Move an optimiser's state to its parameters, which were placed after it was built or loaded.

@@ -111,8 +111,6 @@ class PipelineStrategy(Strategy):
 
     name: ClassVar[str] = "pipeline"
     backward_per_micro_batch: ClassVar[bool] = True
-    # True: stages on one device have copies of tied weights, as stages on several devices have.
-    copies_always: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -229,7 +227,6 @@ class PipelineStrategy(Strategy):
             threads=self.threads,
             training=self._is_training,
             pinned=self._pinned,
-            copy_always=self.copies_always,
             processes=client,
         )
         self._run = _Run(network, Splitter(module, self.dim), backend)
