@@ -41,9 +41,6 @@ SQUEEZED = {
     "memory/profile",
     "parallel/communication",
     "parallel/payload",
-    "strategies",
-    "strategies/ddp",
-    "strategies/replicated",
 }
 
 

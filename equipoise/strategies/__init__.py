@@ -1,4 +1,4 @@
-"""How a step is computed on the devices: one interface, one file per implementation."""
+"""Ways to compute a step on the devices: one interface, one file or folder per implementation."""
 
 from typing import TYPE_CHECKING
 

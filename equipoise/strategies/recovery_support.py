@@ -1,4 +1,4 @@
-"""What a strategy contributes to the recovery from an out-of-memory error; the default splits each part of a batch."""
+"""Support of a strategy for the recovery from an out-of-memory error; the default splits each part of a batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -66,6 +66,7 @@ class RecoverySupport:
         Returns:
             The micro-batches, each a sequence of parts like `parts`. The last ones lack parts of few samples.
         """
+        # The first micro-batch takes a piece of every part, and so on. Some parts have too few samples for all.
         micro_batches: list[list[Any]] = [[] for _ in range(count)]
         for part in parts:
             part_size = splitter.size_to_cut(part)

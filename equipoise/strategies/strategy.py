@@ -31,6 +31,7 @@ from equipoise.strategies.recovery_support import RecoverySupport
 
 __all__ = ["Strategy", "Transfer"]
 
+# Neutral collaborators have no state, so all strategies share them.
 _NEUTRAL_RECOVERY = RecoverySupport()
 _WHOLE_STATE = PortableState()
 
@@ -38,7 +39,7 @@ Transfer = Callable[[Any, torch.device], Any]
 
 
 class Strategy:
-    """How a step is computed on the devices.
+    """Computes steps on the devices; this class on one device, in one process.
 
     Subclasses override what differs from one process on one device. Arguments of a strategy's own belong in its
     constructor; the devices come from the trainer, by `connect`.
@@ -207,6 +208,7 @@ class Strategy:
         Returns:
             Whether the weights of all processes are 0; None where this process has the weights itself.
         """
+        # None: the gradients are those of the mean already.
         factor = window.correction()
         if factor is not None:
             foreach.multiply_([p.grad for p in optimizer_parameters(optimizer) if p.grad is not None], factor)

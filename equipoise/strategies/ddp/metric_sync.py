@@ -54,8 +54,7 @@ class _MetricSettings:
         """Let the metric gather its states from all processes."""
         metric = self._metric
         if self._uses_our_gather:
-            metric.dist_sync_fn = _gather_states
-            metric.distributed_available_fn = dist.is_initialized
+            self._configure(_gather_states, dist.is_initialized)
             # `Metric` has no setting for its method `sync`; an attribute of the object comes before the method.
             vars(metric)["sync"] = partial(_fill_and_sync, metric)
         # Processes have unequal numbers of batches, so a step must not wait for other processes.
@@ -64,11 +63,15 @@ class _MetricSettings:
     def restore(self) -> None:
         """Give the metric its former settings."""
         metric = self._metric
-        metric.dist_sync_fn = self._gather_before
-        metric.distributed_available_fn = self._available_before
+        self._configure(self._gather_before, self._available_before)
         metric.dist_sync_on_step = self._on_step_before
         if self._uses_our_gather:
             vars(metric).pop("sync", None)
+
+    def _configure(self, gather: Any, available: Any) -> None:
+        """Set the functions by which the metric gathers states, and decides whether it does."""
+        self._metric.dist_sync_fn = gather
+        self._metric.distributed_available_fn = available
 
 
 def _fill_and_sync(metric: Metric, *, should_sync: bool = True, **kwargs: Any) -> None:
@@ -98,6 +101,7 @@ def _filled(state: list[Tensor], length: int, device: torch.device) -> list[Tens
 
 def _gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return a metric's state in all processes, of any shapes; drop empty ones unless all are empty."""
+    # Objects may have any shape, tensors in a collective may not.
     states = gather_objects(state.detach().cpu(), group)
     filled = [other for other in states if other.numel()]
     if not filled:

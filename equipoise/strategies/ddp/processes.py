@@ -83,11 +83,14 @@ class ProcessGroup(Processes):
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Run a function in every process; see `Processes.launch`."""
+        # 1. A launcher has started all processes.
         if self._launched_rank is not None:
             with self._in_group(self._launched_rank):
                 return function()
+        # 2. One process needs no group.
         if self.world_size == 1:
             return function()
+        # 3. The others start here, and meet at a store of this process.
         with StoreServer() as store:
             run = partial(_run_in_process, self, function, store.port)
             result: T = launch(run, self.world_size, known=known, is_consequence=follows_from_another)
@@ -101,10 +104,12 @@ class ProcessGroup(Processes):
             function: The function.
             port: Port of the store where the processes meet.
         """
+        # 1. This object is a copy from the main process, so it has no rank yet.
         rank = place_of_worker(index, self.world_size, self._devices[0])
         check_count(rank, self._devices, 1)
         self._take_rank(rank)
         self._on_joined()
+        # 2. The strategy knows its device now.
         with self._in_group(rank, port):
             return function()
 
@@ -158,6 +163,7 @@ class ProcessGroup(Processes):
         """Wait until every process has reached this call."""
         if not self.is_connected:
             return
+        # NCCL would guess the device from the rank.
         device_ids = None
         if self.device.type == "cuda":
             device_ids = [self.device.index or 0]

@@ -50,6 +50,7 @@ class CollectiveGuard:
         Raises:
             StepError: If the step communicates, but computes a micro-batch while others compute their full batch.
         """
+        # Also a step that fails may have communicated before.
         count_before = collective_count()
         try:
             result = compute()

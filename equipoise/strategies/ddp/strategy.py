@@ -50,6 +50,15 @@ class _Run:
     restores: list[Callable[[], None]]
     shares_statistics: bool = False
 
+    def share_statistics(self, restore: Callable[[], None]) -> None:
+        """Note that layers compute batch statistics over all processes.
+
+        Args:
+            restore: Function that restores the layers.
+        """
+        self.restores.append(restore)
+        self.shares_statistics = True
+
 
 class DDPStrategy(Strategy):
     """A process for each device; gradients are those of one device on all samples of a step.
@@ -170,11 +179,13 @@ class DDPStrategy(Strategy):
         super().setup(module, precision)
         if self.processes.world_size == 1:
             return
+        # 1. The same parameters, buffers and metrics everywhere.
         check_same_modules(module)
         copy_from_first((*module.parameters(), *module.buffers()))
         restore_metrics = synchronise_metrics(module)
-        # A process that the trainer has started did not have its rank in `connect`.
+        # 2. A process that the trainer has started did not have its rank in `connect`.
         self._create_shares()
+        # 3. The exchange of gradients, whose engine is constructed with the first batch.
         exchange = GradientExchange(self.engine, module, self.root_device, self._engine_options)
         recovery = DDPRecovery(module, exchange, self._current_shares)
         self._run = _Run(exchange, recovery, restores=[restore_metrics])
@@ -182,8 +193,7 @@ class DDPStrategy(Strategy):
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Replace BatchNorm layers while the run lasts; see `Strategy.share_batch_statistics`."""
         if self._run is not None:
-            self._run.restores.append(share_batch_statistics(module, self.root_device))
-            self._run.shares_statistics = True
+            self._run.share_statistics(share_batch_statistics(module, self.root_device))
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Release hooks and buckets; see `Strategy.teardown`."""
@@ -206,9 +216,10 @@ class DDPStrategy(Strategy):
         world_size = self.processes.world_size
         if world_size == 1:
             return Shard(loader)
-        # `seed_everything` sets this variable.
+        # `seed_everything` sets this variable. All processes draw the same order from it.
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)
         training = stage == "train"
+        # Shares of samples are for training. Evaluations deal whole batches in turn.
         sizes = None
         if training:
             sizes = self._current_shares.sizes_for(loader)
@@ -218,6 +229,7 @@ class DDPStrategy(Strategy):
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy a batch to the device; see `Strategy.batch_to_devices`."""
         refuse_missing_batch(batch, shares_statistics=self._run is not None and self._run.shares_statistics)
+        # This process joins the exchange of the step without a batch.
         if batch is NO_BATCH:
             return ()
         return (transfer(batch, self.devices[0]),)
@@ -234,6 +246,7 @@ class DDPStrategy(Strategy):
         if self._run is None:
             return super().forward_backward(step, parts, last)
         if self._user_shares is not None or self.simulated:
+            # All processes come here in each step, so they may agree on shares.
             self._current_shares.begin_step(step.batch_idx, self.processes.gather_objects)
             step.run_inside(partial(self._run_forward, step))
         elif self._run.recovery.guard is not None:
@@ -244,6 +257,7 @@ class DDPStrategy(Strategy):
         """Run the forward of a training step, watched if it may be repeated, and measured as far as that applies."""
         assert self._run is not None
         guard = self._run.recovery.guard
+        # The measurement includes the guard, as it is outermost.
         run = compute
         if guard is not None:
             run = partial(guard.run, compute, training=True, in_micro_batches=step.in_micro_batches)
@@ -266,6 +280,7 @@ class DDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run one backward; see `Strategy.backward`."""
+        # In automatic optimisation the exchange is part of `forward_backward`.
         automatic = getattr(self._module, "automatic_optimization", True)
         if self._run is None or automatic:
             super().backward(loss, *args, **kwargs)

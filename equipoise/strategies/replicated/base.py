@@ -258,7 +258,8 @@ class ReplicatedStrategy(Strategy):
             sizes: The number of samples of each.
         """
         run = self._current_run
-        run.recovery.computed = {index: size for (index, _), size in zip(functions, sizes, strict=True)}
+        indices = [index for index, _ in functions]
+        run.recovery.note_sizes(indices, sizes)
         return run.threads.run(functions)
 
     def collect_gradients(self) -> None:

@@ -40,6 +40,10 @@ class ReplicatedRecovery(RecoverySupport):
         # Index of the device that ran out of memory.
         self._failed: int | None = None
 
+    def note_sizes(self, indices: Sequence[int], sizes: Sequence[int]) -> None:
+        """Note the number of samples of each device in the present computation."""
+        self.computed = dict(zip(indices, sizes, strict=True))
+
     def split(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
         """Split every device's part; see `RecoverySupport.split`."""
         if isinstance(parts, PlacedParts):
