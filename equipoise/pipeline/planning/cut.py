@@ -153,7 +153,12 @@ def public_name(name: str, is_module: bool, prefix: str) -> str:
 # Cuts that are not measured.
 
 
-def cut_as_pinned(traced: Traced, pinned: PinnedCut, prefix: str, stages: int) -> Cut | None:
+def cut_as_pinned(
+    traced: Traced,
+    pinned: PinnedCut,
+    prefix: str,
+    stages: int,
+) -> Cut | None:
     """Cut as an earlier run did.
 
     Args:
@@ -190,7 +195,12 @@ def _are_valid_ends(traced: Traced, ends: Sequence[int]) -> bool:
     return all(allowed[end - 1] for end in ends)
 
 
-def cut_by_names(traced: Traced, names: Sequence[str], prefix: str, stages: int) -> Cut:
+def cut_by_names(
+    traced: Traced,
+    names: Sequence[str],
+    prefix: str,
+    stages: int,
+) -> Cut:
     """Cut before modules.
 
     Args:

@@ -81,7 +81,11 @@ def cut_automatically(
 
 
 def _measured_blocks(
-    traced: Traced, module: nn.Module, tensors: Sequence[Tensor], options: CutOptions, rest: LossProfile | None
+    traced: Traced,
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    options: CutOptions,
+    rest: LossProfile | None,
 ) -> tuple[list[Block], list[int], Block | None]:
     """Return the blocks of a network, for each the index of the call after its last, and the block of the loss."""
     device = options.measured_on or options.devices[0]
@@ -140,7 +144,12 @@ def _idle(stages: Sequence[Stage], options: CutOptions) -> float:
 # Messages.
 
 
-def _too_few_blocks(blocks: int, options: CutOptions, traced: Traced, prefix: str) -> str:
+def _too_few_blocks(
+    blocks: int,
+    options: CutOptions,
+    traced: Traced,
+    prefix: str,
+) -> str:
     """Return the message for more stages than blocks, with ways out."""
     plural = "s" * (blocks != 1)
     message = (

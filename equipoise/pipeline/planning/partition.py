@@ -244,7 +244,12 @@ def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int] | None, _Cost]:
 
 
 def _best_beginning(
-    costs: Costs, stage: int, end: int, before: _Row, enough: float, hint: int | None
+    costs: Costs,
+    stage: int,
+    end: int,
+    before: _Row,
+    enough: float,
+    hint: int | None,
 ) -> _LastStage | None:
     """Return where a stage with this end best begins, and the cost up to its end; None if it cannot begin anywhere.
 

@@ -164,7 +164,13 @@ class Costs:
         costs.devices = devices
         return costs
 
-    def stage(self, stage: int, first: int, end: int, transient: int | None = None) -> Stage:
+    def stage(
+        self,
+        stage: int,
+        first: int,
+        end: int,
+        transient: int | None = None,
+    ) -> Stage:
         """Return the costs of a stage.
 
         Args:

@@ -85,7 +85,13 @@ def compute_uncut(
     return output_of(traced, values)
 
 
-def run_call(node: fx.Node, root: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Any:
+def run_call(
+    node: fx.Node,
+    root: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+) -> Any:
     """Run one call and return its value.
 
     Args:

@@ -75,6 +75,7 @@ class ProcessBackend:
 
     def _send(self, index: int, optimizer: Optimizer) -> None:
         """Send every worker an optimiser for its parameters, with their state."""
+        # 1. Copy the groups, whose options schedulers change, and find the states.
         processes = self.processes
         groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
         states = {}
@@ -82,6 +83,7 @@ class ProcessBackend:
             if parameter in optimizer.state:
                 states[parameter] = optimizer.state[parameter]
 
+        # 2. Send each worker the states of its parameters.
         for stage in range(processes.last):
             states_of_stage = {}
             for parameter, state in states.items():
@@ -91,6 +93,8 @@ class ProcessBackend:
             content = dumps(description, known=processes.tensors)
             processes.send_command(stage, "optimizer", index, content)
         processes.messenger.flush()
+
+        # 3. Keep only those of this process.
         self._drop_states_elsewhere(optimizer)
 
     def _drop_states_elsewhere(self, optimizer: Optimizer) -> None:

@@ -124,6 +124,7 @@ class ProcessPipeline:
         self._processes.clear_failure()
         self._processes.send_trainable()
         for stage in range(self._count - 1):
+            # Stages draw different numbers.
             seed = (order.seed + stage) % (1 << 48)
             order_of_worker = order._replace(seed=seed, stages_per_device=self._stages_per_device)
             self._processes.send_command(stage, "step", *order_of_worker)

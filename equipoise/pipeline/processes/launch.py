@@ -130,6 +130,7 @@ class StageLaunch(SingleProcess):
             function: Function of the main process.
             known: Objects of this process to which the result may refer; None: only the main process returns it.
         """
+        # 1. Join the group, and exchange devices.
         self.device = self._device_of(rank.local_rank)
         self._take_rank(rank)
         limit = timedelta(seconds=self._timeout)
@@ -140,6 +141,8 @@ class StageLaunch(SingleProcess):
             names = gather_objects(str(self.device))
             devices = [torch.device(name) for name in names]
             messenger = Messenger(self._timeout)
+
+            # 2. Serve as a worker until the run ends.
             if rank.global_rank > 0:
                 with _signals_ignored(), heard(beats, self._timeout):
                     content = self._serve(messenger, rank.global_rank, devices)
@@ -147,6 +150,8 @@ class StageLaunch(SingleProcess):
                     # Launchers such as torchrun report the process that ends first: the one that names the cause.
                     await_end(beats, _FAREWELL)
                 return _result_of(content, known)  # type: ignore[no-any-return]
+
+            # 3. Lead as the main process, whose stages come last.
             self.processes = StageClient(messenger, [*devices[1:], devices[0]])
             self._on_joined()
             with sending(beats, self.count, self._timeout, lambda: messenger.waits):

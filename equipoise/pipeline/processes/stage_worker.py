@@ -105,6 +105,7 @@ class StageWorker:
             try:
                 result = self._commands[name](*arguments)
             except BaseException as error:
+                # Without a connection nothing can be reported.
                 if self._messenger.broken:
                     raise
                 raised = error if has_reply else as_late(error, name)
@@ -284,6 +285,7 @@ class StageWorker:
 
     def _restore_buffers(self) -> None:
         """Put buffers back that a forward has replaced by other tensors, with the values of those."""
+        # Commands know a buffer by the tensor that the store has.
         for buffers, name, key in self._buffer_slots:
             tensor = self._tensors[key]
             current = buffers[name]
