@@ -33,6 +33,7 @@ def check_same_modules(module: nn.Module) -> None:
                 f"{name} has no shape yet, so processes cannot agree on it. Run a batch through {type(module).__name__}"
                 " before fit, or give the layer its sizes."
             )
+    # All processes compare the same descriptions, so all of them raise or none.
     descriptions = gather_objects(_describe(module))
     first = descriptions[0]
     for rank, description in enumerate(descriptions):

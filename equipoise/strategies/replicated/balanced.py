@@ -191,10 +191,12 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
     def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
         """Compute every part on its device; simulate and measure the devices as far as that applies."""
         batch_size = sum(sizes)
+        # 1. Small batches and evaluations are not measured.
         calibration = self._calibration
         if not self._is_training or not self._is_measurable(batch_size):
             calibration = None
 
+        # 2. The part of each device, as it is simulated and measured.
         work = []
         for (index, function), size in zip(functions, sizes, strict=True):
             run = self._simulated_run(index, function, size)
@@ -203,6 +205,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
             work.append((index, run))
         results = super()._compute(work, sizes)
 
+        # 3. After enough steps the shares follow from the measurements.
         if calibration is not None:
             calibration.end_step(batch_size)
             if calibration.is_done:
