@@ -1,0 +1,90 @@
+"""Steps before a run that need no run: its context, and `prepare_data` in one process of each machine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.trainer.states import TrainerFn
+
+from equipoise import Trainer
+from equipoise.trainer.preparation import _in_order_of_start, _prepare_data, make_context
+from equipoise.trainer.runtime.request import Request
+from tests.support.trainer_runs import Small, loader, trainer
+
+
+class Prepares(Small):
+    """Notes that it was asked to prepare its data."""
+
+    def __init__(self, *, per_node: bool) -> None:
+        super().__init__()
+        self.prepare_data_per_node = per_node
+        self.prepared = 0
+
+    def prepare_data(self) -> None:
+        self.prepared += 1
+
+
+class PreparesFirst(L.LightningDataModule):
+    def __init__(self, module: Prepares) -> None:
+        super().__init__()
+        self.module = module
+        self.prepared_before: int | None = None
+
+    def prepare_data(self) -> None:
+        self.prepared_before = self.module.prepared
+
+
+def test_a_context_shares_the_objects_of_the_trainer() -> None:
+    parts = trainer(Trainer).parts
+    module = Small()
+    passed = loader()
+    context = make_context(parts, Request(TrainerFn.FITTING, module, loaders={"train": passed}))
+    assert context.state is parts.state
+    assert context.logs is parts.logs
+    assert context.strategy is parts.strategy
+    assert context.hooks.trainer is parts.trainer
+    assert context.sources["train"].loaders is passed
+    assert context.sources["val"].owner is module
+
+
+def test_a_subclass_may_save_checkpoints_in_its_own_way() -> None:
+    class Mine(Trainer):
+        saved: Any = None
+
+        def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+            self.saved = filepath
+
+    run = trainer(Mine)
+    context = make_context(run.parts, Request(TrainerFn.FITTING, Small()))
+    context.save_checkpoint("here.ckpt")
+    assert run.saved == "here.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "local_rank", "node_rank", "times"),
+    [(True, 0, 0, 1), (True, 0, 1, 1), (True, 1, 0, 0), (False, 0, 0, 1), (False, 0, 1, 0), (False, 1, 1, 0)],
+)
+def test_data_are_prepared_once(per_node: bool, local_rank: int, node_rank: int, times: int) -> None:
+    module = Prepares(per_node=per_node)
+    context = make_context(trainer(Trainer).parts, Request(TrainerFn.FITTING, module))
+    waits: list[str] = []
+    processes = SimpleNamespace(local_rank=local_rank, node_rank=node_rank, barrier=waits.append)
+    context.strategy = SimpleNamespace(processes=processes)  # type: ignore[assignment]
+    _prepare_data(context)
+    assert module.prepared == times
+    assert waits == ["prepare_data"]
+
+
+def test_the_data_module_prepares_before_the_module() -> None:
+    module = Prepares(per_node=True)
+    datamodule = PreparesFirst(module)
+    context = make_context(trainer(Trainer).parts, Request(TrainerFn.FITTING, module, datamodule=datamodule))
+    _prepare_data(context)
+    assert datamodule.prepared_before == 0
+    assert module.prepared == 1
+
+
+def test_loggers_start_in_their_order() -> None:
+    loggers: list[Any] = [object(), object()]
+    assert _in_order_of_start(loggers) == loggers
