@@ -1,0 +1,151 @@
+"""Sizes of micro-batches that fit, and decisions of callbacks, asked directly."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from equipoise import Callback, ConfigurationError
+from equipoise.memory.out_of_memory import Split
+from equipoise.parallel.step_protocols import StepResult
+from equipoise.trainer.recovery.captured_error import CapturedError
+from equipoise.trainer.recovery.micro_batching import MicroBatcher, is_armed
+from tests.support.contexts import training_context
+
+
+class Empty(L.LightningModule):
+    """A module without parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+
+class Answers(Callback):
+    """Answers with the next of some values."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> Any:
+        return self.answers.pop(0)
+
+
+def batcher(*callbacks: Callback) -> MicroBatcher:
+    context = training_context(Empty(), callbacks=list(callbacks))
+    return MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
+
+
+def batch(size: int, features: int = 3) -> tuple[Tensor]:
+    return (torch.zeros(size, features),)
+
+
+def event(helper: MicroBatcher, parts: Any, count: int, refusal: str = "") -> Any:
+    captured = CapturedError("CUDA out of memory.", "")
+    return helper.event(captured, "forward", 2, parts, count, refusal)
+
+
+class TestSizes:
+    def test_a_batch_is_not_split_before_an_error(self) -> None:
+        helper = batcher()
+        assert helper.count(batch(8)) == 1
+        assert helper.measure(batch(8)) is None
+
+    def test_batches_of_the_same_kind_are_split_to_the_size_that_fits(self) -> None:
+        helper = batcher()
+        helper.note_failure(batch(8), Split(3))
+        assert [helper.count(batch(size)) for size in (8, 3, 4, 10)] == [3, 1, 2, 4]
+
+    def test_batches_of_another_kind_are_not(self) -> None:
+        helper = batcher()
+        helper.note_failure(batch(8), Split(3))
+        assert helper.count(batch(8, features=4)) == 1
+
+    def test_a_larger_size_is_tried_after_enough_batches(self) -> None:
+        helper = batcher()
+        helper.note_failure(batch(8), Split(4, grow_after=2))
+        counts = []
+        for _ in range(4):
+            counts.append(helper.count(batch(8)))
+            helper.note_success(helper.measure(batch(8)))
+        assert counts == [4, 4, 2, 2]
+
+    def test_the_size_before_is_used_if_the_larger_one_fails_and_tried_later(self) -> None:
+        helper = batcher()
+        helper.note_failure(batch(8), Split(4, grow_after=1))
+        helper.note_success(helper.measure(batch(8)))
+        assert helper.count(batch(8)) == 2
+        helper.note_failure(batch(8), Split(8, grow_after=1))
+        assert helper.count(batch(8)) == 4
+        # It grows after twice as many batches.
+        helper.note_success(helper.measure(batch(8)))
+        assert helper.count(batch(8)) == 4
+        helper.note_success(helper.measure(batch(8)))
+        assert helper.count(batch(8)) == 2
+
+    def test_a_small_batch_does_not_show_that_the_larger_size_fits(self) -> None:
+        helper = batcher()
+        helper.note_failure(batch(8), Split(4, grow_after=1))
+        helper.note_success(helper.measure(batch(8)))
+        helper.note_success(helper.measure(batch(2)))
+        helper.note_failure(batch(8), Split(8, grow_after=1))
+        assert helper.count(batch(8)) == 4
+
+    def test_stages_learn_apart(self) -> None:
+        context = training_context(Empty())
+        training = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
+        validation = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None), "val")
+        training.note_failure(batch(8), Split(2))
+        assert (training.count(batch(8)), validation.count(batch(8))) == (2, 1)
+
+    def test_the_largest_number_of_micro_batches(self) -> None:
+        helper = batcher()
+        assert helper.most(batch(8)) == (8, 8, "")
+        assert helper.most(()) == (None, 1, "")
+        size, most, reason = helper.most((torch.zeros(()),))
+        assert (size, most) == (None, 1)
+        assert reason
+
+
+class TestDecisions:
+    def test_the_first_callback_that_decides_does(self) -> None:
+        helper = batcher(Answers(None), Answers(4), Answers(8))
+        assert helper.ask(event(helper, batch(8), 1)) == Split(4)
+
+    def test_none_of_them(self) -> None:
+        helper = batcher(Answers(None))
+        assert helper.ask(event(helper, batch(8), 1)) is None
+
+    @pytest.mark.parametrize("answer", [True, -1, "2", 1.5])
+    def test_other_answers_are_refused(self, answer: Any) -> None:
+        helper = batcher(Answers(answer))
+        with pytest.raises(ConfigurationError, match=r"Answers\.on_out_of_memory returns a number of parts from 0"):
+            helper.ask(event(helper, batch(8), 1))
+
+    def test_the_same_is_not_tried_for_ever(self) -> None:
+        helper = batcher(Answers(*[2] * 6))
+        decisions = [helper.ask(event(helper, batch(8), 2)) for _ in range(6)]
+        assert decisions == [Split(2)] * 5 + [None]
+
+    def test_smaller_micro_batches_begin_to_count_anew(self) -> None:
+        helper = batcher(Answers(*[2] * 5, 4, *[4] * 5))
+        counts = [2] * 6 + [4] * 5
+        decisions = [helper.ask(event(helper, batch(8), count)) for count in counts]
+        assert None not in decisions
+
+    def test_armed_are_runs_with_a_callback_that_decides(self) -> None:
+        assert is_armed(training_context(Empty(), callbacks=[Answers()]))
+        assert not is_armed(training_context(Empty(), callbacks=[Callback()]))
+
+
+class TestEvents:
+    def test_it_has_the_sizes_of_the_batch(self) -> None:
+        helper = batcher()
+        made = event(helper, batch(8), 2)
+        assert (made.phase, made.batch_idx, made.batch_size, made.parts, made.most_parts) == ("forward", 2, 8, 2, 8)
+        assert made.can_repeat
+        assert made.obstacle == ""
+
+    def test_a_refusal_leaves_no_micro_batches(self) -> None:
+        made = event(batcher(), batch(8), 1, "Not again.")
+        assert (made.most_parts, made.obstacle, made.can_repeat) == (1, "Not again.", False)
