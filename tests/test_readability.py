@@ -27,6 +27,9 @@ FOREIGN_WRITES_OF_1000_LINES = 7
 PERCENT_OF_QUESTIONS = 3
 PERCENT_OF_VAGUE_NAMES = 1
 
+# The purpose of this folder is to write private attributes of Lightning, torch and torchmetrics, in one place.
+WRITES_TO_OTHERS = "interop"
+
 QUESTION = re.compile(r"(What|Whether|Where|Who|How|Why)\b")
 VAGUE = {
     *("made", "given", "told", "own", "found", "held", "kept", "each", "answer", "learned", "known", "wanted"),
@@ -34,14 +37,7 @@ VAGUE = {
 }
 
 # Folders whose lines are still squeezed.
-SQUEEZED = {
-    "interop",
-    "interop/lightning",
-    "interop/torch",
-    "memory/profile",
-    "parallel/communication",
-    "parallel/payload",
-}
+SQUEEZED: set[str] = set()
 
 
 @dataclass
@@ -165,6 +161,8 @@ FOLDERS = by_folder()
 @pytest.mark.parametrize("folder", sorted(FOLDERS.keys() - SQUEEZED))
 def test_a_folder_can_be_read(folder: str) -> None:
     beyond = FOLDERS[folder].beyond()
+    if folder.split("/")[0] == WRITES_TO_OTHERS:
+        beyond = [text for text in beyond if "attributes of others" not in text]
     assert not beyond, f"{folder}: " + "; ".join(beyond)
 
 

@@ -42,7 +42,8 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
     states = {}
     for name, child in module.named_modules():
         if isinstance(child, Metric):
-            states[name] = {"state": _copied(child.metric_state), "count": child.update_count}
+            state = _copied(child.metric_state)
+            states[name] = {"state": state, "count": child.update_count}
     return states
 
 
@@ -56,7 +57,9 @@ def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
         # A checkpoint is read to the CPU, while the next update computes on the metric's device.
         copies = _copied(saved["state"], metric.device)
         # The count of updates has no public setter.
-        restore_metric_state(metric, copies | {_COUNT: saved["count"], _COMPUTED: None})
+        copies[_COUNT] = saved["count"]
+        copies[_COMPUTED] = None
+        restore_metric_state(metric, copies)
 
 
 def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
@@ -68,7 +71,9 @@ def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[s
     """
 
     def copy(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device or tensor.device, copy=True)
+        target = device or tensor.device
+        values = tensor.detach()
+        return values.to(target, copy=True)
 
     copies: dict[str, Any] = {}
     for name, value in state.items():
@@ -106,8 +111,9 @@ def take_metric_state(metric: Metric) -> MetricState:
         default = metric._defaults[name]
         if isinstance(default, list):
             fresh[name] = []
-        else:
-            fresh[name] = default.detach().clone().to(metric.device)
+            continue
+        value = default.detach().clone()
+        fresh[name] = value.to(metric.device)
     restore_metric_state(metric, fresh | empty)
     return state
 
@@ -117,7 +123,8 @@ def _states_of(metric: Metric) -> list[str]:
 
     A wrapper also shows the states of the metric inside it; these are left out.
     """
-    return [name for name in metric._defaults if name in vars(metric)]
+    attributes = vars(metric)
+    return [name for name in metric._defaults if name in attributes]
 
 
 def other_state(metric: Metric) -> dict[str, Any]:
@@ -126,7 +133,7 @@ def other_state(metric: Metric) -> dict[str, Any]:
     Such values cannot be merged from the parts of a batch.
     """
     # Flags are no counts, although a bool is an int.
-    mergeable = set(metric._defaults) | set(_EMPTY)
+    mergeable = {*metric._defaults, *_EMPTY}
     numbers = {}
     lengths = {}
     for name, value in vars(metric).items():
@@ -166,11 +173,14 @@ def merge_metric_states(
     batches = []
     forward_values = []
     for metric, copies in zip(metrics, parts, strict=True):
-        batches.append(_batch_state(metric, copies, weights))
-        forward_values.append(_forward_values(copies))
+        batch = _batch_state(metric, copies, weights)
+        values = _forward_values(copies)
+        batches.append(batch)
+        forward_values.append(values)
     # 2. Let all metrics hold the state of the batch alone.
     for metric, batch in zip(metrics, batches, strict=True):
-        restore_metric_state(metric, batch | {_COMPUTED: None})
+        state = {**batch, _COMPUTED: None}
+        restore_metric_state(metric, state)
     # 3. Compute the value of the batch.
     for metric, values in zip(metrics, forward_values, strict=True):
         _set_batch_value(metric, values)
@@ -191,12 +201,12 @@ def _forward_values(copies: list[Metric]) -> list[Any]:
 
 def _set_batch_value(metric: Metric, values: list[Any]) -> None:
     """Set the value of the last batch from the values of its parts."""
+    value = None
     if len(values) > 1:
-        metric._forward_cache = metric.compute()
+        value = metric.compute()
     elif values:
-        metric._forward_cache = values[0]
-    else:
-        metric._forward_cache = None
+        value = values[0]
+    metric._forward_cache = value
 
 
 def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState) -> None:
@@ -207,13 +217,15 @@ def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState)
             restore_metric_state(metric, earlier)
         return
     counts = [earlier[_COUNT], batch[_COUNT]]
-    merged = batch
+    merged = dict(batch)
     if earlier[_COUNT]:
-        merged = {}
         for name in _states_of(metric):
-            values = [earlier[name], batch[name]]
-            merged[name] = _reduced(metric, name, values, counts)
-    restore_metric_state(metric, merged | {_COUNT: sum(counts), _COMPUTED: None})
+            value = earlier[name]
+            value_of_batch = batch[name]
+            merged[name] = _reduced(metric, name, [value, value_of_batch], counts)
+    merged[_COUNT] = sum(counts)
+    merged[_COMPUTED] = None
+    restore_metric_state(metric, merged)
 
 
 def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> MetricState:
@@ -234,7 +246,8 @@ def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> Me
             value = getattr(copy, name)
             values.append(_on(value, metric.device))
         state[name] = _reduced(metric, name, values, updated_weights)
-    state[_COUNT] = max(copy._update_count for copy in updated)
+    update_counts = [copy._update_count for copy in updated]
+    state[_COUNT] = max(update_counts)
     return state
 
 
@@ -253,13 +266,15 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
         return _concatenated(states)
     if reduction is dim_zero_cat:
         # Scalars have no dimension to concatenate.
-        return torch.cat([state.reshape(-1) if state.ndim == 0 else state for state in states])
+        vectors = [torch.atleast_1d(state) for state in states]
+        return torch.cat(vectors)
     if reduction is dim_zero_mean:
         total = sum(weights)
         return sum(state * (weight / total) for state, weight in zip(states, weights, strict=True))
     # A function of the user reduces the stacked states, as in torchmetrics.
     if reduction in (dim_zero_sum, dim_zero_max, dim_zero_min) or callable(reduction):
-        return reduction(torch.stack(states))
+        stacked = torch.stack(states)
+        return reduction(stacked)
     raise StepError(
         f"The metric {type(metric).__name__} cannot be put together from parts of a batch: it does not say how its"
         f" state {name!r} is reduced. Take parallelize='forward', where metrics see whole batches, or update it in"
@@ -273,7 +288,11 @@ def _concatenated(lists: list[list[Any]]) -> list[Any]:
 
 def metrics_of(metrics: nn.Module) -> list[Metric]:
     """Return a metric and those inside it, or all metrics of a collection."""
-    return [child for child in metrics.modules() if isinstance(child, Metric)]
+    parts = []
+    for child in metrics.modules():
+        if isinstance(child, Metric):
+            parts.append(child)
+    return parts
 
 
 def states_to_send(metrics: nn.Module) -> list[MetricState]:
@@ -300,8 +319,10 @@ def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) 
         metrics: A metric or a collection; the same in all processes.
         of_processes: What `states_to_send` returned in each process, in the order of ranks.
     """
+    # The lists of processes become lists of metrics.
     states_by_metric = zip(*of_processes, strict=True)
-    for metric, states in zip(metrics_of(metrics), states_by_metric, strict=True):
+    all_metrics = metrics_of(metrics)
+    for metric, states in zip(all_metrics, states_by_metric, strict=True):
         # Without this, `compute` would exchange the joined states once more.
         metric.distributed_available_fn = _never
         updated = [state for state in states if state[_COUNT]]
@@ -317,14 +338,17 @@ def _join_metric(metric: Metric, states: list[MetricState]) -> None:
     """Join into a metric the states of the processes that updated it."""
     counts = [state[_COUNT] for state in states]
     names = _states_of(metric)
+    device = metric.device
     # Items of lists can come into the order of the batches only if there is one for each batch.
     interleaved = _lists_are_aligned(names, states)
     joined: MetricState = {}
     for name in names:
         values = [state[name] for state in states]
         value = _joined(metric, name, values, counts, interleaved)
-        joined[name] = _on(value, metric.device)
-    restore_metric_state(metric, joined | {_COUNT: sum(counts), _COMPUTED: None})
+        joined[name] = _on(value, device)
+    joined[_COUNT] = sum(counts)
+    joined[_COMPUTED] = None
+    restore_metric_state(metric, joined)
 
 
 def _lists_are_aligned(names: list[str], states: list[MetricState]) -> bool:
@@ -341,7 +365,10 @@ def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], int
     """Join one state of several processes."""
     reduction: Any = metric._reductions[name]
     if isinstance(states[0], list):
-        items = interleave(states) if interleaved else _concatenated(states)
+        if interleaved:
+            items = interleave(states)
+        else:
+            items = _concatenated(states)
         if reduction is None or reduction is dim_zero_cat:
             return items
         return reduction(items)

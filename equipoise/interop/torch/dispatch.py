@@ -58,8 +58,8 @@ class OperationWatch:
         ['ones', 'add']
     """
 
-    def __init__(self, seen: Callable[[str, Any, Any], None], device: torch.device | None = None) -> None:
-        self._on_operation = seen
+    def __init__(self, on_operation: Callable[[str, Any, Any], None], device: torch.device | None = None) -> None:
+        self._on_operation = on_operation
         self._device = device
         self._mode: Any = None
 

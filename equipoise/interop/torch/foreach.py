@@ -15,19 +15,19 @@ __all__ = ["add_", "copy_", "multiply_"]
 _EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def add_(tensors: list[Tensor], others: list[Tensor]) -> None:
-    """Add to every tensor in place the other tensor at its position. Sparse tensors are added one by one."""
-    if any(tensor.layout != torch.strided for tensor in (*tensors, *others)):
-        for tensor, other in zip(tensors, others, strict=True):
-            tensor.add_(other)
+def add_(tensors: list[Tensor], addends: list[Tensor]) -> None:
+    """Add to every tensor in place the addend at its position. Sparse tensors are added one by one."""
+    if any(tensor.layout != torch.strided for tensor in (*tensors, *addends)):
+        for tensor, addend in zip(tensors, addends, strict=True):
+            tensor.add_(addend)
     elif tensors:
-        torch._foreach_add_(tensors, others)
+        torch._foreach_add_(tensors, addends)
 
 
-def copy_(tensors: list[Tensor] | tuple[Tensor, ...], others: list[Tensor] | tuple[Tensor, ...]) -> None:
-    """Copy into every tensor the other tensor at its position, from any device."""
+def copy_(tensors: list[Tensor] | tuple[Tensor, ...], sources: list[Tensor] | tuple[Tensor, ...]) -> None:
+    """Copy into every tensor the source at its position, from any device."""
     if tensors:
-        torch._foreach_copy_(tensors, others)
+        torch._foreach_copy_(tensors, sources)
 
 
 def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor) -> None:

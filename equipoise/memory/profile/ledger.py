@@ -74,6 +74,10 @@ class _Entry:
         )
 
 
+# An entry, and a reference that removes it when its storage is freed.
+_LiveEntry = tuple[weakref.ref[Any], _Entry]
+
+
 class _Peak(NamedTuple):
     """Peak of a phase on a device.
 
@@ -116,14 +120,16 @@ class Ledger:
         self._module = module
         self._optimizers = list(optimizers)
         # Live storages by their ids, and those that were created before the start.
-        self._entries: dict[int, tuple[weakref.ref[Any], _Entry]] = {}
+        self._entries: dict[int, _LiveEntry] = {}
         self._outside: dict[int, weakref.ref[Any]] = {}
         # Allocations (True) and releases (False) in their order.
         self._history: list[tuple[_Entry, bool]] = []
         # Live bytes by device.
         self._live: dict[str, int] = defaultdict(int)
         self._peaks: dict[tuple[str, str], _Peak] = {}
-        names = {id(submodule): name for name, submodule in module.named_modules()}
+        names = {}
+        for name, submodule in module.named_modules():
+            names[id(submodule)] = name
         self._attribution = Attribution(names, self._on_forward)
         self._watch = OperationWatch(self._on_operation)
         self._running = False
@@ -177,11 +183,14 @@ class Ledger:
 
     def devices(self) -> list[str]:
         """Return the names of the devices with any storage."""
-        return sorted({device for _, device in self._peaks})
+        devices = {device for _, device in self._peaks}
+        return sorted(devices)
 
     def phases(self) -> list[str]:
         """Return the recorded phases, in order."""
-        return list(dict.fromkeys(phase for phase, _ in self._peaks))
+        phases = [phase for phase, _ in self._peaks]
+        # Every phase once, in the order of its first peak.
+        return list(dict.fromkeys(phases))
 
     def peak(self, device: str, phase: str | None = None, *, step: int = 0) -> Composition:
         """Return the live tensors at a peak.
@@ -195,35 +204,44 @@ class Ledger:
             KeyError: If nothing was recorded on the device in the phase.
         """
         # 1. Choose the peak.
-        peaks: dict[str, _Peak] = {}
-        for (peak_phase, peak_device), peak in self._peaks.items():
-            if peak_device == device and phase in (None, peak_phase):
-                peaks[peak_phase] = peak
+        peaks = self._peaks_on(device, phase)
         if not peaks:
             place = device
             if phase:
                 place += f" in {phase}"
             raise KeyError(f"Nothing was seen on {place}.")
         name = max(peaks, key=lambda name: peaks[name].nbytes)
-        # 2. Replay allocations and releases up to it.
+        peak = peaks[name]
+        # 2. Describe the storages that were live at it, the largest first.
+        records = [entry.record() for entry in self._live_at(peak, device)]
+        records.sort(key=lambda record: -record.nbytes)
+        return Composition(
+            step=step,
+            phase=name,
+            device=device,
+            nbytes=peak.nbytes,
+            holders=tuple(records),
+        )
+
+    def _peaks_on(self, device: str, phase: str | None) -> dict[str, _Peak]:
+        """Return the peaks of a device by phase, or that of one phase."""
+        peaks = {}
+        for (peak_phase, peak_device), peak in self._peaks.items():
+            if peak_device == device and phase in (None, peak_phase):
+                peaks[peak_phase] = peak
+        return peaks
+
+    def _live_at(self, peak: _Peak, device: str) -> list[_Entry]:
+        """Replay allocations and releases up to a peak, and return the live entries of a device."""
         live: dict[int, _Entry] = {}
-        for entry, is_allocation in self._history[: peaks[name].history_length]:
+        for entry, is_allocation in self._history[: peak.history_length]:
             if entry.device != device:
                 continue
             if is_allocation:
                 live[id(entry)] = entry
             else:
                 del live[id(entry)]
-        # 3. Describe the live storages.
-        records = [entry.record() for entry in live.values()]
-        records.sort(key=lambda record: -record.nbytes)
-        return Composition(
-            step=step,
-            phase=name,
-            device=device,
-            nbytes=peaks[name].nbytes,
-            holders=tuple(records),
-        )
+        return list(live.values())
 
     # Recording.
 
@@ -263,7 +281,8 @@ class Ledger:
             # The storage has another size: record a release and an allocation.
             self._remove(key)
             entry = entry.successor(tensor, nbytes, self.phase)
-        self._entries[key] = (weakref.ref(storage, lambda _: self._remove(key)), entry)
+        reference = weakref.ref(storage, lambda _: self._remove(key))
+        self._entries[key] = (reference, entry)
         self._history.append((entry, True))
         self._live[entry.device] += nbytes
         return entry
@@ -283,7 +302,7 @@ class Ledger:
         """Record the release of a storage."""
         reference_and_entry = self._entries.pop(key, None)
         if reference_and_entry is not None:
-            entry = reference_and_entry[1]
+            _, entry = reference_and_entry
             self._live[entry.device] -= entry.nbytes
             self._history.append((entry, False))
 
@@ -292,7 +311,8 @@ class Ledger:
             key = (self.phase, device)
             peak = self._peaks.get(key)
             if peak is None or nbytes > peak.nbytes:
-                self._peaks[key] = _Peak(nbytes, len(self._history))
+                history_length = len(self._history)
+                self._peaks[key] = _Peak(nbytes, history_length)
 
     def _categorise(self) -> None:
         """Set the categories of the live storages at the end of a phase."""
@@ -308,18 +328,22 @@ class Ledger:
         for module_name, submodule in self._module.named_modules():
             for name, parameter in submodule.named_parameters(recurse=False):
                 self._identify(parameter, "parameter", module_name, name)
-                if parameter.grad is not None:
-                    self._identify(parameter.grad, "gradient", module_name, f"gradient of {name}")
+                gradient = parameter.grad
+                if gradient is not None:
+                    self._identify(gradient, "gradient", module_name, f"gradient of {name}")
             for name, buffer in submodule.named_buffers(recurse=False):
                 self._identify(buffer, "buffer", module_name, name)
 
     def _enter_optimizers(self) -> None:
-        parameter_names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        parameter_names = {}
+        for name, parameter in self._module.named_parameters():
+            parameter_names[id(parameter)] = name
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 # Some optimisers have states of another form beside those of the parameters.
                 if isinstance(state, Mapping):
-                    self._enter_state(state, parameter_names.get(id(parameter), ""))
+                    parameter_name = parameter_names.get(id(parameter), "")
+                    self._enter_state(state, parameter_name)
 
     def _enter_state(self, state: Mapping[Any, Any], parameter_name: str) -> None:
         """Enter an optimiser's state of one parameter."""

@@ -40,7 +40,9 @@ class _Bucket:
         self.parameters = parameters
         self.flat = torch.zeros(sum(sizes) + tail_size, dtype=first.dtype, device=first.device)
         *segments, self.tail = torch.split(self.flat, [*sizes, tail_size])
-        self.views = [segment.view(parameter.shape) for segment, parameter in zip(segments, parameters, strict=True)]
+        self.views = []
+        for segment, parameter in zip(segments, parameters, strict=True):
+            self.views.append(segment.view(parameter.shape))
         # The tail of a process that has all gradients.
         self.full_tail = torch.ones_like(self.tail)
         self.weight: Weight = 1
@@ -81,8 +83,9 @@ class _Bucket:
         if not self.is_complete:
             for view in empty_views:
                 view.zero_()
-            counts = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters])
-            tail = torch.cat([counts.to(tail), tail[-1:]])
+            counts = [float(parameter.grad is not None) for parameter in self.parameters]
+            weight = tail[-1:]
+            tail = torch.cat([torch.tensor(counts).to(tail), weight])
 
         # 3. Copy the gradients and the tail in one call.
         filled_views.append(self.tail)
@@ -91,14 +94,23 @@ class _Bucket:
 
     def assign_gradients(self) -> None:
         """Make the sums the gradients; a parameter without a gradient in any process gets none."""
-        if self.is_complete:
-            # This process has all gradients, so the counts are positive and need not be read from the device.
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                parameter.grad = view
-            return
+        gradients: Sequence[Tensor | None] = self.views
+        # If this process has all gradients, the counts are positive and need not be read from the device.
+        if not self.is_complete:
+            gradients = self._views_with_gradients()
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _views_with_gradients(self) -> list[Tensor | None]:
+        """Return the sum for each parameter; None if no process has a gradient of it."""
         counts = self.tail[:-1].tolist()
-        for parameter, view, count in zip(self.parameters, self.views, counts, strict=True):
-            parameter.grad = view if count else None
+        gradients: list[Tensor | None] = []
+        for view, count in zip(self.views, counts, strict=True):
+            if count:
+                gradients.append(view)
+            else:
+                gradients.append(None)
+        return gradients
 
 
 class GradientReducer:
@@ -124,7 +136,9 @@ class GradientReducer:
         # The weight travels with gradients if they are of float32 or wider: 257 would become 256 in bfloat16.
         # Without such a bucket it is a tensor of its own.
         self._weight_bucket = self._first_wide_bucket()
-        device = trainable[0].device if trainable else None
+        device = None
+        if trainable:
+            device = trainable[0].device
         self._separate_weight = torch.zeros((), dtype=torch.float64, device=device)
         self._works: list[dist.Work] = []
         self._next = 0
@@ -164,7 +178,10 @@ class GradientReducer:
             self._next = 0
             self._works = []
         for bucket in self._buckets[self._next :]:
-            bucket.begin(weight if bucket is self._weight_bucket else 1)
+            if bucket is self._weight_bucket:
+                bucket.begin(weight)
+            else:
+                bucket.begin(1)
         if self._weight_bucket is None and not self._broken:
             self._separate_weight.fill_(weight)
             dist.all_reduce(self._separate_weight)

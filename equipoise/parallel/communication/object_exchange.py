@@ -33,21 +33,26 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
     # 1. Exchange the lengths, since a collective needs tensors of equal size.
     length = torch.tensor([content.numel()], device=device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_processes)]
+    lengths = []
+    for _ in range(num_processes):
+        lengths.append(_empty_length(device))
     dist.all_gather(lengths, length, group=group)
     sizes = [int(size) for size in lengths]
     longest = max(sizes)
 
     # 2. Exchange the contents, padded to the longest.
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded = _empty_content(longest, device)
     padded[: content.numel()] = content
-    buffers = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(num_processes)]
+    buffers = []
+    for _ in range(num_processes):
+        buffers.append(_empty_content(longest, device))
     dist.all_gather(buffers, padded, group=group)
 
     # 3. Decode each without its padding.
     values = []
     for buffer, size in zip(buffers, sizes, strict=True):
-        values.append(_decode(buffer[:size]))
+        content_of_process = buffer[:size]
+        values.append(_decode(content_of_process))
     return values
 
 
@@ -66,9 +71,9 @@ def broadcast_object(value: T, source: int = 0) -> T:
         dist.broadcast(length, source, group=group)
         dist.broadcast(content, source, group=group)
         return value
-    length = torch.zeros(1, dtype=torch.int64, device=device)
+    length = _empty_length(device)
     dist.broadcast(length, source, group=group)
-    content = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    content = _empty_content(int(length), device)
     dist.broadcast(content, source, group=group)
     received: T = _decode(content)
     return received
@@ -79,6 +84,16 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _empty_length(device: torch.device) -> Tensor:
+    """Return a tensor that receives a number of bytes."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _empty_content(length: int, device: torch.device) -> Tensor:
+    """Return a tensor that receives bytes."""
+    return torch.zeros(length, dtype=torch.uint8, device=device)
 
 
 def _encode(value: Any, device: torch.device) -> Tensor:

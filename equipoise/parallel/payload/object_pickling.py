@@ -54,18 +54,22 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: Any, buffers: list[PickleBuffer] | None, shared_objects: Sequence[Any] = ()) -> None:
         # Without a list for the buffers, pickle writes their bytes into the file.
-        buffer_callback = None if buffers is None else buffers.append
+        buffer_callback = None
+        if buffers is not None:
+            buffer_callback = buffers.append
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
         # One object for each memory, by address and size, so that tensors which share memory still do.
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         # Positions of the reader's objects, by identity.
-        self._known_positions = {id(item): index for index, item in enumerate(shared_objects)}
+        self._positions: dict[int, int] = {}
+        for index, item in enumerate(shared_objects):
+            self._positions[id(item)] = index
         # Classes and functions of the script, by their names in `__main__`.
         self._script_definitions: dict[str, Any] = {}
 
     def persistent_id(self, value: Any) -> int | None:
         """Return the position of an object that the reader has as well; None for any other object."""
-        return self._known_positions.get(id(value))
+        return self._positions.get(id(value))
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce tensors, parameters with hooks, storages and modules; leave all else to cloudpickle."""
@@ -167,10 +171,10 @@ def _parameter(data: Tensor, requires_grad: bool, hooks: list[tuple[str, Any]]) 
     return parameter
 
 
-def can_be_packed(value: Any, known: Sequence[Any] = ()) -> bool:
+def can_be_packed(value: Any, shared_objects: Sequence[Any] = ()) -> bool:
     """Return True if an object can be sent to another process; see `SharedPayload.pack`."""
     try:
-        Pickler(io.BytesIO(), [], known).dump(value)
+        Pickler(io.BytesIO(), [], shared_objects).dump(value)
     except Exception:
         return False
     return True

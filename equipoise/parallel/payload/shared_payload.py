@@ -73,12 +73,12 @@ class SharedPayload:
             descriptor = _anonymous_file()
         self.descriptor = descriptor
 
-    def pack(self, value: Any, known: Sequence[Any] = ()) -> PayloadLayout:
+    def pack(self, value: Any, shared_objects: Sequence[Any] = ()) -> PayloadLayout:
         """Write an object to the file.
 
         Args:
             value: The object.
-            known: Objects that the reader has as well; the reader's objects replace them.
+            shared_objects: Objects that the reader has as well; the reader's objects replace them.
 
         Raises:
             ConfigurationError: If a part of it cannot be pickled, naming it.
@@ -86,7 +86,7 @@ class SharedPayload:
         buffers: list[PickleBuffer] = []
         main = io.BytesIO()
         try:
-            Pickler(main, buffers, known).dump(value)
+            Pickler(main, buffers, shared_objects).dump(value)
         except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError) as error:
             raise ConfigurationError(explain(value, error)) from error
         contents = [main.getbuffer()]
@@ -100,12 +100,12 @@ class SharedPayload:
             offset += _aligned(content.nbytes)
         return PayloadLayout(offset, tuple(parts))
 
-    def unpack(self, layout: PayloadLayout, known: Sequence[Any] = ()) -> Any:
+    def unpack(self, layout: PayloadLayout, shared_objects: Sequence[Any] = ()) -> Any:
         """Return the object of the file. Its tensors use the mapped memory.
 
         Args:
             layout: Layout that `pack` returned.
-            known: Objects of the reader that replace those of the writer, in the writer's order.
+            shared_objects: Objects of the reader that replace those of the writer, in the writer's order.
         """
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         memory = mmap.mmap(self.descriptor, layout.size, flags=mmap.MAP_PRIVATE, prot=protection)
@@ -114,7 +114,7 @@ class SharedPayload:
         for offset, length in layout.parts:
             contents.append(view[offset : offset + length])
         main, *buffers = contents
-        return Unpickler(io.BytesIO(main), known, buffers).load()
+        return Unpickler(io.BytesIO(main), shared_objects, buffers).load()
 
     def close(self) -> None:
         """Close the file; unpacked objects stay valid."""
@@ -158,17 +158,17 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
         os.pwrite(descriptor, b"\0" * (end - offset), offset)
 
 
-def dumps(value: Any, known: Sequence[Any] = ()) -> bytes:
+def dumps(value: Any, shared_objects: Sequence[Any] = ()) -> bytes:
     """Return an object and its tensors as bytes, for other processes of this run.
 
     Torch's own pickling cannot read all dtypes back.
 
     Args:
         value: The object.
-        known: Objects that the reader has as well; the reader's objects replace them.
+        shared_objects: Objects that the reader has as well; the reader's objects replace them.
     """
     file = io.BytesIO()
-    Pickler(file, None, known).dump(value)
+    Pickler(file, None, shared_objects).dump(value)
     return sealed(file.getvalue())
 
 
@@ -189,15 +189,15 @@ def pickle_error(error: BaseException) -> bytes | None:
     return pickled
 
 
-def loads(content: bytes, known: Sequence[Any] = ()) -> Any:
+def loads(content: bytes, shared_objects: Sequence[Any] = ()) -> Any:
     """Return the object of bytes that `dumps` returned.
 
     Args:
         content: The bytes.
-        known: Objects of the reader that replace those of the writer, in the writer's order.
+        shared_objects: Objects of the reader that replace those of the writer, in the writer's order.
 
     Raises:
         WorkerError: If a process outside of this run has written the bytes.
     """
     file = io.BytesIO(opened(content))
-    return Unpickler(file, known, None).load()
+    return Unpickler(file, shared_objects, None).load()

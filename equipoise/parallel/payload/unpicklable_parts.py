@@ -9,6 +9,9 @@ from equipoise.parallel.payload.object_pickling import can_be_packed
 
 __all__ = ["explain", "find_unpicklable"]
 
+# Name and value of a part of an object.
+Part = tuple[str, Any]
+
 # Types that hold the user's objects on their way.
 _CONTAINERS = (tuple, list, dict, partial, FunctionType)
 # A submodule, parameter or buffer in the dictionary of its module.
@@ -36,14 +39,16 @@ def find_unpicklable(value: Any) -> tuple[str, Any]:
         chain.append(value)
 
 
-def _first_unpicklable_part(value: Any, chain: list[Any]) -> tuple[str, Any] | None:
+def _first_unpicklable_part(value: Any, chain: list[Any]) -> Part | None:
     """Return the name and the value of the first part that cannot be pickled; None if all parts can.
 
     The objects of the chain, which hold `value`, count as picklable: a part that refers back to them is not the cause.
     """
     for name, part in _parts(value):
         is_in_chain = any(part is holder for holder in chain)
-        if not is_in_chain and not can_be_packed(part, chain):
+        if is_in_chain:
+            continue
+        if not can_be_packed(part, chain):
             return name, part
     return None
 
@@ -66,18 +71,16 @@ def _path(chain: list[Any], names: list[str]) -> str:
 
 
 def _is_internal(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS) or type(value).__module__.split(".")[0] == "equipoise"
+    """Return True for an object that only carries the user's objects."""
+    package = type(value).__module__.split(".")[0]
+    return isinstance(value, _CONTAINERS) or package == "equipoise"
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
+def _parts(value: Any) -> list[Part]:
     """Return the names and values of all that pickle sends with an object."""
     # 1. Items of containers.
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{index}]", part) for index, part in enumerate(value)]
-    if isinstance(value, (set, frozenset)):
-        return [("{...}", part) for part in value]
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return _parts_of_container(value)
     # 2. Functions, which may hold objects.
     if isinstance(value, partial):
         arguments = [value.func, *value.args, *value.keywords.values()]
@@ -92,7 +95,22 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     return _parts_of_object(value)
 
 
-def _parts_of_class(value: type) -> list[tuple[str, Any]]:
+def _parts_of_container(container: Any) -> list[Part]:
+    """Return the items of a container, by their keys or positions; items of sets have none."""
+    parts = []
+    if isinstance(container, dict):
+        for key, item in container.items():
+            parts.append((f"[{key!r}]", item))
+    elif isinstance(container, list | tuple):
+        for index, item in enumerate(container):
+            parts.append((f"[{index}]", item))
+    else:
+        for item in container:
+            parts.append(("{...}", item))
+    return parts
+
+
+def _parts_of_class(value: type) -> list[Part]:
     """Return the members of a class of the script; pickle looks other classes up by name."""
     if value.__module__ != "__main__":
         return []
@@ -103,9 +121,12 @@ def _parts_of_class(value: type) -> list[tuple[str, Any]]:
     return parts
 
 
-def _parts_of_object(value: Any) -> list[tuple[str, Any]]:
+def _parts_of_object(value: Any) -> list[Part]:
     """Return the attributes of an object, those in slots included, and its class."""
-    parts = [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+    parts = []
+    attributes = getattr(value, "__dict__", {})
+    for name, part in attributes.items():
+        parts.append((f".{name}", part))
     for kind in type(value).__mro__:
         for slot in _slots(kind):
             if hasattr(value, slot):
@@ -121,7 +142,7 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(slots)
 
 
-def _parts_of_function(function: FunctionType) -> list[tuple[str, Any]]:
+def _parts_of_function(function: FunctionType) -> list[Part]:
     """Return what a function that is sent as a whole takes along: its closure, globals and attributes."""
     parts = []
     closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)

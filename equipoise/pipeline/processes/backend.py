@@ -90,7 +90,7 @@ class ProcessBackend:
                 if self._has(stage, parameter):
                     states_of_stage[parameter] = state
             description = (type(optimizer), _on_cpu(states_of_stage), groups, optimizer.defaults)
-            content = dumps(description, known=processes.tensors)
+            content = dumps(description, processes.tensors)
             processes.send_command(stage, "optimizer", index, content)
         processes.messenger.flush()
 

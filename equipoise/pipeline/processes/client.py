@@ -315,7 +315,7 @@ class StageClient:
             if isinstance(layer, nn.Module):
                 modes[name] = modes_of(layer)
         specs = [describe(program) for program in programs]
-        content = dumps(new_layers, known=self.tensors)
+        content = dumps(new_layers, self.tensors)
         self.send_command(stage, "program", self._programs, specs, content, names, modes)
         self._layers_of[stage] |= new_layers.keys()
 

@@ -188,7 +188,7 @@ class StageWorker:
             modes: For each layer the training mode of each of its submodules.
         """
         # 1. Load the layers. The store stands for a list of tensors, of which only items are read.
-        new_layers = loads(layers, known=self._tensors)  # type: ignore[arg-type]
+        new_layers = loads(layers, self._tensors)  # type: ignore[arg-type]
         self._layers.update(new_layers)
         self._buffer_slots += self._buffer_slots_of(new_layers.values())
 

@@ -36,7 +36,7 @@ class WorkerOptimizers:
             content: Its class, states by parameter, groups and defaults, pickled.
         """
         # The store stands for a list of tensors, of which only items are read.
-        kind, states, groups, defaults = loads(content, known=self._tensors)  # type: ignore[arg-type]
+        kind, states, groups, defaults = loads(content, self._tensors)  # type: ignore[arg-type]
         present = {id(self._tensors[key]) for key in self._tensors.present}
         for group in groups:
             parameters = group["params"]

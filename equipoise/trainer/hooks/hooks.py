@@ -144,10 +144,11 @@ class Hooks:
             state_key: The `state_key` of that callback.
         """
         keys = [state_key_of(callback) for callback in self.callbacks]
-        later: list[LightningCallback] = []
-        if state_key in keys:
-            later = self.callbacks[keys.index(state_key) + 1 :]
-        checkpoints = [callback for callback in later if isinstance(callback, Checkpoint)]
+        if state_key not in keys:
+            return None
+        index = keys.index(state_key)
+        later_callbacks = self.callbacks[index + 1 :]
+        checkpoints = [callback for callback in later_callbacks if isinstance(callback, Checkpoint)]
         hooks = self._of_callbacks(name, checkpoints)
         return self._fire(name, hooks, None)
 
@@ -169,10 +170,12 @@ class Hooks:
 
     def bind_data(self, name: str) -> Hook | None:
         """Bind a transfer hook: the data module's if it overrides the hook, else the module's."""
-        if self.datamodule is None or not overrides(self.datamodule, name, LightningDataModule):
+        datamodule = self.datamodule
+        if datamodule is None or not overrides(datamodule, name, LightningDataModule):
             return self.bind_module(name)
-        method = getattr(self.datamodule, name)
-        hook = self.profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")
+        method = getattr(datamodule, name)
+        action = self._action_of_datamodule(name)
+        hook = self.profiled(method, action)
         return self._fire(name, [], hook)
 
     def bind_step(self, name: str, module: LightningModule | None = None) -> Hook:
@@ -215,6 +218,10 @@ class Hooks:
         """Return the name of an action of the strategy in a profile."""
         return f"[Strategy]{self._strategy_name}.{name}"
 
+    def _action_of_datamodule(self, name: str) -> str:
+        class_name = type(self.datamodule).__name__
+        return f"[LightningDataModule]{class_name}.{name}"
+
     # Hooks that are called once or a few times in a run
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +253,8 @@ class Hooks:
         method = getattr(self.datamodule, name, None)
         if not callable(method):
             return None
-        hook = self.profiled(method, f"[LightningDataModule]{type(self.datamodule).__name__}.{name}")
+        action = self._action_of_datamodule(name)
+        hook = self.profiled(method, action)
         return hook(*args, **kwargs)
 
     def reads_outputs(self, name: str) -> bool:

@@ -45,7 +45,8 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
     used_names = set(_names_in(kinds))
     for kind, base, method in suspects:
         is_called = method.__name__ in used_names
-        similar = get_close_matches(method.__name__, _hooks(base), n=1, cutoff=_MIN_SIMILARITY)
+        hooks = _hooks(base)
+        similar = get_close_matches(method.__name__, hooks, n=1, cutoff=_MIN_SIMILARITY)
         if similar and not is_called:
             warn_of_method(
                 method,
@@ -62,7 +63,10 @@ def _unknown_hooks(kind: type, base: type) -> Iterator[tuple[type, type, Functio
         if not name.startswith("on_") or hasattr(base, name):
             continue
         # A library may call hooks that it defines.
-        is_inherited = any(name in vars(parent) for parent in library_classes)
+        is_inherited = False
+        for parent in library_classes:
+            if name in vars(parent):
+                is_inherited = True
         if not is_inherited:
             yield kind, base, method
 
@@ -81,7 +85,8 @@ def _is_users(kind: type) -> bool:
     """Return True for a class of the user's, none of whose functions is in an installed package."""
     if kind.__module__.partition(".")[0] in ("builtins", "equipoise"):
         return False
-    functions = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    attributes = vars(kind)
+    functions = [value for value in attributes.values() if isinstance(value, FunctionType)]
     return not any(_is_installed(function) for function in functions)
 
 
