@@ -172,13 +172,15 @@ def merge_metric_states(
     # 1. Merge the parts, and note the values of `forward` before the next step replaces them.
     batches = []
     forward_values = []
-    for metric, copies in zip(metrics, parts, strict=True):
+    copies_by_metric = zip(metrics, parts, strict=True)
+    for metric, copies in copies_by_metric:
         batch = _batch_state(metric, copies, weights)
         values = _forward_values(copies)
         batches.append(batch)
         forward_values.append(values)
     # 2. Let all metrics hold the state of the batch alone.
-    for metric, batch in zip(metrics, batches, strict=True):
+    states = zip(metrics, batches, strict=True)
+    for metric, batch in states:
         state = {**batch, _COMPUTED: None}
         restore_metric_state(metric, state)
     # 3. Compute the value of the batch.
@@ -270,7 +272,10 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
         return torch.cat(vectors)
     if reduction is dim_zero_mean:
         total = sum(weights)
-        return sum(state * (weight / total) for state, weight in zip(states, weights, strict=True))
+        mean = 0
+        for state, weight in zip(states, weights, strict=True):
+            mean = mean + state * (weight / total)
+        return mean
     # A function of the user reduces the stacked states, as in torchmetrics.
     if reduction in (dim_zero_sum, dim_zero_max, dim_zero_min) or callable(reduction):
         stacked = torch.stack(states)
