@@ -268,7 +268,11 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
         return _concatenated(states)
     if reduction is dim_zero_cat:
         # Scalars have no dimension to concatenate.
-        vectors = [torch.atleast_1d(state) for state in states]
+        vectors = []
+        for state in states:
+            if state.ndim == 0:
+                state = state.reshape(1)
+            vectors.append(state)
         return torch.cat(vectors)
     if reduction is dim_zero_mean:
         total = sum(weights)

@@ -328,9 +328,8 @@ class Ledger:
         for module_name, submodule in self._module.named_modules():
             for name, parameter in submodule.named_parameters(recurse=False):
                 self._identify(parameter, "parameter", module_name, name)
-                gradient = parameter.grad
-                if gradient is not None:
-                    self._identify(gradient, "gradient", module_name, f"gradient of {name}")
+                if parameter.grad is not None:
+                    self._identify(parameter.grad, "gradient", module_name, f"gradient of {name}")
             for name, buffer in submodule.named_buffers(recurse=False):
                 self._identify(buffer, "buffer", module_name, name)
 
@@ -339,10 +338,10 @@ class Ledger:
         for name, parameter in self._module.named_parameters():
             parameter_names[id(parameter)] = name
         for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
+            for owner, state in optimizer.state.items():
                 # Some optimisers have states of another form beside those of the parameters.
                 if isinstance(state, Mapping):
-                    parameter_name = parameter_names.get(id(parameter), "")
+                    parameter_name = parameter_names.get(id(owner), "")
                     self._enter_state(state, parameter_name)
 
     def _enter_state(self, state: Mapping[Any, Any], parameter_name: str) -> None:
