@@ -1,4 +1,4 @@
-"""Support of a strategy for the recovery from an out-of-memory error; the default splits each part of a batch."""
+"""Split a batch into micro-batches and repeat a step after an out-of-memory error: the strategy's part."""
 
 from collections.abc import Sequence
 from typing import Any

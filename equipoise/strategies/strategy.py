@@ -1,4 +1,4 @@
-"""The strategy interface, with neutral defaults for one process.
+"""The strategy interface; its defaults, such as the weighted mean of a window's gradients, are for one process.
 
 The trainer never asks which strategy it has. A batch goes through a strategy in this order:
 

@@ -1,4 +1,4 @@
-"""Private names of Lightning behind `self.log`.
+"""Bind `self.log` of modules and callbacks to the trainer's logs; private names of Lightning behind it.
 
 Each name stands here with the reason why nothing public does; a test notices when one of them changes.
 """

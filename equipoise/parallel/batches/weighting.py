@@ -1,4 +1,4 @@
-"""The weighted loss: one rule for every way of computing a batch in parts.
+"""The weighted loss: the factor of each part's loss, and the correction that makes summed gradients their mean.
 
 A step yields a mean loss and its weight, the denominator of that mean: the number of samples, or whatever the user
 says. The gradient of parts i is Σ wᵢgᵢ / Σ wᵢ. The arithmetic is part of the rule:

@@ -1,4 +1,4 @@
-"""Partition a sequence of blocks into stages: the slowest as fast as possible, each within its memory.
+"""Partition blocks into stages by dynamic programming: the slowest as fast as possible, each within its memory.
 
 A dynamic programme over the ends of stages, exact for a given order of devices. Its cost is the time of the slowest
 stage. Among cuts whose times differ by less than measuring can tell, it is the bytes that pass between stages. Devices

@@ -1,4 +1,4 @@
-"""Checkpoint files: written completely or not at all, and verified when read.
+"""Read and write checkpoint files: verified when read, written by `atomic_file.py`.
 
 The writer pickles all objects, as Lightning does. The reader is the safe side: it builds data, and a stand-in for any
 other object, unless the user trusts the file.

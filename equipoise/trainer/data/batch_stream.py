@@ -1,4 +1,4 @@
-"""One pass over a loader that knows its last batch and can continue an earlier pass."""
+"""One pass over a loader: it knows its last batch, and a resumed run draws the same order and reads the rest."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""`self.log`: collect values, reduce them, pass them on.
+"""The trainer's logs: collect the values that `self.log` adds, reduce them, pass them on.
 
 A logged value goes three ways: to loggers, to the progress bar, and to callbacks. It stays detached on its device.
 Nothing is read, and nothing is computed for the three, before one of them asks for it.

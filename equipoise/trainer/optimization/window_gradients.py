@@ -1,4 +1,4 @@
-"""The gradients of an accumulation window: zeroed at its beginning; weighed, unscaled and clipped at its end."""
+"""The gradients of an accumulation window: when they are zeroed, weighed by the strategy, unscaled and clipped."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Micro-batching after an out-of-memory error: split a batch, and learn sizes that fit."""
+"""Micro-batching after an out-of-memory error: run a batch that the strategy has split, and learn sizes that fit."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""Refuse unknown arguments, with the nearest known name."""
+"""Refuse unknown arguments of the Trainer, and suggest the nearest name in its signature."""
 
 import functools
 import inspect
