@@ -38,59 +38,73 @@ class Trainer(PublicState):
     Every argument has Lightning's name, meaning and default, if Lightning has it.
 
     Args:
-        accelerator: "cpu", "gpu", "cuda", "mps", or "auto" for what there is.
-        strategy: How a step is computed on the devices: a name ("single_device", "dp", "balanced") or a Strategy.
-            "auto": `single_device` for one device, `ddp` for several, or where torchrun, Slurm or Ray have started
-            several processes.
-        devices: A count, -1 for all, indices ([0, 2] or "0,2"), torch devices, or "auto": all GPUs of the machine, or
-            the CPU; where others have started this process, one device for each process of the machine.
-        num_nodes: The number of machines. None: 1, or what torchrun, Slurm or Ray have started. Default: None.
+        accelerator: "cpu", "gpu", "cuda" or "mps". "auto": GPUs if the machine has any, else the CPU. Default: "auto".
+        strategy: How a step is computed on the devices: a name ("single_device", "dp", "balanced", "ddp", "pipeline")
+            or a Strategy. "auto": `single_device` for one device; `ddp` for several devices, or if torchrun, Slurm or
+            Ray have started several processes. Default: "auto".
+        devices: A number of devices, -1 for all, indices ([0, 2] or "0,2") or torch devices. "auto": all GPUs of the
+            machine, or the CPU; one device for each process, if torchrun, Slurm or Ray have started the processes.
+            Default: "auto".
+        num_nodes: Number of machines. Default: None, 1 or the number on which torchrun, Slurm or Ray have started
+            processes.
         precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32" (normalisation layers in float32),
-            "bf16-true" or "64-true". None: "32-true".
-        logger: A Logger of Lightning, several, True for TensorBoard (or CSV without it), False for none. Default: True.
-        callbacks: A callback or several.
-        fast_dev_run: Run one batch (True) or so many of everything, without logging and checkpoints.
-        max_epochs: End after so many epochs; -1: never. Default: 1000, or -1 if `max_steps` or `max_time` is given.
-        min_epochs: Run at least so many epochs, whatever asks to stop.
-        max_steps: End after so many optimiser steps; -1: never.
-        min_steps: Run at least so many optimiser steps.
-        max_time: End after a time: "DD:HH:MM:SS", a timedelta, or a dictionary of its arguments.
-        limit_train_batches: Use so many batches of an epoch (int), or a fraction of them (float). Default: 1.0.
-        limit_val_batches: The same for validation; 0 turns it off. Default: 1.0.
+            "bf16-true" or "64-true". Default: None, "32-true".
+        logger: One or several Loggers of Lightning. True: TensorBoard, or CSV if TensorBoard is not installed. False:
+            none. Default: True.
+        callbacks: One callback or a list. Default: None.
+        fast_dev_run: Run one batch (True), or this number of batches, of each stage, without loggers and checkpoints.
+            Default: False.
+        max_epochs: Number of epochs after which training ends; -1: no limit. Default: 1000, or -1 if `max_steps` or
+            `max_time` is given.
+        min_epochs: Number of epochs before which no request to stop ends training. Default: None.
+        max_steps: Number of optimiser steps after which training ends; -1: no limit. Default: -1.
+        min_steps: Number of optimiser steps before which no request to stop ends training. Default: None.
+        max_time: Time after which training ends: "DD:HH:MM:SS", a timedelta, or a dictionary of its arguments.
+            Default: None.
+        limit_train_batches: Number (int) or fraction (float) of the batches of an epoch to use. Default: 1.0.
+        limit_val_batches: The same for validation; 0: no validation. Default: 1.0.
         limit_test_batches: The same for tests. Default: 1.0.
         limit_predict_batches: The same for prediction. Default: 1.0.
-        overfit_batches: Train and validate on the same few batches: a number or a fraction; 0: off.
-        val_check_interval: Validate after a fraction of an epoch (float), so many batches (int), or a time.
+        overfit_batches: Number or fraction of batches on which to train and to validate, the same in each epoch; 0:
+            all. Default: 0.0.
+        val_check_interval: Validate after a fraction of an epoch (float), a number of batches (int) or a time.
             Default: 1.0.
-        check_val_every_n_epoch: Validate every so many epochs; None: count batches over epochs.
-        num_sanity_val_steps: Validate so many batches before training; -1: all. Default: 2.
-        log_every_n_steps: Hand values of steps to the loggers every so many steps. Default: 50.
-        enable_checkpointing: Whether a ModelCheckpoint is there by default. Default: True.
-        enable_progress_bar: Whether a progress bar is there by default. Default: True.
-        enable_model_summary: Whether a summary of the model is printed. Default: True.
-        accumulate_grad_batches: Step after the gradients of so many batches, weighted by their sizes.
-        gradient_clip_val: The largest norm, or absolute value, of the gradients. None: no clipping.
-        gradient_clip_algorithm: "norm" or "value". Default: "norm".
-        deterministic: Use deterministic algorithms only (True), or where there are any ("warn").
-        benchmark: Let cuDNN search for the fastest algorithms.
-        inference_mode: Evaluate under `torch.inference_mode` rather than `torch.no_grad`.
-        use_distributed_sampler: Let strategies with several processes share the data out among them.
-        profiler: "simple", "advanced", "pytorch" or a Profiler of Lightning.
-        detect_anomaly: Look for the operation that made a NaN, slowly.
+        check_val_every_n_epoch: Number of epochs from one validation to the next. None: `val_check_interval` counts
+            batches over epochs. Default: 1.
+        num_sanity_val_steps: Number of validation batches before training; -1: all. Default: 2.
+        log_every_n_steps: Number of steps after which the values of a step go to the loggers. Default: 50.
+        enable_checkpointing: Whether to add a ModelCheckpoint if `callbacks` has none. Default: True.
+        enable_progress_bar: Whether to add a progress bar if `callbacks` has none. Default: True.
+        enable_model_summary: Whether to print a summary of the model. Default: True.
+        accumulate_grad_batches: Number of batches of an optimiser step; their gradients are weighted by their sizes.
+            Default: 1.
+        gradient_clip_val: Largest norm, or absolute value, of the gradients. Default: None, no clipping.
+        gradient_clip_algorithm: "norm" or "value". Default: None, "norm".
+        deterministic: True: use deterministic algorithms, and raise an error for an operation without one. "warn": warn
+            of such an operation. Default: None, torch's setting.
+        benchmark: Whether cuDNN measures which algorithm is the fastest. Default: None, torch's setting.
+        inference_mode: Evaluate under `torch.inference_mode`; False: under `torch.no_grad`. Default: True.
+        use_distributed_sampler: Whether strategies with several processes give each process its share of the data.
+            Default: True.
+        profiler: "simple", "advanced", "pytorch" or a Profiler of Lightning. Default: None.
+        detect_anomaly: Find the operation that produced a NaN, at the cost of slow steps. Default: False.
         detect_nonfinite: Report a loss that is NaN or infinite once, with its step and batch. True: also name the first
-            module whose output is not finite, which waits for the device in each step. None: look at the loss alone,
-            without waiting. False: look at nothing. Not one of Lightning's.
-        barebones: Turn off everything that costs time, to measure the loop.
-        plugins: A CheckpointIO of Lightning, to write and read checkpoints in another way.
-        sync_batchnorm: Let strategies with several processes share batch statistics.
-        reload_dataloaders_every_n_epochs: Ask for new loaders every so many epochs; 0: never.
-        default_root_dir: Where files go for which nobody names a folder. Default: the current folder.
-        enable_autolog_hparams: Hand the module's hyperparameters to the loggers.
-        activation_checkpointing: Submodules that compute their activations again in the backward instead of keeping
-            them: names, or patterns such as ["encoder.layers.*"]. Not one of Lightning's. None: no submodule.
+            module whose output is not finite, which waits for the device in each step. None: read the loss alone,
+            without waiting. False: do not look. Lightning has no such argument. Default: None.
+        barebones: Turn off everything that costs time, to measure the loop. Default: False.
+        plugins: A CheckpointIO of Lightning, which writes and reads checkpoints. Default: None.
+        sync_batchnorm: Whether strategies with several processes compute batch statistics over all of them.
+            Default: False.
+        reload_dataloaders_every_n_epochs: Number of epochs after which loaders are requested again; 0: never.
+            Default: 0.
+        default_root_dir: Folder of files for which the user names no folder. Default: the current folder.
+        enable_autolog_hparams: Whether the module's hyperparameters go to the loggers. Default: True.
+        activation_checkpointing: Submodules that compute their activations again in the backward and do not keep them:
+            names, or patterns such as ["encoder.layers.*"]. Lightning has no such argument. Default: None, no
+            submodule.
 
     Raises:
-        ConfigurationError: If an argument cannot be right, or contradicts another.
+        ConfigurationError: If an argument is wrong, or contradicts another one.
 
     Example:
         >>> from equipoise import Trainer

@@ -2,7 +2,7 @@
 
     window begins       note random generators, buffers, metrics, logs
     batch               compute it, in as many micro-batches as batches of its kind last needed
-      out of memory     let go of the failed attempt, ask the callbacks, restore everything,
+      out of memory     release the failed attempt, ask the callbacks, restore everything,
                         compute the window anew: its earlier batches as they were, this one in more micro-batches
 
 A batch in micro-batches has the result of the batch at once: gradients by weight, logs by their own reduction. The

@@ -39,7 +39,7 @@ class RunState(SentState, Stages, Limits):
         checkpoint_io: The user's CheckpointIO; None: files are written and read by ourselves.
         should_stop: Set it, and training ends after the batch, as soon as `min_epochs` and `min_steps` are met.
         received_sigterm: True if a SIGTERM came, or a SIGUSR1 in a job of Slurm.
-        requeues: True if this job of Slurm goes back into the queue when it ends, since SIGUSR1 came.
+        requeues: True if Slurm puts this job into the queue again when it ends, since SIGUSR1 came.
         number_of_fit: The number of this fit, from 1, among those in its folder; counted in a job of Slurm.
         progress: All counters of training.
         loaded_ckpt_path: The checkpoint that the last run has loaded.
@@ -135,7 +135,7 @@ class RunState(SentState, Stages, Limits):
         """Note a signal, upon which the loops end after the batch.
 
         Args:
-            requeues: Whether the job goes back into the queue.
+            requeues: Whether Slurm puts the job into the queue again.
         """
         self.requeues = self.requeues or requeues
         self.received_sigterm = True

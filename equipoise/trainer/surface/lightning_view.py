@@ -1,7 +1,7 @@
 """Attributes of Lightning's Trainer that its own objects read.
 
 `LightningModule.log`, ModelCheckpoint, progress bars and others read attributes of Lightning's Trainer, some with
-private names. These classes offer them, made of what our trainer has; nothing of ours uses them.
+private names. These classes offer them from the state of our trainer; our own code does not use them.
 """
 
 from collections.abc import Callable
