@@ -70,7 +70,11 @@ class Strategy:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
-        return {**self.__dict__, "_module": None, "_run": None}
+        state = self.__dict__.copy()
+        # Left out, not None: a subclass may have a method of this name, which an entry would hide.
+        state.pop("_module", None)
+        state.pop("_run", None)
+        return state
 
     @property
     def recovery(self) -> RecoverySupport:

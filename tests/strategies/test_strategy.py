@@ -48,6 +48,18 @@ def test_copies_have_the_options_alone() -> None:
     assert strategy._module is not None
 
 
+class WithRun(Strategy):
+    """Has a method whose name is that of a field for the state of a run."""
+
+    def _run(self) -> str:
+        return "called"
+
+
+def test_copies_of_subclasses_keep_their_methods() -> None:
+    copy = pickle.loads(pickle.dumps(WithRun()))
+    assert copy._run() == "called"
+
+
 def test_built_in_strategies_are_found_by_their_names() -> None:
     assert list(defaults._STRATEGIES) == ["single_device", "dp", "balanced", "ddp", "pipeline"]
     assert all(strategy.name == name for name, strategy in defaults._STRATEGIES.items())
