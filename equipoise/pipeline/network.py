@@ -19,7 +19,7 @@ from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
 from equipoise.pipeline.graph.tracing import Traced
-from equipoise.pipeline.graph.training_modes import modes_of, set_modes
+from equipoise.pipeline.graph.training_modes import restored_modes
 from equipoise.pipeline.planning.cut import (
     Cut,
     CutOptions,
@@ -349,13 +349,10 @@ class StagedNetwork:
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
         """Set training mode within the context, if the run trains: its first call may come from a validation."""
-        modes = modes_of(self.module)
-        if self.training and not self.module.training:
-            self.module.train()
-        try:
+        with restored_modes(self.module):
+            if self.training and not self.module.training:
+                self.module.train()
             yield
-        finally:
-            set_modes(self.module, modes)
 
     def _choose_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
         """Cut the network, and place every layer on the device of its stage."""

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from equipoise.pipeline.graph.training_modes import modes_of, set_modes
+from equipoise.pipeline.graph.training_modes import modes_of, restored_modes, set_modes
 
 
 class Frozen(nn.Linear):
@@ -25,3 +25,11 @@ def test_modes_are_set_without_calling_train() -> None:
 def test_modes_of_another_module_are_refused() -> None:
     with pytest.raises(ValueError, match="argument 2 is longer"):
         set_modes(nn.Linear(2, 2), [True, False])
+
+
+def test_modes_are_restored_beside_new_submodules() -> None:
+    module = nn.Sequential(Frozen(2, 2), nn.Dropout()).train()
+    with restored_modes(module):
+        module.eval()
+        module.append(nn.Dropout().eval())
+    assert modes_of(module) == [True, False, True, False]

@@ -292,6 +292,27 @@ def test_a_later_stage_computes_the_largest_child_with_its_own_copy():
     assert len(Noting.computed) == 2
 
 
+class WithLateLayer(nn.Linear):
+    """Creates its activation function when it is first called."""
+
+    def forward(self, features):
+        if not hasattr(self, "activation"):
+            self.activation = nn.Tanh()
+        return self.activation(super().forward(features))
+
+
+class Late(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = WithLateLayer(TOKENS * FEATURES, 8)
+
+
+@pytest.mark.parametrize("cut_before", [["net.4"], None])
+def test_a_first_call_may_create_submodules(cut_before):
+    run = fit(Late, SIZES, **pipelined(2, micro_batches=2, cut_before=cut_before))
+    assert_same(reference(Late), run)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated with a ragged end": {"accumulate_grad_batches": 2},
     "clipped": {"gradient_clip_val": 0.05},
