@@ -82,7 +82,8 @@ class Trainer(PublicState):
         gradient_clip_algorithm: "norm" or "value". Default: None, "norm".
         deterministic: True: use deterministic algorithms, and raise an error for an operation without one. "warn": warn
             of such an operation. Default: None, torch's setting.
-        benchmark: Whether cuDNN measures which algorithm is the fastest. Default: None, torch's setting.
+        benchmark: Whether cuDNN measures which algorithm is the fastest. Default: None, torch's setting, or False with
+            `deterministic`.
         inference_mode: Evaluate under `torch.inference_mode`; False: under `torch.no_grad`. Default: True.
         use_distributed_sampler: Whether strategies with several processes give each process its share of the data.
             Default: True.

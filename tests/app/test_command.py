@@ -55,7 +55,7 @@ def test_help_of_a_key(project, equipoise):
     assert code == 0
     first, *meaning = out.splitlines()
     assert first == "trainer.max_epochs: type int | None, default null, here 7"
-    assert "End after" in " ".join(meaning)
+    assert "epochs after which training ends" in " ".join(meaning)
     assert equipoise("fit", "module.lr=0.5", "-h", "module.lr")[1].startswith("module.lr: type float, here 0.5")
 
 
