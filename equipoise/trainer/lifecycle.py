@@ -59,6 +59,8 @@ def run(parts: TrainerParts, request: Request) -> Any:
     # 1. The state of the run.
     state = parts.state
     refuse_tuner(state)
+    # A subclass of the Trainer may override the property.
+    state.set_root_dir(parts.trainer.default_root_dir)
     state.begin(request.fn)
     slurm.count_fit(state)
 

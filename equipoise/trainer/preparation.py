@@ -96,8 +96,9 @@ def make_context(parts: TrainerParts, request: Request) -> RunContext:
         logs=parts.logs,
         logger_output=parts.logger_output,
         lightning_optimizers=parts.lightning_optimizers,
-        # A subclass of the Trainer may override the method.
+        # A subclass of the Trainer may override the method and the property.
         save_checkpoint=parts.trainer.save_checkpoint,
+        trainer_validates=lambda: parts.trainer.enable_validation,
         sources=sources,
     )
 
@@ -115,7 +116,8 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     local_rank = None
     if strategy.processes.world_size > 1:
         local_rank = strategy.processes.local_rank
-    state.profiler.setup(stage=fn, local_rank=local_rank, log_dir=parts.log_dir)
+    # A subclass of the Trainer may override the property.
+    state.profiler.setup(stage=fn, local_rank=local_rank, log_dir=parts.trainer.log_dir)
 
     # 2. Data and loggers. All loggers begin here, so that callbacks find their folders.
     _prepare_data(context)

@@ -1,16 +1,18 @@
 """Steps before a run that need no run: its context, and `prepare_data` in one process of each machine."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise import Trainer
 from equipoise.trainer.preparation import _in_order_of_start, _prepare_data, make_context
 from equipoise.trainer.runtime.request import Request
-from tests.support.trainer_runs import Small, loader, trainer
+from tests.support.trainer_runs import Small, Validated, loader, trainer
 
 
 class Prepares(Small):
@@ -59,6 +61,50 @@ def test_a_subclass_may_save_checkpoints_in_its_own_way() -> None:
     context = make_context(run.parts, Request(TrainerFn.FITTING, Small()))
     context.save_checkpoint("here.ckpt")
     assert run.saved == "here.ckpt"
+
+
+def test_a_subclass_may_say_whether_a_fit_validates() -> None:
+    class Mine(Trainer):
+        @property
+        def enable_validation(self) -> bool:
+            return False
+
+    module = Validated()
+    run = trainer(Mine)
+    run.fit(module, loader(), loader())
+    assert run.current_epoch == 1
+    assert "validation" not in module.ran
+
+
+class RootProfiler(PassThroughProfiler):
+    """Notes the folder that it receives."""
+
+    folder: Any = None
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        self.folder = log_dir
+
+
+def test_a_subclass_may_choose_the_folders_of_a_run(tmp_path: Path) -> None:
+    class Rooted(Trainer):
+        @property
+        def default_root_dir(self) -> str:
+            return str(tmp_path)
+
+    class Logging(Rooted):
+        @property
+        def log_dir(self) -> str:
+            return str(tmp_path / "logs")
+
+    rooted = trainer(Rooted)
+    assert rooted.log_dir == str(tmp_path)
+    rooted.fit(Small(), loader())
+    # Files of a job of Slurm are written there, for one.
+    assert rooted.run_state.default_root_dir == str(tmp_path)
+
+    profiler = RootProfiler()
+    trainer(Logging, profiler=profiler).fit(Small(), loader())
+    assert profiler.folder == str(tmp_path / "logs")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class RunContext:
         logger_output: Hands logged values to the loggers.
         lightning_optimizers: Returns the optimisers as `self.optimizers()` gives them.
         save_checkpoint: The trainer's method, called with a path.
+        trainer_validates: Returns the trainer's `enable_validation`.
         sources: The origin of the loaders of each stage.
         fitting: The sizes that fit into memory, as far as training and evaluations have measured them.
     """
@@ -54,6 +55,7 @@ class RunContext:
     logger_output: LoggerOutput
     lightning_optimizers: Callable[[], list[LightningOptimizer]]
     save_checkpoint: Callable[[str | os.PathLike[str]], None]
+    trainer_validates: Callable[[], bool]
     sources: dict[str, Source] = field(default_factory=dict)
     fitting: dict[str, Any] = field(default_factory=dict)
 
@@ -64,7 +66,12 @@ class RunContext:
 
     @property
     def enable_validation(self) -> bool:
-        """True if a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
+        """True if a fit validates, by the trainer's property of this name."""
+        return self.trainer_validates()
+
+    @property
+    def can_validate(self) -> bool:
+        """True if a fit can validate: there is a loader, a `validation_step`, and no limit of 0."""
         if not self.sources["val"].is_defined():
             return False
         if not is_overridden("validation_step", self.module):

@@ -103,6 +103,10 @@ class RunState(SentState, Stages, Limits):
         super().begin(fn)
         self.should_stop = False
 
+    def set_root_dir(self, root_dir: str) -> None:
+        """Take the folder of files for which the user names no folder."""
+        self.root_dir = root_dir
+
     def set_datamodule(self, datamodule: LightningDataModule | None) -> None:
         """Take the data module of a run, if there is one."""
         self.datamodule = datamodule

@@ -136,10 +136,13 @@ class TrainerParts:
             return self.state.progress.optimizer_step.completed
         return self.context.global_step
 
-    @property
-    def log_dir(self) -> str | None:
-        """Folder of the run: that of the first logger, else `default_root_dir`; the same in every process."""
-        folder: str | None = self.state.default_root_dir
+    def log_dir(self, root_dir: str) -> str | None:
+        """Return the folder of the run, the same in every process: that of the first logger, or another.
+
+        Args:
+            root_dir: The folder of a run without loggers.
+        """
+        folder: str | None = root_dir
         if self.state.loggers:
             logger = self.state.loggers[0]
             if is_a(logger, TensorBoardLogger, CSVLogger):

@@ -197,7 +197,7 @@ class PublicState(StateFields, LightningNames):
     def enable_validation(self) -> bool:
         """True if a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
         context = self.parts.context
-        return context is not None and context.enable_validation
+        return context is not None and context.can_validate
 
     @property
     def train_dataloader(self) -> Any:
@@ -269,7 +269,7 @@ class PublicState(StateFields, LightningNames):
     @property
     def log_dir(self) -> str | None:
         """The folder of the run: that of the first logger, else `default_root_dir`; the same in every process."""
-        return self.parts.log_dir
+        return self.parts.log_dir(self.default_root_dir)
 
     @property
     def ckpt_path(self) -> Any:

@@ -1,5 +1,6 @@
 """Public names of the Trainer that stand for fields of its RunState."""
 
+from functools import cached_property
 from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
 from lightning.fabric.plugins import CheckpointIO
@@ -21,7 +22,8 @@ T = TypeVar("T")
 class _HasRunState(Protocol):
     """An object with a RunState: the Trainer."""
 
-    run_state: RunState
+    @property
+    def run_state(self) -> RunState: ...
 
 
 class StateField(Generic[T]):
@@ -61,13 +63,12 @@ class StateField(Generic[T]):
 
 
 class StateFields:
-    """The names of fields and properties of a RunState under which users and callbacks read and write them.
+    """The names of fields and properties of a RunState under which users and callbacks read and write them."""
 
-    Attributes:
-        run_state: The state.
-    """
-
-    run_state: RunState
+    @cached_property
+    def run_state(self) -> RunState:
+        """The state. This one is replaced in `__init__`, before which a subclass may already write to its fields."""
+        return RunState()
 
     # Limits.
     max_epochs = StateField[int | None]()

@@ -74,7 +74,7 @@ def test_steps_are_counted_as_the_module_optimises(automatic: bool) -> None:
 def test_the_folder_of_a_run_is_that_of_the_first_logger(tmp_path: Path) -> None:
     parts = trainer(Trainer, default_root_dir=tmp_path).parts
     parts.state.loggers = []
-    assert parts.log_dir == str(tmp_path)
+    assert parts.log_dir(parts.state.default_root_dir) == str(tmp_path)
     logger = CSVLogger(tmp_path / "logs")
     parts.state.loggers = [logger]
-    assert parts.log_dir == logger.log_dir
+    assert parts.log_dir(parts.state.default_root_dir) == logger.log_dir

@@ -58,6 +58,15 @@ def test_a_subclass_may_write_and_override() -> None:
     assert run.run_state.limit_train_batches == 2
 
 
+def test_a_subclass_may_write_before_it_calls_the_constructor() -> None:
+    class Mine(Trainer):
+        def __init__(self, epochs: int) -> None:
+            self.max_epochs = epochs
+            super().__init__(accelerator="cpu", logger=False, max_epochs=self.max_epochs)
+
+    assert Mine(5).run_state.max_epochs == 5
+
+
 def test_the_class_shows_the_field_itself() -> None:
     assert isinstance(Trainer.should_stop, StateField)
     assert Trainer.state.name == "status"
