@@ -6,10 +6,24 @@ from collections.abc import Mapping
 __all__ = ["group_curves", "split_name"]
 
 Curve = Mapping[float, float]
+CurvesByStage = dict[str, Curve]
 
 # Words in the names of metrics, and the run stage that they mean.
-_STAGES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
+_STAGES = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+}
+# Short names of quantities, and their long ones.
 _LONG = {"acc": "accuracy"}
+# Separates the name of a metric from the number of its loader.
+_LOADER_MARK = "/dataloader_idx_"
+# The suffix of values of an epoch or a step, behind a name.
+_SUFFIX = r"(?<=.)[/_.-](epoch|step)$"
+_SEPARATORS = r"[/_.\s-]+"
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -26,34 +40,41 @@ def split_name(name: str) -> tuple[str, str]:
         (('accuracy', 'val'), ('loss', 'train'), ('lr-Adam', ''))
     """
     # 1. Remove the suffixes that the trainer adds.
-    name, _, loader = name.partition("/dataloader_idx_")
-    name = re.sub(r"(?<=.)[/_.-](epoch|step)$", "", name)
+    name, _, loader = name.partition(_LOADER_MARK)
+    name = re.sub(_SUFFIX, "", name)
     # 2. Take out the first word that names a run stage.
-    words = re.split(r"[/_.\s-]+", name)
+    words = re.split(_SEPARATORS, name)
     stage_word = _first_stage_word(words)
+    # A name that consists of this word alone stays.
     if stage_word is not None and len(words) > 1:
         words.remove(stage_word)
-        remaining = " ".join(filter(None, words))
-        name = remaining or name
+        name = _joined(words) or name
     # 3. Put run stage and loader together.
-    run_stage = []
+    stage = ""
     if stage_word is not None:
-        stage = _STAGES[stage_word.lower()]
-        run_stage.append(stage)
-    if loader:
-        run_stage.append(loader)
-    quantity = _LONG.get(name.lower(), name)
-    return quantity, " ".join(run_stage)
+        key = stage_word.lower()
+        stage = _STAGES[key]
+    run_stage = _joined([stage, loader])
+    short_name = name.lower()
+    quantity = _LONG.get(short_name, name)
+    return quantity, run_stage
+
+
+def _joined(words: list[str]) -> str:
+    """Join words by spaces; leave empty ones out."""
+    words_with_text = filter(None, words)
+    return " ".join(words_with_text)
 
 
 def _first_stage_word(words: list[str]) -> str | None:
     for word in words:
-        if word.lower() in _STAGES:
+        key = word.lower()
+        if key in _STAGES:
             return word
     return None
 
 
-def group_curves(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
+def group_curves(curves: Mapping[str, Curve]) -> dict[str, CurvesByStage]:
     """Group curves by quantity, then by run stage: losses first, then quantities with several curves.
 
     Args:
@@ -63,27 +84,35 @@ def group_curves(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
         >>> group_curves({"acc": {1: 0.5}, "train_loss": {1: 0.9}, "val_loss": {1: 1.0}})
         {'loss': {'train': {1: 0.9}, 'val': {1: 1.0}}, 'accuracy': {'': {1: 0.5}}}
     """
-    families: dict[str, dict[str, Curve]] = {}
+    # 1. Collect the curves of each quantity.
+    families: dict[str, CurvesByStage] = {}
     for name, curve in curves.items():
-        family, run_stage = split_name(name)
+        quantity, run_stage = split_name(name)
         if _has_steps(name, curves):
-            run_stage = f"{run_stage} (epoch)".strip()
-        members = families.setdefault(family, {})
+            run_stage = f"{run_stage} (epoch)"
+            run_stage = run_stage.strip()
+        members = families.setdefault(quantity, {})
         # Two metrics of one meaning, such as "val_acc" and "val_accuracy", keep their names.
         if run_stage in members:
             members[name] = curve
         else:
             members[run_stage] = curve
 
-    def rank(family: str) -> tuple[bool, bool]:
-        is_loss = "loss" in family.lower()
-        is_single = len(families[family]) == 1
-        return not is_loss, is_single
+    # 2. Put them in order. False comes before True, and equals keep the order of `curves`.
+    def position(quantity: str) -> tuple[bool, bool]:
+        is_other_than_loss = "loss" not in quantity.lower()
+        members = families[quantity]
+        is_single = len(members) == 1
+        return is_other_than_loss, is_single
 
-    return {family: families[family] for family in sorted(families, key=rank)}
+    ordered = {}
+    for quantity in sorted(families, key=position):
+        ordered[quantity] = families[quantity]
+    return ordered
 
 
 def _has_steps(name: str, curves: Mapping[str, Curve]) -> bool:
     """Return True if a curve holds values of epochs and another one those of steps: `loss` and `loss_step`."""
-    base, mark, loader = name.partition("/dataloader_idx_")
-    return f"{base}_step{mark}{loader}" in curves
+    base, mark, loader = name.partition(_LOADER_MARK)
+    name_of_steps = f"{base}_step{mark}{loader}"
+    return name_of_steps in curves

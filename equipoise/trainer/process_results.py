@@ -28,10 +28,15 @@ from equipoise.trainer.surface.parts import TrainerParts
 
 __all__ = ["ProcessResults", "apply_results", "collect", "shared_objects", "this_process"]
 
+# Names and values of the attributes of an object.
+Attributes = dict[str, Any]
+
 
 def this_process() -> tuple[str, int]:
     """Return the machine and the number on it: processes of several machines may have the same number."""
-    return socket.gethostname(), os.getpid()
+    machine = socket.gethostname()
+    number = os.getpid()
+    return machine, number
 
 
 @dataclass
@@ -53,7 +58,7 @@ class ProcessResults:
     result: Any
     process: tuple[str, int] = field(default_factory=this_process)
     tensors: list[Tensor] = field(default_factory=list)
-    attributes: list[dict[str, Any] | None] = field(default_factory=list)
+    attributes: list[Attributes | None] = field(default_factory=list)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     random: random_state.RandomState | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
@@ -63,11 +68,29 @@ class ProcessResults:
 
 def shared_objects(parts: TrainerParts, request: Request) -> list[Any]:
     """Return all objects of the trainer and the user that a run may change, in the same order in all processes."""
-    objects = [parts.trainer, parts, parts.state, *parts.states_of_loops]
-    objects += [request.module, *request.module.modules(), request.datamodule]
-    objects += [*parts.state.callbacks, *parts.state.loggers]
-    objects += [parts.strategy, parts.precision, parts.state.profiler, *_tensors(request.module)]
-    by_identity = {id(item): item for item in objects if item is not None}
+    module = request.module
+    state = parts.state
+    # 1. List them. The module precedes its submodules.
+    objects = [
+        parts.trainer,
+        parts,
+        state,
+        *parts.states_of_loops,
+        module,
+        *module.modules(),
+        request.datamodule,
+        *state.callbacks,
+        *state.loggers,
+        parts.strategy,
+        parts.precision,
+        state.profiler,
+        *_tensors(module),
+    ]
+    # 2. Take each once.
+    by_identity = {}
+    for item in objects:
+        if item is not None:
+            by_identity[id(item)] = item
     return list(by_identity.values())
 
 
@@ -86,15 +109,20 @@ def collect(parts: TrainerParts, shared: list[Any], result: Any) -> ProcessResul
         shared: What `shared_objects` has returned, in this process.
         result: What the loop has returned.
     """
-    attributes: list[dict[str, Any] | None] = []
+    # 1. The values of tensors, and the attributes of the other objects.
+    attributes: list[Attributes | None] = []
     tensors = []
     for item in shared:
         if isinstance(item, Tensor):
-            tensors.append(item.detach().cpu())
+            value = item.detach()
+            tensors.append(value.cpu())
             attributes.append(None)
         else:
             results = _results_of(parts, item)
-            attributes.append(_sendable(results, shared))
+            sendable = _sendable(results, shared)
+            attributes.append(sendable)
+
+    # 2. Everything else.
     return ProcessResults(
         result,
         tensors=tensors,
@@ -107,27 +135,48 @@ def collect(parts: TrainerParts, shared: list[Any], result: Any) -> ProcessResul
     )
 
 
-def _results_of(parts: TrainerParts, item: Any) -> dict[str, Any]:
+def _results_of(parts: TrainerParts, item: Any) -> Attributes:
     """Return the attributes of a shared object that a run may have changed."""
-    without_results = (parts.trainer, parts, parts.strategy, parts.precision, parts.state.profiler)
-    if any(item is other for other in without_results):
+    # These send their results in other fields of `ProcessResults`, or have none.
+    without_attributes = (
+        parts.trainer,
+        parts,
+        parts.strategy,
+        parts.precision,
+        parts.state.profiler,
+    )
+    if any(item is other for other in without_attributes):
         return {}
     if isinstance(item, SentState):
         return item.results()
-    attributes: dict[str, Any] = getattr(item, "__dict__", {})
+    attributes: Attributes = getattr(item, "__dict__", {})
     return attributes
 
 
-def _sendable(attributes: dict[str, Any], shared: list[Any]) -> dict[str, Any]:
+def _sendable(attributes: Attributes, shared: list[Any]) -> Attributes:
     """Return the attributes that can be pickled; data are no results."""
-    results = {name: value for name, value in attributes.items() if not isinstance(value, (Dataset, DataLoader))}
-    # As a rule all can be sent, so they are tried together first.
+    # 1. Leave data out.
+    results = {}
+    for name, value in attributes.items():
+        if not isinstance(value, (Dataset, DataLoader)):
+            results[name] = value
+
+    # 2. As a rule all can be sent, so they are tried together first.
     if can_be_packed(results, shared):
         return results
-    return {name: value for name, value in results.items() if can_be_packed(value, shared)}
+
+    # 3. Else try each.
+    sendable = {}
+    for name, value in results.items():
+        if can_be_packed(value, shared):
+            sendable[name] = value
+    return sendable
 
 
-def _state_of_incomplete_module(shared: list[Any], attributes: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+def _state_of_incomplete_module(
+    shared: list[Any],
+    attributes: list[Attributes | None],
+) -> dict[str, Any] | None:
     """Return the module's whole state if the parameters or layers of a part of it cannot be sent, else None."""
     module: nn.Module | None = None
     is_complete = True
@@ -137,12 +186,13 @@ def _state_of_incomplete_module(shared: list[Any], attributes: list[dict[str, An
         # The user's module precedes its submodules.
         if module is None:
             module = item
-        if sent is None or not set(STRUCTURE) <= set(sent):
+        if sent is None or not set(STRUCTURE).issubset(sent):
             is_complete = False
     if module is None or is_complete:
         return None
-    state: dict[str, Any] = on_cpu(module.state_dict())
-    return state
+    state = module.state_dict()
+    state_on_cpu: dict[str, Any] = on_cpu(state)
+    return state_on_cpu
 
 
 # In the caller's process
@@ -161,15 +211,21 @@ def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResult
     """
     if results.process == this_process():
         return results.result
+    # 1. The shared objects. Both lists have them in the same order.
     tensors = iter(results.tensors)
     for item, attributes in zip(shared, results.attributes, strict=True):
         if isinstance(item, Tensor):
-            _set_value(item, next(tensors))
+            value = next(tensors)
+            _set_value(item, value)
         elif attributes:
-            item.__dict__.update(attributes)
+            _set_attributes(item, attributes)
+
+    # 2. Layers that could not be sent.
     if results.module_state is not None:
-        module = next(item for item in shared if isinstance(item, nn.Module))
+        module = _first_module(shared)
         _load_state(module, results.module_state)
+
+    # 3. The states of the trainer's parts.
     parts.logs.show(results.metrics)
     parts.strategy.load_state_dict(results.strategy)
     parts.precision.load_state_dict(results.precision)
@@ -178,15 +234,40 @@ def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResult
     return results.result
 
 
+def _set_attributes(item: Any, attributes: Attributes) -> None:
+    """Set attributes of an object; attributes that were not sent stay.
+
+    The object is the user's, and its attributes are copies of what the run set in the main process. Setting them by
+    `setattr` would run the user's properties and `__setattr__` a second time, and a module would register its layers
+    again. So they go into the object's dictionary, as unpickling does it.
+    """
+    namespace = item.__dict__
+    namespace.update(attributes)
+
+
+def _first_module(shared: list[Any]) -> nn.Module:
+    """Return the user's module, which precedes its submodules."""
+    modules = (item for item in shared if isinstance(item, nn.Module))
+    return next(modules)
+
+
 def _load_state(module: nn.Module, state: dict[str, Any]) -> None:
     """Load the state of a module of which some layers could not be sent; `configure_model` creates them here, too."""
     try:
-        if set(module.state_dict()) != set(state) and is_a(module, LightningModule):
+        # 1. Create the layers.
+        names = set(module.state_dict())
+        if names != set(state) and is_a(module, LightningModule):
             module.configure_model()
+
+        # 2. Load their values. `load_state_dict` keeps the dtypes of the new layers, so those are set afterwards.
         module.load_state_dict(state)
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor) and tensor.dtype != state[name].dtype:
-                tensor.data = state[name]
+        tensors = module.state_dict(keep_vars=True)
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            value = state[name]
+            if tensor.dtype != value.dtype:
+                tensor.data = value
     except Exception as error:
         raise WorkerError(
             f"Training is done, but layers that {type(module).__name__} made in the meantime can neither be sent to"
@@ -196,9 +277,9 @@ def _load_state(module: nn.Module, state: dict[str, Any]) -> None:
 
 def _set_value(tensor: Tensor, value: Tensor) -> None:
     # A lazy module has found its shapes in the run.
-    is_replaced = tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.is_meta
+    fits = tensor.shape == value.shape and tensor.dtype == value.dtype
     with torch.no_grad():
-        if is_replaced:
-            tensor.data = value
-        else:
+        if fits and not tensor.is_meta:
             tensor.data.copy_(value)
+        else:
+            tensor.data = value

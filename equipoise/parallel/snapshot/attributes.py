@@ -8,6 +8,9 @@ from torch import nn
 
 __all__ = ["Attributes", "Containers"]
 
+# Names and values of the attributes of an object.
+Namespace = dict[str, Any]
+
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -32,14 +35,22 @@ class Attributes:
         False
     """
 
-    def __init__(self, holders: Iterable[Any], namespace_of: Callable[[Any], dict[str, Any]] = vars) -> None:
+    def __init__(
+        self,
+        holders: Iterable[Any],
+        namespace_of: Callable[[Any], Namespace] = vars,
+    ) -> None:
         self._holders = list(holders)
         self._namespace_of = namespace_of
-        self._values: list[dict[str, Any]] = []
+        # The noted names and values, for each holder.
+        self._values: list[Namespace] = []
 
     def mark(self) -> None:
         """Note the present values."""
-        self._values = [dict(self._namespace_of(holder)) for holder in self._holders]
+        self._values = []
+        for holder in self._holders:
+            namespace = self._namespace_of(holder)
+            self._values.append(dict(namespace))
 
     def first_change(self) -> tuple[Any, str] | None:
         """Return the first object with a name that is new or names another object than at the mark, and that name.
@@ -48,8 +59,11 @@ class Attributes:
             The object and the name; None if there is no change. Names that were removed are no change.
         """
         for holder, values in zip(self._holders, self._values, strict=True):
-            for name, value in self._namespace_of(holder).items():
-                if name not in values or value is not values[name]:
+            namespace = self._namespace_of(holder)
+            for name, value in namespace.items():
+                if name not in values:
+                    return holder, name
+                if value is not values[name]:
                     return holder, name
         return None
 
@@ -81,16 +95,27 @@ class Containers:
 
     def __init__(self, module: nn.Module) -> None:
         self._containers: list[Any] = []
-        for submodule in module.modules():
-            for name, value in vars(submodule).items():
-                # Other classes may do more than hold items; private containers are torch's and Lightning's.
-                if type(value) in _CONTAINERS and not name.startswith("_"):
-                    self._containers.append(value)
+        # A copy of each container.
         self._contents: list[Any] = []
+        for submodule in module.modules():
+            self._add_containers_of(submodule)
+
+    def _add_containers_of(self, submodule: nn.Module) -> None:
+        attributes = vars(submodule)
+        for name, value in attributes.items():
+            # Private containers are torch's and Lightning's.
+            if name.startswith("_"):
+                continue
+            # Subclasses may do more than hold items.
+            if type(value) in _CONTAINERS:
+                self._containers.append(value)
 
     def mark(self) -> None:
         """Note the present contents."""
-        self._contents = [container.copy() for container in self._containers]
+        self._contents = []
+        for container in self._containers:
+            content = container.copy()
+            self._contents.append(content)
 
     def restore(self) -> None:
         """Restore the contents. The containers remain the same objects."""

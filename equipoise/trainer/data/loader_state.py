@@ -19,9 +19,18 @@ __all__ = [
 ]
 
 
+# States of generators, as `random_state_of` returns them.
+RandomStates = dict[str, Any]
+# A function that opens a loader, and one that calls it.
+OpenLoader = Callable[[], Any]
+Starter = Callable[[OpenLoader], None]
+
+
 def has_state(loader: Any) -> bool:
     """Return True if a loader saves and restores its position, as torchdata's StatefulDataLoader does."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    save = getattr(loader, "state_dict", None)
+    load = getattr(loader, "load_state_dict", None)
+    return callable(save) and callable(load)
 
 
 def _generators(loaders: list[Any]) -> list[torch.Generator]:
@@ -35,13 +44,18 @@ def _generators(loaders: list[Any]) -> list[torch.Generator]:
         for owner in (loader, sampler, batch_sampler, inner_sampler):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
-                generators[id(generator)] = generator
+                key = id(generator)
+                generators[key] = generator
     return list(generators.values())
 
 
 def generator_states(loaders: list[Any]) -> list[torch.Tensor]:
     """Return the states of the private generators of loaders and samplers."""
-    return [generator.get_state() for generator in _generators(loaders)]
+    states = []
+    for generator in _generators(loaders):
+        state = generator.get_state()
+        states.append(state)
+    return states
 
 
 def load_generator_states(loaders: list[Any], states: list[torch.Tensor]) -> None:
@@ -51,17 +65,22 @@ def load_generator_states(loaders: list[Any], states: list[torch.Tensor]) -> Non
         loaders: The loaders.
         states: States that `generator_states` returned.
     """
+    generators = _generators(loaders)
     # There may be fewer loaders now than there were.
-    for generator, state in zip(_generators(loaders), states, strict=False):
+    for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)
 
 
-def random_state_of(loaders: list[Any]) -> dict[str, Any]:
+def random_state_of(loaders: list[Any]) -> RandomStates:
     """Return the states of all generators that the next batches of these loaders depend on."""
-    return {"global": random_state.capture().state_dict(), "generators": generator_states(loaders)}
+    of_process = random_state.capture()
+    return {
+        "global": of_process.state_dict(),
+        "generators": generator_states(loaders),
+    }
 
 
-def load_random_state(loaders: list[Any], state: dict[str, Any]) -> None:
+def load_random_state(loaders: list[Any], state: RandomStates) -> None:
     """Set these generators back.
 
     Args:
@@ -69,7 +88,8 @@ def load_random_state(loaders: list[Any], state: dict[str, Any]) -> None:
         state: States that `random_state_of` returned.
     """
     load_generator_states(loaders, state["generators"])
-    random_state.RandomState.from_state_dict(state["global"]).restore()
+    of_process = random_state.RandomState.from_state_dict(state["global"])
+    of_process.restore()
 
 
 class PersistentWorkers:
@@ -87,15 +107,17 @@ class PersistentWorkers:
 
     def __init__(self, loaders: list[Any], *, several_at_once: bool) -> None:
         self._loaders = loaders
+        # For each stream, whether its workers stay between passes.
         self._persists_in_stream = [_keeps_workers(loader) for loader in loaders]
-        # A stream that reads several loaders opens all of them.
         if several_at_once:
-            self._persists_in_stream = [any(self._persists_in_stream)]
+            # The only stream opens all loaders.
+            persists = any(self._persists_in_stream)
+            self._persists_in_stream = [persists]
         # Generators at the start of the workers, by stream: in this process, and in the one that this run resumes.
-        self._started: dict[int, dict[str, Any]] = {}
-        self._started_earlier: dict[int, dict[str, Any]] = {}
+        self._started: dict[int, RandomStates] = {}
+        self._started_earlier: dict[int, RandomStates] = {}
 
-    def starter(self, stream: int) -> Callable[[Callable[[], Any]], None] | None:
+    def starter(self, stream: int) -> Starter | None:
         """Return the function that a stream calls before it opens its loader; None if the loader keeps no workers.
 
         Args:
@@ -105,7 +127,7 @@ class PersistentWorkers:
             return None
         return partial(self._start, stream)
 
-    def _start(self, stream: int, open_loader: Callable[[], Any]) -> None:
+    def _start(self, stream: int, open_loader: OpenLoader) -> None:
         """Start the workers as in an earlier process, or note the generators with which they start now."""
         # 1. Note only the first start: later passes find the workers alive.
         if stream in self._started:
@@ -129,7 +151,10 @@ class PersistentWorkers:
     def state_dict(self) -> list[Any]:
         """Return pairs of a stream's index and the generators with which its workers started."""
         starts = {**self._started_earlier, **self._started}
-        return [[stream, state] for stream, state in starts.items()]
+        pairs = []
+        for stream, state in starts.items():
+            pairs.append([stream, state])
+        return pairs
 
     def load_state_dict(self, state: list[Any]) -> None:
         """Let workers that do not run yet start as they did in an earlier process.
@@ -142,4 +167,8 @@ class PersistentWorkers:
 
 def _keeps_workers(loader: Any) -> bool:
     """Return True if a loader keeps its workers between passes, and does not restore their position by itself."""
-    return isinstance(loader, DataLoader) and loader.persistent_workers and not has_state(loader)
+    if not isinstance(loader, DataLoader):
+        return False
+    if not loader.persistent_workers:
+        return False
+    return not has_state(loader)
