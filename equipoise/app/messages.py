@@ -19,6 +19,9 @@ from equipoise.app.config.checks import GROUPS, KEYS, did_you_mean
 
 __all__ = ["explain", "options"]
 
+# Groups of which a run may choose several options.
+_GROUPS_OF_MAPPINGS = ("callbacks", "logger")
+
 
 def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
     """Return one message for one of Hydra's errors: what is wrong, and the nearest right key or option.
@@ -27,35 +30,57 @@ def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
         error: The error; its causes are examined as well.
         folders: The folders with configurations, as for `main`. Default: none, while Hydra runs.
     """
+    text = str(error)
+
+    # 1. Errors of YAML have a position.
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return f"Cannot read {mark.name}, line {mark.line + 1}: {error.problem}."
-    file = re.match(r"In '([^']+)': Config\w+Error", str(error))
+        line = mark.line + 1
+        return f"Cannot read {mark.name}, line {line}: {error.problem}."
+
+    # 2. The class of the error or of one of its causes may say what is wrong.
+    file = re.match(r"In '([^']+)': Config\w+Error", text)
     start = ""
     if file is not None:
-        start = f"In {file[1]}.yaml: "
+        name = file[1]
+        start = f"In {name}.yaml: "
     link: BaseException | None = error
     while link is not None:
         message = _explain_link(link, start, folders)
         if message is not None:
             return message
         link = link.__cause__ or link.__context__
-    return _explain_text(str(error), folders)
+
+    # 3. Else the text does.
+    return _explain_text(text, folders)
 
 
-def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> str | None:
+def _explain_link(
+    error: BaseException,
+    start: str,
+    folders: Sequence[Path],
+) -> str | None:
     """Return the message for one error in a chain of causes; None if its class does not say what is wrong."""
+    # 1. Errors of Hydra.
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _explain_missing_file(error, folders)
     if isinstance(error, OverrideParseException):
-        return f"Cannot read {error.override!r}: write key=value, special characters in quotes, as in key='\"a=b\"'."
-    if not isinstance(error, OmegaConfBaseException) or not error.full_key:
+        override = error.override
+        return f"Cannot read {override!r}: write key=value, special characters in quotes, as in key='\"a=b\"'."
+
+    # 2. Errors of OmegaConf that name a key.
+    if not isinstance(error, OmegaConfBaseException):
+        return None
+    if not error.full_key:
         return None
     key = error.full_key
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return start + _unknown_key(key, error.parent_node or {}, folders)
-    first_line = str(error).splitlines()[0]
-    return f"{start}{key}: {first_line.rstrip('.')}."
+        mapping = error.parent_node or {}
+        message = _unknown_key(key, mapping, folders)
+        return f"{start}{message}"
+    lines = str(error).splitlines()
+    problem = lines[0].rstrip(".")
+    return f"{start}{key}: {problem}."
 
 
 def _explain_missing_file(error: MissingConfigException, folders: Sequence[Path]) -> str:
@@ -63,58 +88,59 @@ def _explain_missing_file(error: MissingConfigException, folders: Sequence[Path]
     group, _, option = path.rpartition("/")
     names = error.options or options(group, folders)
     hint = did_you_mean(option, names)
+    # Users may add files to these groups alone.
     way_out = ""
-    if group in ("callbacks", "logger"):
+    if group in _GROUPS_OF_MAPPINGS:
         way_out = f" A file conf/{group}/{option}.yaml adds one."
     return f"There is no {option!r} in the group {group!r}{hint}{way_out}"
 
 
 def _explain_text(text: str, folders: Sequence[Path]) -> str:
     """Return the message for an error that Hydra describes by its text alone."""
+    # 1. A group without an option.
     match = re.match(r"You must specify '([\w/]+)'", text)
     if match:
         group = match[1]
-        hint = did_you_mean("", options(group, folders))
+        hint = _hint_of_options(group, folders)
         return f"No {group} is chosen: give {group}=NAME{hint}"
 
+    # 2. A file that chooses an option of an unknown group.
     match = re.match(r"(In '.*): Could not override '([\w/]+)'.*\s+No match", text)
     if match:
         file, group = match.groups()
         hint = did_you_mean(group, GROUPS)
         return f"{file} there is no group {group!r} to override{hint}"
 
+    # 3. A key to be left out that does not exist.
     match = re.match(r"Could not delete from config. '([\w.]+)' does not exist", text)
     if match:
         key = match[1]
         hint = did_you_mean(key, KEYS)
         return f"There is no key {key!r} to leave out{hint}"
 
+    # 4. A list where a mapping belongs.
     match = re.match(r"(In '.*): .*\s+Cannot merge \w+ with \w+", text)
     if match:
-        return f"{match[1]} a list and a mapping meet; callbacks and logger are mappings, from names to what to build."
+        file = match[1]
+        return f"{file} a list and a mapping meet; callbacks and logger are mappings, from names to what to build."
 
-    message = text.partition("\nConfig search path")[0]
+    # 5. Any other text, without the list of folders behind it.
+    message, _, _ = text.partition("\nConfig search path")
     return message.strip()
+
+
+def _hint_of_options(group: str, folders: Sequence[Path]) -> str:
+    """Return the end of a message that lists the options of a group."""
+    names = options(group, folders)
+    return did_you_mean("", names)
 
 
 def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) -> str:
     """Return the message for a key that its mapping does not have."""
     names = [str(name) for name in mapping]
     parent, _, name = key.rpartition(".")
-
-    # 1. A key in a group.
-    if parent in ("callbacks", "logger") and name in options(parent, folders):
-        return f"{key!r} is not part of the configuration: choose it first, by {parent}=[{name}]."
-    if parent in GROUPS and not names:
-        hint = did_you_mean("", options(parent, folders))
-        return f"There is no key {key!r}: the present {parent} takes no arguments{hint}"
-    if parent == "trainer" and name in GROUPS:
-        return f"{key!r} is not a key of the trainer: {name} is a group of its own, given by {name}=NAME."
     if parent:
-        hint = did_you_mean(name, names, f"{parent}.")
-        return f"There is no key {key!r} in the configuration{hint}"
-
-    # 2. An outermost key.
+        return _unknown_key_in(parent, name, names, folders)
     names += GROUPS
     path = _path_below(name, mapping, names)
     if path is not None:
@@ -123,20 +149,57 @@ def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) 
     return f"There is no key {key!r} in the configuration{hint}"
 
 
-def _path_below(name: str, mapping: Mapping[Any, Any], names: Sequence[str]) -> str | None:
+def _unknown_key_in(
+    parent: str,
+    name: str,
+    names: Sequence[str],
+    folders: Sequence[Path],
+) -> str:
+    """Return the message for a key that its mapping, which is not the outermost one, does not have."""
+    key = f"{parent}.{name}"
+    # 1. An option that is not chosen.
+    if parent in _GROUPS_OF_MAPPINGS and name in options(parent, folders):
+        return f"{key!r} is not part of the configuration: choose it first, by {parent}=[{name}]."
+
+    # 2. An option without arguments.
+    if parent in GROUPS and not names:
+        hint = _hint_of_options(parent, folders)
+        return f"There is no key {key!r}: the present {parent} takes no arguments{hint}"
+
+    # 3. A group within the trainer's.
+    if parent == "trainer" and name in GROUPS:
+        return f"{key!r} is not a key of the trainer: {name} is a group of its own, given by {name}=NAME."
+
+    # 4. Any other key.
+    prefix = f"{parent}."
+    hint = did_you_mean(name, names, prefix)
+    return f"There is no key {key!r} in the configuration{hint}"
+
+
+def _path_below(
+    name: str,
+    mapping: Mapping[Any, Any],
+    names: Sequence[str],
+) -> str | None:
     """Return the path of an argument for which the user forgot the group; None if there is no such argument."""
+    # 1. An argument of the module or the data.
     for part in ("module", "data"):
         if part not in mapping:
             continue
         arguments = mapping[part]
-        if OmegaConf.is_dict(arguments) and name in arguments:
+        # A part that is not a mapping has no arguments.
+        if not OmegaConf.is_dict(arguments):
+            continue
+        if name in arguments:
             return f"{part}.{name}"
-    parameters = inspect.signature(equipoise.Trainer).parameters
-    matches = get_close_matches(name, parameters, n=1)
-    # An outermost key that is as near is more likely.
-    if matches and not get_close_matches(name, names):
-        return f"trainer.{matches[0]}"
-    return None
+
+    # 2. An argument of the trainer. An outermost key that is as near is more likely.
+    signature = inspect.signature(equipoise.Trainer)
+    matches = get_close_matches(name, signature.parameters, n=1)
+    if not matches or get_close_matches(name, names):
+        return None
+    nearest = matches[0]
+    return f"trainer.{nearest}"
 
 
 def options(group: str, folders: Sequence[Path]) -> list[str]:
@@ -147,11 +210,15 @@ def options(group: str, folders: Sequence[Path]) -> list[str]:
         folders: The folders with configurations, used unless Hydra runs. If there are none, no names are returned.
     """
     hydra_instance = GlobalHydra.instance()
+    # 1. Ask the running Hydra.
     if hydra_instance.is_initialized():
         loader = hydra_instance.config_loader()
         return loader.get_group_options(group)
+    # 2. Start it with the first folder.
     if not folders:
         return []
-    with hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
+    folder = str(folders[0])
+    with hydra.initialize_config_dir(folder, version_base="1.3"):
+        hydra_instance = GlobalHydra.instance()
+        loader = hydra_instance.config_loader()
         return loader.get_group_options(group)

@@ -10,6 +10,9 @@ from equipoise.report.step_curve import StepCurve
 
 __all__ = ["CurveHistory"]
 
+# Values by steps, or by epochs done.
+Curve = dict[float, float]
+
 
 class CurveHistory:
     """Collects curves for a callback, which calls a method here for each hook of the same name.
@@ -28,7 +31,7 @@ class CurveHistory:
     """
 
     def __init__(self) -> None:
-        self.curves: dict[str, dict[float, float]] = {}
+        self.curves: dict[str, Curve] = {}
         self.validation_names: set[str] = set()
         self.batches_done = 0
         self._by_step: dict[str, StepCurve] = {}
@@ -47,15 +50,20 @@ class CurveHistory:
 
     def step_curves(self) -> Mapping[str, Mapping[float, float]]:
         """Return for every metric's name its values by step, thinned if there are many."""
-        curves: dict[str, dict[float, float]] = {}
-        for name, curve in self._by_step.items():
-            points = curve.points()
+        curves: dict[str, Curve] = {}
+        for name, step_curve in self._by_step.items():
+            points = step_curve.points()
             curves[name] = {float(step): value for step, value in points.items()}
         return curves
 
     def epoch_ends(self) -> dict[int, int]:
         """Return the last step of each epoch, by epochs done; thinned if there are many."""
-        return {int(epoch): step for step, epoch in self._epochs.points().items()}
+        ends = {}
+        points = self._epochs.points()
+        for step, epoch in points.items():
+            number = int(epoch)
+            ends[number] = step
+        return ends
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far."""
@@ -70,15 +78,21 @@ class CurveHistory:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the curves of an earlier process."""
+        # 1. Curves by epochs.
         self.curves = {}
-        for name, curve in state_dict["history"].items():
+        history = state_dict["history"]
+        for name, curve in history.items():
             self.curves[name] = dict(curve)
-        self.validation_names = set(state_dict["validation_names"])
-        # Checkpoints of earlier versions have no curves by steps.
+        names = state_dict["validation_names"]
+        self.validation_names = set(names)
+        # 2. Curves by steps, which checkpoints of earlier versions do not have.
         self._by_step = {}
-        for name, state in state_dict.get("by_step", {}).items():
-            self._by_step[name] = StepCurve()
-            self._by_step[name].load_state_dict(state)
+        by_step = state_dict.get("by_step", {})
+        for name, state in by_step.items():
+            step_curve = StepCurve()
+            step_curve.load_state_dict(state)
+            self._by_step[name] = step_curve
+        # 3. The ends of the epochs.
         self._epochs = StepCurve()
         if "epochs" in state_dict:
             self._epochs.load_state_dict(state_dict["epochs"])
@@ -137,10 +151,12 @@ class CurveHistory:
             recorded_name = self._recorded_name(trainer, name)
             self._logged_names.add(recorded_name)
             self._add(recorded_name, step, value)
-        if trainer.training:
-            for name, rate in _learning_rates(trainer).items():
-                self._logged_names.add(name)
-                self._add(name, step, rate)
+        if not trainer.training:
+            return
+        rates = _learning_rates(trainer)
+        for name, rate in rates.items():
+            self._logged_names.add(name)
+            self._add(name, step, rate)
 
     def on_validation_start(self, trainer: Any) -> None:
         """Note the present metrics, to recognise those that validation adds."""
@@ -149,37 +165,44 @@ class CurveHistory:
 
     def on_validation_end(self, trainer: Any) -> None:
         """Record the values of a validation."""
-        if self._names_before is None or trainer.sanity_checking:
+        if self._names_before is None:
             return
-        self.validation_names |= set(trainer.callback_metrics) - self._names_before
+        if trainer.sanity_checking:
+            return
+        names = set(trainer.callback_metrics)
+        self.validation_names |= names - self._names_before
         self._names_before = None
         # Before the first batch, the validation belongs to the end of an epoch.
-        share = min(1.0, self.batches_done / trainer.num_training_batches)
-        epoch = trainer.current_epoch + (share or 1.0)
-        last_step = max(0, _steps_done(trainer) - 1)
+        share = self.batches_done / trainer.num_training_batches
+        share = min(1.0, share) or 1.0
+        epoch = trainer.current_epoch + share
         self._record(
             trainer,
             epoch,
-            last_step,
+            _last_step(trainer),
             self.validation_names,
         )
 
     def on_train_epoch_end(self, trainer: Any) -> None:
         """Note the end of an epoch. Its values are read later: the module may log more after this."""
-        last_step = max(0, _steps_done(trainer) - 1)
-        self._pending = (trainer.current_epoch, last_step)
-        self._epochs.add(last_step, float(trainer.current_epoch + 1))
+        epoch = trainer.current_epoch
+        last_step = _last_step(trainer)
+        self._pending = (epoch, last_step)
+        epochs_done = float(epoch + 1)
+        self._epochs.add(last_step, epochs_done)
 
     def take_epoch(self, trainer: Any) -> None:
         """Record the present values of the epoch that ended last."""
         if self._pending is None:
             return
-        epoch, step = self._pending
-        names = set(trainer.callback_metrics) - self.validation_names
+        epoch, last_step = self._pending
+        epochs_done = epoch + 1
+        names = set(trainer.callback_metrics)
+        names -= self.validation_names
         self._record(
             trainer,
-            epoch + 1,
-            step,
+            epochs_done,
+            last_step,
             names,
         )
 
@@ -188,14 +211,21 @@ class CurveHistory:
         # Reading the values of several processes may need the other ones.
         if trainer.world_size == 1:
             self.take_epoch(trainer)
-            is_listening = self.hear in getattr(trainer, "metric_listeners", ())
+            listeners = getattr(trainer, "metric_listeners", ())
+            is_listening = self.hear in listeners
             if self._pending is None and is_listening:
                 # A device that failed cannot be read.
                 with contextlib.suppress(Exception):
                     trainer.hand_over_last_step()
         self.leave(trainer)
 
-    def _record(self, trainer: Any, epoch: float, step: int, names: set[str]) -> None:
+    def _record(
+        self,
+        trainer: Any,
+        epoch: float,
+        step: int,
+        names: set[str],
+    ) -> None:
         """Record the present values of some metrics by epoch, and by step those that loggers did not receive."""
         metrics = trainer.callback_metrics
         for name, value in metrics.items():
@@ -210,10 +240,13 @@ class CurveHistory:
 
     def _add(self, name: str, step: int, value: Any) -> None:
         # Loggers receive the number of the epoch with all other values.
-        if not isinstance(value, (int, float)) or name == "epoch":
+        if name == "epoch":
             return
-        curve = self._by_step.setdefault(name, StepCurve())
-        curve.add(step, float(value))
+        if not isinstance(value, (int, float)):
+            return
+        number = float(value)
+        step_curve = self._by_step.setdefault(name, StepCurve())
+        step_curve.add(step, number)
 
     def _recorded_name(self, trainer: Any, name: str) -> str:
         """Return the name under which a metric is recorded: `loss` for `loss_epoch` if callbacks see both."""
@@ -223,14 +256,19 @@ class CurveHistory:
         recorded_name = name
         base, mark, loader = name.partition("/dataloader_idx_")
         if base.endswith("_epoch") and _is_fork(name, trainer.callback_metrics):
-            recorded_name = f"{base.removesuffix('_epoch')}{mark}{loader}"
+            root = base.removesuffix("_epoch")
+            recorded_name = f"{root}{mark}{loader}"
         self._recorded_names[name] = recorded_name
         return recorded_name
 
 
-def _up_to(last_epoch: float, curve: Mapping[float, float]) -> dict[float, float]:
+def _up_to(last_epoch: float, curve: Curve) -> Curve:
     """Return the values of a curve up to an epoch."""
-    return {epoch: value for epoch, value in curve.items() if epoch <= last_epoch}
+    values = {}
+    for epoch, value in curve.items():
+        if epoch <= last_epoch:
+            values[epoch] = value
+    return values
 
 
 def _steps_done(trainer: Any) -> int:
@@ -245,6 +283,12 @@ def _steps_done(trainer: Any) -> int:
     return steps
 
 
+def _last_step(trainer: Any) -> int:
+    """Return the number of the last step, from 0; 0 also before the first."""
+    last_step = _steps_done(trainer) - 1
+    return max(0, last_step)
+
+
 def _learning_rates(trainer: Any) -> dict[str, float]:
     """Return the rate of each scheduled optimiser's first group, under the name that Lightning gives it."""
     rates: dict[str, float] = {}
@@ -253,7 +297,8 @@ def _learning_rates(trainer: Any) -> dict[str, float]:
         rate = _learning_rate(optimizer)
         if rate is None:
             continue
-        name = config.name or f"lr-{type(optimizer).__name__}"
+        kind = type(optimizer)
+        name = config.name or f"lr-{kind.__name__}"
         # Optimisers of one class are numbered.
         earlier = _count_of_class(name, rates)
         if earlier:
@@ -288,8 +333,11 @@ def _learning_rate(optimizer: Any) -> float | None:
 def _is_fork(name: str, names: Container[str]) -> bool:
     """Return True if a name is `loss_step` or `loss_epoch` beside `loss`: the same value, under names for loggers."""
     base, mark, loader = name.partition("/dataloader_idx_")
-    root = base.removesuffix("_step").removesuffix("_epoch")
+    root = base.removesuffix("_step")
+    root = root.removesuffix("_epoch")
     if root == base:
         return False
     suffix = f"{mark}{loader}"
-    return root + suffix in names and f"{root}_epoch{suffix}" in names
+    if f"{root}{suffix}" not in names:
+        return False
+    return f"{root}_epoch{suffix}" in names

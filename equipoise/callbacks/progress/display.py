@@ -42,7 +42,14 @@ class Layout:
         # For each track, the index of its layout among the possible ones.
         self._choices: dict[int, int] = {}
 
-    def compose(self, tracks: Sequence[Track], metrics: Metrics, *, width: int, now: float) -> Text:
+    def compose(
+        self,
+        tracks: Sequence[Track],
+        metrics: Metrics,
+        *,
+        width: int,
+        now: float,
+    ) -> Text:
         """Format the tracks, one below the other, with the metrics at the first.
 
         Args:
@@ -59,56 +66,75 @@ class Layout:
             lines += self._lines(index, track, metrics, now)
             # Tracks below the first one have no metrics.
             metrics = {}
-        return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
+        line_break = Text(
+            "\n",
+            no_wrap=True,
+            overflow="crop",
+            end="",
+        )
+        return line_break.join(lines)
 
     def _lines(self, index: int, track: Track, metrics: Metrics, now: float) -> list[Text]:
         """Format a track as the first of its layouts that fits."""
-        label = Text(printable(track.label), "bold")
+        name = printable(track.label)
+        label = Text(name, "bold")
         values = _metrics(metrics)
         layouts = _layouts(track, values, now)
         # 1. Find the layout, from the last choice on. The last layout is taken even if it does not fit.
         choice = self._choices.get(index, 0)
         last = len(layouts) - 1
-        while choice < last and layouts[choice].width(label) > self._width:
-            choice += 1
-        self._choices[index] = choice
         layout = layouts[choice]
+        while choice < last and layout.width(label) > self._width:
+            choice += 1
+            layout = layouts[choice]
+        self._choices[index] = choice
         # 2. Draw it.
         bar = self._bar(track, layout.bar)
         parts = [label, bar, *layout.columns]
         visible = filter(None, parts)
         line = _SPACE.join(visible)
-        lines = [self._shorten(line)]
+        self._shorten(line)
+        lines = [line]
         # 3. Put metrics that are not on the line below it.
-        if values and layout.columns[-1] is not values:
-            indented = _SPACE + values
-            lines.append(self._shorten(indented))
+        last_column = layout.columns[-1]
+        if values and last_column is not values:
+            second_line = _SPACE + values
+            self._shorten(second_line)
+            lines.append(second_line)
         return lines
 
     def _bar(self, track: Track, width: int) -> Text:
         """Draw the bar, with a resolution of half a cell except in ASCII."""
+        # 1. Count the cells that are done, in halves.
         fraction = 0.0
         if track.total:
-            fraction = min(1.0, track.done / track.total)
+            fraction = track.done / track.total
+            fraction = min(1.0, fraction)
         half_cells = int(fraction * width * 2)
         full, half = divmod(half_cells, 2)
+        # 2. Draw them, and the rest.
         if self.ascii_only:
             done = "#" * full
             rest = "-" * (width - full)
         else:
             done = "━" * full + "╸" * half
             rest = "─" * (width - full - half)
-        colour = "green" if fraction == 1 else "cyan"
+        colour = "cyan"
+        if fraction == 1:
+            colour = "green"
         return Text.assemble((done, colour), (rest, "dim"))
 
-    def _shorten(self, line: Text) -> Text:
-        """Shorten a line that is too long, and mark its end by dots."""
-        if line.cell_len > self._width:
-            dots = "..." if self.ascii_only else "…"
-            width = max(0, self._width - len(dots))
-            line.truncate(width, overflow="crop")
-            line.append(dots[: self._width], "dim")
-        return line
+    def _shorten(self, line: Text) -> None:
+        """Shorten a line in place if it is too long, and mark its end by dots."""
+        if line.cell_len <= self._width:
+            return
+        dots = "…"
+        if self.ascii_only:
+            dots = "..."
+        width = max(0, self._width - len(dots))
+        line.truncate(width, overflow="crop")
+        visible_dots = dots[: self._width]
+        line.append(visible_dots, "dim")
 
 
 @dataclass(frozen=True)
@@ -130,8 +156,9 @@ class _LineLayout:
             widths.append(column.cell_len)
         # Empty parts are left out.
         visible = [width for width in widths if width]
-        spaces = len(visible) - 1
-        return sum(visible) + spaces * _SPACE.cell_len
+        num_spaces = len(visible) - 1
+        width_of_spaces = num_spaces * _SPACE.cell_len
+        return sum(visible) + width_of_spaces
 
 
 def _layouts(track: Track, values: Text, now: float) -> list[_LineLayout]:
@@ -150,14 +177,19 @@ def _layouts(track: Track, values: Text, now: float) -> list[_LineLayout]:
     # 3. List the layouts. The metrics are in the first ones only.
     layouts = []
     for bar in wide_bars:
-        layouts.append(_LineLayout(bar, (count, rate, clock, values)))
+        layout = _LineLayout(bar, (count, rate, clock, values))
+        layouts.append(layout)
     for bar in wide_bars:
-        layouts.append(_LineLayout(bar, (count, rate, clock)))
+        layout = _LineLayout(bar, (count, rate, clock))
+        layouts.append(layout)
     # Then the last of the wide bars, and the narrow one.
     for bar in (wide_bars[-1], narrow_bar):
-        layouts.append(_LineLayout(bar, (count, short_clock)))
-    layouts.append(_LineLayout(narrow_bar, (count,)))
-    layouts.append(_LineLayout(0, (count,)))
+        layout = _LineLayout(bar, (count, short_clock))
+        layouts.append(layout)
+    # At last the count alone.
+    for bar in (narrow_bar, 0):
+        layout = _LineLayout(bar, (count,))
+        layouts.append(layout)
     return layouts
 
 
@@ -171,10 +203,12 @@ def _rate(track: Track) -> Text:
 
 def _clock(track: Track, now: float) -> Text:
     """Format the elapsed time, and the remaining time if it is known."""
-    text = format_clock(track.elapsed(now))
+    elapsed = track.elapsed(now)
+    text = format_clock(elapsed)
     remaining = track.remaining
     if remaining is not None:
-        text += f"<{format_clock(remaining)}"
+        remaining_text = format_clock(remaining)
+        text = f"{text}<{remaining_text}"
     return Text(text, "dim")
 
 
@@ -182,10 +216,16 @@ def _short_clock(track: Track, now: float) -> Text:
     """Format the remaining time if it is known, else the elapsed time."""
     remaining = track.remaining
     if remaining is None:
-        text = format_clock(track.elapsed(now))
+        elapsed = track.elapsed(now)
+        text = format_clock(elapsed)
     else:
-        text = f"{format_clock(remaining)} left"
+        text = _time_left(remaining)
     return Text(text, "dim")
+
+
+def _time_left(remaining: float) -> str:
+    text = format_clock(remaining)
+    return f"{text} left"
 
 
 def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
@@ -195,20 +235,26 @@ def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
         >>> plain_line(Track("Epoch 1/3", 40, 0.0), {"loss": 0.5}, now=2.0)
         'Epoch 1/3: 0/40 batches, 0:02, loss 0.5000'
     """
-    parts = [f"{_count(track).strip()} batches"]
-    rate = track.rate
-    if rate is not None:
-        parts.append(format_rate(rate).strip())
+    # 1. Count and rate, without the spaces that keep their widths.
+    count = _count(track).strip()
+    parts = [f"{count} batches"]
+    if track.rate is not None:
+        rate = format_rate(track.rate)
+        parts.append(rate.strip())
+    # 2. Times.
     elapsed = track.elapsed(now)
     parts.append(format_clock(elapsed))
     remaining = track.remaining
     if remaining is not None:
-        parts.append(f"{format_clock(remaining)} left")
+        parts.append(_time_left(remaining))
+    # 3. Metrics.
     for name, value in metrics.items():
-        text = format_number(value)
-        parts.append(f"{printable(name)} {text}")
+        label = printable(name)
+        number = format_number(value)
+        parts.append(f"{label} {number}")
     line = ", ".join(parts)
-    return f"{printable(track.label)}: {line}"
+    name_of_track = printable(track.label)
+    return f"{name_of_track}: {line}"
 
 
 def _count(track: Track) -> str:
@@ -227,8 +273,8 @@ def _metrics(metrics: Metrics) -> Text:
         style = ""
         if isinstance(value, float) and not math.isfinite(value):
             style = "bold red"
-        label = f"{printable(name)} "
+        label = printable(name)
         number = format_number(value)
-        text = Text.assemble((label, "dim"), (number, style))
+        text = Text.assemble((f"{label} ", "dim"), (number, style))
         texts.append(text)
     return _SPACE.join(texts)
