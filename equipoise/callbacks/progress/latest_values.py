@@ -8,6 +8,9 @@ from torch import Tensor
 
 __all__ = ["LatestValues"]
 
+# Numbers, tensors or texts by name.
+Values = Mapping[str, Any]
+
 
 class _Event(Protocol):
     def query(self) -> bool: ...
@@ -16,7 +19,8 @@ class _Event(Protocol):
 
 
 def _record_event(device: torch.device) -> _Event:
-    event: _Event = torch.cuda.current_stream(device).record_event()
+    stream = torch.cuda.current_stream(device)
+    event: _Event = stream.record_event()
     return event
 
 
@@ -45,15 +49,20 @@ class LatestValues:
     """
 
     def __init__(
-        self, *, record_event: Callable[[torch.device], _Event] = _record_event, pin_memory: bool = True
+        self,
+        *,
+        record_event: Callable[[torch.device], _Event] = _record_event,
+        pin_memory: bool = True,
     ) -> None:
         self._record_event = record_event
         self._pin_memory = pin_memory
+        # Tensors on the host, and the numbers that were read from them, by name.
         self._copies: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
+        # Copies that may not be done, of each device.
         self._pending: dict[torch.device, _PendingCopies] = {}
 
-    def read(self, values: Mapping[str, Any], *, wait: bool = False) -> dict[str, Any]:
+    def read(self, values: Values, *, wait: bool = False) -> dict[str, Any]:
         """Return the latest numbers that are available.
 
         Args:
@@ -81,10 +90,13 @@ class LatestValues:
 
     def _finish_copies(self, *, wait: bool) -> None:
         """Read the copies that are done."""
-        for device, pending in list(self._pending.items()):
+        # The loop removes items of the dictionary.
+        all_pending = list(self._pending.items())
+        for device, pending in all_pending:
+            event = pending.event
             if wait:
-                pending.event.synchronize()
-            elif not pending.event.query():
+                event.synchronize()
+            elif not event.query():
                 continue
             del self._pending[device]
             for name in pending.names:
@@ -93,13 +105,15 @@ class LatestValues:
 
     def _start_copies(self, values: Mapping[str, Tensor]) -> None:
         """Start copies from every device without pending copies."""
-        for device, names in _names_by_device(values).items():
+        names_by_device = _names_by_device(values)
+        for device, names in names_by_device.items():
             # More copies would only fill the queue of a slow device.
             if device in self._pending:
                 continue
             for name in names:
                 value = values[name]
-                self._copy(name, value.detach())
+                detached = value.detach()
+                self._copy(name, detached)
             event = self._record_event(device)
             self._pending[device] = _PendingCopies(event, names)
 
@@ -107,13 +121,17 @@ class LatestValues:
         # Memory of an earlier copy is used again.
         copy = self._copies.get(name)
         if copy is None or copy.dtype != value.dtype:
-            copy = torch.empty((), dtype=value.dtype, pin_memory=self._pin_memory)
+            copy = torch.empty(
+                (),
+                dtype=value.dtype,
+                pin_memory=self._pin_memory,
+            )
             self._copies[name] = copy
         scalar = value.reshape(())
         copy.copy_(scalar, non_blocking=True)
 
 
-def _values_on_cuda(values: Mapping[str, Any]) -> dict[str, Tensor]:
+def _values_on_cuda(values: Values) -> dict[str, Tensor]:
     remote = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and value.is_cuda:

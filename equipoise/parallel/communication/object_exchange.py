@@ -18,7 +18,10 @@ __all__ = ["broadcast_object", "gather_objects"]
 T = TypeVar("T")
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(
+    value: Any,
+    group: dist.ProcessGroup | None = None,
+) -> list[Any]:
     """Return the values of all processes, in the order of their ranks.
 
     Args:
@@ -30,29 +33,33 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     device = _device_of(group)
     num_processes = dist.get_world_size(group)
     content = _encode(value, device)
+    size_here = content.numel()
 
     # 1. Exchange the lengths, since a collective needs tensors of equal size.
-    length = torch.tensor([content.numel()], device=device)
+    length = _length_of(content)
     lengths = []
     for _ in range(num_processes):
-        lengths.append(_empty_length(device))
+        received_length = _empty_length(device)
+        lengths.append(received_length)
     dist.all_gather(lengths, length, group=group)
     sizes = [int(size) for size in lengths]
     longest = max(sizes)
 
     # 2. Exchange the contents, padded to the longest.
     padded = _empty_content(longest, device)
-    padded[: content.numel()] = content
+    padded[:size_here] = content
     buffers = []
     for _ in range(num_processes):
-        buffers.append(_empty_content(longest, device))
+        buffer = _empty_content(longest, device)
+        buffers.append(buffer)
     dist.all_gather(buffers, padded, group=group)
 
     # 3. Decode each without its padding.
     values = []
     for buffer, size in zip(buffers, sizes, strict=True):
         content_of_process = buffer[:size]
-        values.append(_decode(content_of_process))
+        value_of_process = _decode(content_of_process)
+        values.append(value_of_process)
     return values
 
 
@@ -65,15 +72,18 @@ def broadcast_object(value: T, source: int = 0) -> T:
     """
     group = host_group()
     device = _device_of(group)
+    # 1. The source sends the length and the content.
     if dist.get_rank() == source:
         content = _encode(value, device)
-        length = torch.tensor([content.numel()], device=device)
+        length = _length_of(content)
         dist.broadcast(length, source, group=group)
         dist.broadcast(content, source, group=group)
         return value
+    # 2. The other processes receive them.
     length = _empty_length(device)
     dist.broadcast(length, source, group=group)
-    content = _empty_content(int(length), device)
+    size = int(length)
+    content = _empty_content(size, device)
     dist.broadcast(content, source, group=group)
     received: T = _decode(content)
     return received
@@ -81,9 +91,17 @@ def broadcast_object(value: T, source: int = 0) -> T:
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device on which the group exchanges tensors."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+    backend = dist.get_backend(group)
+    if backend == "nccl":
+        index = torch.cuda.current_device()
+        return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def _length_of(content: Tensor) -> Tensor:
+    """Return the number of bytes as a tensor on the same device."""
+    size = content.numel()
+    return torch.tensor([size], device=content.device)
 
 
 def _empty_length(device: torch.device) -> Tensor:
@@ -97,10 +115,14 @@ def _empty_content(length: int, device: torch.device) -> Tensor:
 
 
 def _encode(value: Any, device: torch.device) -> Tensor:
-    content = bytearray(dumps(value))
-    return torch.frombuffer(content, dtype=torch.uint8).to(device)
+    # The tensor shares the memory of the bytes, which must be writable.
+    data = bytearray(dumps(value))
+    content = torch.frombuffer(data, dtype=torch.uint8)
+    return content.to(device)
 
 
 def _decode(content: Tensor) -> Any:
-    array = content.cpu().numpy()
-    return loads(array.tobytes())
+    content_on_host = content.cpu()
+    array = content_on_host.numpy()
+    data = array.tobytes()
+    return loads(data)

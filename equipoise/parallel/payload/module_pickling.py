@@ -25,7 +25,13 @@ _DISABLED = "_torchdynamo_disable"
 _CALL = "_compiled_call_impl"
 
 
-def reduce_module_or_function(value: Any) -> Any:
+# The result of `__reduce_ex__`, or NotImplemented.
+Reduced = Any
+# The class of a module, its state and its compiled call.
+Content = tuple[type[nn.Module], Any, Callable[..., Any] | None]
+
+
+def reduce_module_or_function(value: Any) -> Reduced:
     """Reduce a module or function for pickle; NotImplemented if pickle's own way works.
 
     Args:
@@ -38,27 +44,49 @@ def reduce_module_or_function(value: Any) -> Any:
     return NotImplemented
 
 
-def _reduce_module(module: nn.Module) -> Any:
-    compiled = vars(module).get(_CALL)
+def _reduce_module(module: nn.Module) -> Reduced:
+    attributes = vars(module)
+    compiled = attributes.get(_CALL)
     if parametrize.is_parametrized(module):
-        kind = parametrize.type_before_parametrizations(module)
-        names = tuple(module.parametrizations)  # type: ignore[arg-type]
-        # The class that torch created refuses to be pickled; the class before it does not.
-        read_state: Any = kind.__getstate__
-        state = read_state(module)
-        return _new_parametrised, (kind, names), (kind, state, compiled), None, None, _set_state
+        return _reduce_parametrised_module(module, compiled)
     if compiled is not None:
         return _reduce_compiled_module(module, compiled)
     return NotImplemented
 
 
-def _reduce_function(function: FunctionType) -> Any:
-    if not hasattr(function, _ORIGINAL) or hasattr(function, _DISABLED):
+def _reduce_parametrised_module(
+    module: nn.Module,
+    compiled: Callable[..., Any] | None,
+) -> Reduced:
+    """Reduce a parametrised module, together with its compiled call if there is one."""
+    kind = parametrize.type_before_parametrizations(module)
+    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    # The class that torch created refuses to be pickled; the class before it does not.
+    read_state: Any = kind.__getstate__
+    state = read_state(module)
+    arguments = (kind, names)
+    content = (kind, state, compiled)
+    return (
+        _new_parametrised,
+        arguments,
+        content,
+        None,
+        None,
+        _set_state,
+    )
+
+
+def _reduce_function(function: FunctionType) -> Reduced:
+    # Pickle can send a function that torch has not compiled.
+    if not hasattr(function, _ORIGINAL):
+        return NotImplemented
+    if hasattr(function, _DISABLED):
         return NotImplemented
     compiler = _compiler_of(function)
     if compiler is None:
         return NotImplemented
-    return _compile, (compiler, getattr(function, _ORIGINAL))
+    original = getattr(function, _ORIGINAL)
+    return _compile, (compiler, original)
 
 
 def _new_parametrised(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -66,28 +94,39 @@ def _new_parametrised(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Modul
     pattern = kind.__new__(kind)
     nn.Module.__init__(pattern)
     for name in names:
-        pattern.register_parameter(name, nn.Parameter(torch.empty(0)))
-        parametrize.register_parametrization(pattern, name, nn.Identity())
+        parameter = nn.Parameter(torch.empty(0))
+        pattern.register_parameter(name, parameter)
+        parametrization = nn.Identity()
+        parametrize.register_parametrization(pattern, name, parametrization)
     derived = type(pattern)
     return derived.__new__(derived)
 
 
-def _set_state(module: nn.Module, content: tuple[type[nn.Module], Any, Callable[..., Any] | None]) -> None:
+def _set_state(module: nn.Module, content: Content) -> None:
     kind, state, compiled = content
     write_state: Any = kind.__setstate__
     write_state(module, state)
     if compiled is not None:
-        vars(module)[_CALL] = compiled
+        attributes = vars(module)
+        attributes[_CALL] = compiled
 
 
-def _reduce_compiled_module(module: nn.Module, compiled: Callable[..., Any]) -> Any:
+def _reduce_compiled_module(module: nn.Module, compiled: Callable[..., Any]) -> Reduced:
     """Reduce a module that was compiled in place, together with its compiled call."""
     reduced: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    make, arguments, state, *_ = reduced
-    if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
+    create, arguments, state, *_ = reduced
+    if create is not copyreg.__newobj__:  # type: ignore[attr-defined]
         # The class defines its own way to be pickled.
         return NotImplemented
-    return make, arguments, (type(module), state, compiled), None, None, _set_state
+    content = (type(module), state, compiled)
+    return (
+        create,
+        arguments,
+        content,
+        None,
+        None,
+        _set_state,
+    )
 
 
 def _compiler_of(function: FunctionType) -> Any:

@@ -48,7 +48,8 @@ def _first_unpicklable_part(value: Any, chain: list[Any]) -> Part | None:
         is_in_chain = any(part is holder for holder in chain)
         if is_in_chain:
             continue
-        if not can_be_packed(part, chain):
+        is_packable = can_be_packed(part, chain)
+        if not is_packable:
             return name, part
     return None
 
@@ -61,19 +62,24 @@ def _path(chain: list[Any], names: list[str]) -> str:
         if not _is_internal(holder):
             start = index
             break
-    path = "".join(names[start + 1 :])
+    names_behind_start = names[start + 1 :]
+    path = "".join(names_behind_start)
     first = chain[start]
     if isinstance(first, type):
         return f"{first.__name__}{path}"
     # A module's registered objects read as attributes: `._modules['head']` becomes `.head`.
     path = _REGISTERED.sub(r".\1", path)
-    return f"{type(first).__name__}{path}"
+    kind = type(first)
+    return f"{kind.__name__}{path}"
 
 
 def _is_internal(value: Any) -> bool:
     """Return True for an object that only carries the user's objects."""
-    package = type(value).__module__.split(".")[0]
-    return isinstance(value, _CONTAINERS) or package == "equipoise"
+    if isinstance(value, _CONTAINERS):
+        return True
+    kind = type(value)
+    package, _, _ = kind.__module__.partition(".")
+    return package == "equipoise"
 
 
 def _parts(value: Any) -> list[Part]:
@@ -83,8 +89,12 @@ def _parts(value: Any) -> list[Part]:
         return _parts_of_container(value)
     # 2. Functions, which may hold objects.
     if isinstance(value, partial):
-        arguments = [value.func, *value.args, *value.keywords.values()]
-        return [("", part) for part in arguments]
+        parts = [
+            value.func,
+            *value.args,
+            *value.keywords.values(),
+        ]
+        return [("", part) for part in parts]
     if isinstance(value, FunctionType):
         return _parts_of_function(value)
     if isinstance(value, MethodType):
@@ -97,7 +107,7 @@ def _parts(value: Any) -> list[Part]:
 
 def _parts_of_container(container: Any) -> list[Part]:
     """Return the items of a container, by their keys or positions; items of sets have none."""
-    parts = []
+    parts: list[Part] = []
     if isinstance(container, dict):
         for key, item in container.items():
             parts.append((f"[{key!r}]", item))
@@ -114,24 +124,37 @@ def _parts_of_class(value: type) -> list[Part]:
     """Return the members of a class of the script; pickle looks other classes up by name."""
     if value.__module__ != "__main__":
         return []
+    members = dict(vars(value))
+    # Python creates these for every class.
+    members.pop("__dict__", None)
+    members.pop("__weakref__", None)
+    return _as_attributes(members)
+
+
+def _as_attributes(values: dict[str, Any]) -> list[Part]:
+    """Return parts that are read as attributes of these names."""
     parts = []
-    for name, part in vars(value).items():
-        if name not in ("__dict__", "__weakref__"):
-            parts.append((f".{name}", part))
+    for name, part in values.items():
+        path = f".{name}"
+        parts.append((path, part))
     return parts
 
 
 def _parts_of_object(value: Any) -> list[Part]:
     """Return the attributes of an object, those in slots included, and its class."""
-    parts = []
+    # 1. Attributes.
     attributes = getattr(value, "__dict__", {})
-    for name, part in attributes.items():
-        parts.append((f".{name}", part))
-    for kind in type(value).__mro__:
-        for slot in _slots(kind):
+    parts = _as_attributes(attributes)
+    # 2. Slots, which may be empty.
+    kind = type(value)
+    slots = {}
+    for base in kind.__mro__:
+        for slot in _slots(base):
             if hasattr(value, slot):
-                parts.append((f".{slot}", getattr(value, slot)))
-    parts.append(("", type(value)))
+                slots[slot] = getattr(value, slot)
+    parts += _as_attributes(slots)
+    # 3. The class.
+    parts.append(("", kind))
     return parts
 
 
@@ -144,26 +167,36 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _parts_of_function(function: FunctionType) -> list[Part]:
     """Return what a function that is sent as a whole takes along: its closure, globals and attributes."""
-    parts = []
-    closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    for name, cell in closure:
-        parts.append((f".{name}", cell.cell_contents))
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            parts.append((f".{name}", function.__globals__[name]))
-    for name, part in vars(function).items():
-        parts.append((f".{name}", part))
-    return parts
+    code = function.__code__
+    # 1. Variables of the functions around it.
+    enclosed = {}
+    cells = function.__closure__ or ()
+    for name, cell in zip(code.co_freevars, cells, strict=False):
+        enclosed[name] = cell.cell_contents
+    # 2. Global variables that it names.
+    used_globals = {}
+    all_globals = function.__globals__
+    for name in code.co_names:
+        if name in all_globals:
+            used_globals[name] = all_globals[name]
+    # 3. Attributes.
+    attributes = vars(function)
+    return [
+        *_as_attributes(enclosed),
+        *_as_attributes(used_globals),
+        *_as_attributes(attributes),
+    ]
 
 
 def explain(value: Any, error: Exception) -> str:
     """Return a message that names the part which cannot be pickled."""
     path, part = find_unpicklable(value)
     path = path.removeprefix("Request.")
-    kind = type(part).__name__
-    subject = f"A {kind}"
-    if path != kind:
-        subject = f"{path} is a {kind}, which"
+    kind = type(part)
+    name = kind.__name__
+    subject = f"A {name}"
+    if path != name:
+        subject = f"{path} is a {name}, which"
     return (
         f"{subject} cannot be sent to other processes: {error}. Create it in `setup` or"
         " on first use, in `configure_model` if it is a layer, or leave it out in `__getstate__`."

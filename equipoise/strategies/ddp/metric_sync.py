@@ -25,13 +25,19 @@ def synchronise_metrics(module: nn.Module) -> Callable[[], None]:
     Returns:
         A function that restores the metrics.
     """
-    settings = [_MetricSettings(child) for child in module.modules() if isinstance(child, Metric)]
-    for of_metric in settings:
-        of_metric.change()
+    # 1. Note the settings of all metrics.
+    settings_of_metrics = []
+    for child in module.modules():
+        if isinstance(child, Metric):
+            settings = _MetricSettings(child)
+            settings_of_metrics.append(settings)
+    # 2. Change them.
+    for settings in settings_of_metrics:
+        settings.change()
 
     def restore() -> None:
-        for of_metric in settings:
-            of_metric.restore()
+        for settings in settings_of_metrics:
+            settings.restore()
 
     return restore
 
@@ -56,7 +62,8 @@ class _MetricSettings:
         if self._uses_our_gather:
             self._configure(_gather_states, dist.is_initialized)
             # `Metric` has no setting for its method `sync`; an attribute of the object comes before the method.
-            vars(metric)["sync"] = partial(_fill_and_sync, metric)
+            attributes = vars(metric)
+            attributes["sync"] = partial(_fill_and_sync, metric)
         # Processes have unequal numbers of batches, so a step must not wait for other processes.
         metric.dist_sync_on_step = False
 
@@ -66,7 +73,8 @@ class _MetricSettings:
         self._configure(self._gather_before, self._available_before)
         metric.dist_sync_on_step = self._on_step_before
         if self._uses_our_gather:
-            vars(metric).pop("sync", None)
+            attributes = vars(metric)
+            attributes.pop("sync", None)
 
     def _configure(self, gather: Any, available: Any) -> None:
         """Set the functions by which the metric gathers states, and decides whether it does."""
@@ -74,36 +82,68 @@ class _MetricSettings:
         self._metric.distributed_available_fn = available
 
 
-def _fill_and_sync(metric: Metric, *, should_sync: bool = True, **kwargs: Any) -> None:
+def _fill_and_sync(
+    metric: Metric,
+    *,
+    should_sync: bool = True,
+    **kwargs: Any,
+) -> None:
     """Exchange the states of a metric, whose lists have the same length in all processes for that time.
 
     Torchmetrics exchanges lists entry by entry and none without an entry, so all processes need as many entries.
     `_gather_states` drops the empty tensors that fill the lists.
     """
-    lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
-    if should_sync and lists and dist.is_initialized():
-        lengths_by_rank = gather_objects({name: len(state) for name, state in lists.items()})
-        for name, state in lists.items():
-            longest = max(1, *(lengths[name] for lengths in lengths_by_rank))
-            setattr(metric, name, _filled(state, longest, metric.device))
-    type(metric).sync(metric, should_sync=should_sync, **kwargs)
+    if should_sync and dist.is_initialized():
+        _fill_lists(metric)
+    # The method of the class, which the attribute of the object hides.
+    kind = type(metric)
+    kind.sync(metric, should_sync=should_sync, **kwargs)
 
 
-def _filled(state: list[Tensor], length: int, device: torch.device) -> list[Tensor]:
+def _fill_lists(metric: Metric) -> None:
+    """Fill a metric's lists up to the length of the longest in any process, at least 1."""
+    # 1. Find the lists. All processes have the same ones.
+    lists = {}
+    for name, state in metric.metric_state.items():
+        if isinstance(state, list):
+            lists[name] = state
+    if not lists:
+        return
+
+    # 2. Exchange their lengths.
+    lengths = {name: len(state) for name, state in lists.items()}
+    lengths_by_rank = gather_objects(lengths)
+
+    # 3. Fill them.
+    for name, state in lists.items():
+        longest = 1
+        for lengths_of_rank in lengths_by_rank:
+            longest = max(longest, lengths_of_rank[name])
+        filled = _filled(state, longest, metric.device)
+        setattr(metric, name, filled)
+
+
+def _filled(
+    state: list[Tensor],
+    length: int,
+    device: torch.device,
+) -> list[Tensor]:
     """Return a list of so many tensors: those of `state`, then empty ones of the same dtype."""
     if state:
         like = state[0]
     else:
         like = torch.zeros(0, device=device)
     empty = like.new_zeros(0)
-    return [*state, *([empty] * (length - len(state)))]
+    num_missing = length - len(state)
+    return state + num_missing * [empty]
 
 
 def _gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return a metric's state in all processes, of any shapes; drop empty ones unless all are empty."""
     # Objects may have any shape, tensors in a collective may not.
-    states = gather_objects(state.detach().cpu(), group)
-    filled = [other for other in states if other.numel()]
-    if not filled:
-        filled = states[:1]
-    return [other.to(state.device) for other in filled]
+    detached = state.detach()
+    states = gather_objects(detached.cpu(), group)
+    with_elements = [tensor for tensor in states if tensor.numel()]
+    if not with_elements:
+        with_elements = states[:1]
+    return [tensor.to(state.device) for tensor in with_elements]
