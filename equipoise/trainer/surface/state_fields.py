@@ -1,5 +1,6 @@
 """Public names of the Trainer that stand for fields of its RunState."""
 
+from dataclasses import fields
 from functools import cached_property
 from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
@@ -11,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerState
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
+from equipoise.errors import ConfigurationError
 from equipoise.trainer.state.progress import FitProgress
 from equipoise.trainer.state.run_state import MetricListener, RunState
 
@@ -64,6 +66,22 @@ class StateField(Generic[T]):
 
 class StateFields:
     """The names of fields and properties of a RunState under which users and callbacks read and write them."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check that a subclass hides no setting: runs would not read it, and writes to it would be lost.
+
+        Raises:
+            ConfigurationError: If it defines an attribute with the name of a setting.
+        """
+        super().__init_subclass__(**kwargs)
+        settings = {declared.name for declared in fields(RunState)}
+        for name in vars(cls):
+            hidden = getattr(StateFields, name, None)
+            if isinstance(hidden, StateField) and hidden.name in settings:
+                raise ConfigurationError(
+                    f"`{cls.__name__}.{name}` hides a setting of the Trainer, which runs read elsewhere. Pass it to"
+                    f" `super().__init__`, or set `self.{name}` after that."
+                )
 
     @cached_property
     def run_state(self) -> RunState:

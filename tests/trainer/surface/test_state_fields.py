@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 
 from equipoise import Trainer
+from equipoise.errors import ConfigurationError
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.state_fields import StateField
 from tests.support.trainer_runs import trainer
@@ -45,17 +46,31 @@ def test_computed_values_cannot_be_written() -> None:
         run.current_epoch = 3
 
 
-def test_a_subclass_may_write_and_override() -> None:
+def test_a_subclass_may_write_and_override_computed_values() -> None:
     class Mine(Trainer):
-        max_steps = 3
+        current_epoch = 7
 
         def __init__(self) -> None:
             super().__init__(accelerator="cpu", logger=False)
             self.limit_train_batches = 2
 
     run = Mine()
-    assert run.max_steps == 3
+    assert run.current_epoch == 7
     assert run.run_state.limit_train_batches == 2
+
+
+def test_a_subclass_may_not_hide_a_setting() -> None:
+    with pytest.raises(ConfigurationError, match=r"`Mine.accumulate_grad_batches` hides a setting.*`super\(\)"):
+
+        class Mine(Trainer):
+            accumulate_grad_batches = 4
+
+    with pytest.raises(ConfigurationError, match=r"`Limited.limit_val_batches` hides a setting"):
+
+        class Limited(Trainer):
+            @property
+            def limit_val_batches(self) -> int:
+                return 1
 
 
 def test_a_subclass_may_write_before_it_calls_the_constructor() -> None:
