@@ -28,6 +28,7 @@ def training_context(
     trainer = Trainer(**{**options, **arguments})
     module.trainer = trainer  # type: ignore[assignment]
     context = make_context(trainer.parts, Request(TrainerFn.FITTING, module, loaders=loaders or {}))
+    trainer.parts.begin_run(context)
     context.strategy.setup(module, context.precision)
     if optimizer is not None:
         trainer.optimizers = [optimizer]
