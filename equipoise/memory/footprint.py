@@ -31,7 +31,11 @@ class Footprint:
         return self.parameters + self.gradients + self.optimizer_state
 
 
-def footprint_of(module: nn.Module, optimizers: Sequence[Optimizer], device: str | torch.device) -> Footprint:
+def footprint_of(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    device: str | torch.device,
+) -> Footprint:
     """Count the bytes of a module and its optimisers on a device; a shared storage counts once.
 
     Args:
@@ -45,16 +49,26 @@ def footprint_of(module: nn.Module, optimizers: Sequence[Optimizer], device: str
         Footprint(parameters=32, gradients=0, optimizer_state=0)
     """
     device = torch.device(device)
+    # 1. List the module's tensors.
     parameters = list(module.parameters())
     tensors = [*parameters, *module.buffers()]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # A replica has parameters and gradients of its own, and no optimiser.
-    if not any(_lies_on(tensor, device) for tensor in tensors):
-        return Footprint(_bytes(tensors), _bytes(gradients))
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+    # 2. A replica has parameters and gradients of its own, and no optimiser.
+    has_tensors_of_module = any(_lies_on(tensor, device) for tensor in tensors)
+    if not has_tensors_of_module:
+        return Footprint(
+            parameters=_bytes(tensors),
+            gradients=_bytes(gradients),
+        )
+    # 3. Elsewhere the tensors that lie on the device count.
+    state_tensors = _state_tensors(optimizers)
     return Footprint(
-        _bytes(tensors, device),
-        _bytes(gradients, device),
-        _bytes(_state_tensors(optimizers), device),
+        parameters=_bytes(tensors, device),
+        gradients=_bytes(gradients, device),
+        optimizer_state=_bytes(state_tensors, device),
     )
 
 
@@ -63,15 +77,20 @@ def _state_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    tensors.append(value)
     return tensors
 
 
 def _lies_on(tensor: Tensor, device: torch.device) -> bool:
     """Return whether a tensor lies on a device; a device without an index stands for all of its kind."""
-    if tensor.device.type != device.type:
+    place = tensor.device
+    if place.type != device.type:
         return False
-    return device.index is None or tensor.device.index == device.index
+    if device.index is None:
+        return True
+    return place.index == device.index
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
@@ -79,10 +98,13 @@ def _bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int
     storages: dict[int, int] = {}
     for tensor in tensors:
         # Sparse tensors, and those without memory, have no storage to read.
-        if tensor.layout is not torch.strided or tensor.is_meta or is_lazy(tensor):
+        if tensor.layout is not torch.strided:
+            continue
+        if tensor.is_meta or is_lazy(tensor):
             continue
         if device is not None and not _lies_on(tensor, device):
             continue
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        address = storage.data_ptr()
+        storages[address] = storage.nbytes()
     return sum(storages.values())

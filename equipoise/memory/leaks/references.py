@@ -23,6 +23,14 @@ _MOST_VISITED = 200_000
 _MOST_ELEMENTS = 1000
 # Characters of a dictionary's key in a path.
 _LONGEST_KEY = 40
+# Keys of these classes are written in a path; of others, the class is.
+_READABLE_KEYS = (
+    str,
+    int,
+    float,
+    bool,
+    tuple,
+)
 # Objects of these classes are not searched.
 _LEAVES = (
     str,
@@ -48,12 +56,18 @@ _HOOKS = {
 
 def _library_folders() -> tuple[str, ...]:
     """Return the folders of Python, of installed libraries and of this package."""
-    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders.append(Path(__file__).parents[2])
+    folders = []
+    for name in ("stdlib", "platstdlib", "purelib", "platlib"):
+        path = sysconfig.get_path(name)
+        folders.append(Path(path))
+    this_file = Path(__file__)
+    folders.append(this_file.parents[2])
+    # A folder may be reached by a link.
     paths = set()
     for folder in folders:
+        resolved = folder.resolve()
         paths.add(str(folder))
-        paths.add(str(folder.resolve()))
+        paths.add(str(resolved))
     return tuple(paths)
 
 
@@ -82,14 +96,21 @@ def find_holders(
     """
     paths: dict[int, str] = {}
     for path, child in _walk(roots, passes_over, _MOST_VISITED):
-        if id(child) in targets:
-            paths.setdefault(id(child), path)
-            if len(paths) == len(targets):
-                break
+        key = id(child)
+        if key not in targets:
+            continue
+        # The first path is the shortest.
+        paths.setdefault(key, path)
+        if len(paths) == len(targets):
+            break
     return paths
 
 
-def find_tensors(roots: Mapping[str, object], passes_over: Callable[[object], bool], most: int) -> list[Tensor]:
+def find_tensors(
+    roots: Mapping[str, object],
+    passes_over: Callable[[object], bool],
+    most: int,
+) -> list[Tensor]:
     """Find tensors other than parameters.
 
     Args:
@@ -97,7 +118,11 @@ def find_tensors(roots: Mapping[str, object], passes_over: Callable[[object], bo
         passes_over: See `find_holders`.
         most: Maximum number of objects to search.
     """
-    return [child for _, child in _walk(roots, passes_over, most) if type(child) is Tensor]
+    tensors = []
+    for _, child in _walk(roots, passes_over, most):
+        if type(child) is Tensor:
+            tensors.append(child)
+    return tensors
 
 
 def _walk(
@@ -119,9 +144,13 @@ def _walk(
             continue
         for child_path, child in references:
             yield child_path, child
-            if issubclass(type(child), _LEAVES) or id(child) in visited or passes_over(child):
+            kind = type(child)
+            key = id(child)
+            if issubclass(kind, _LEAVES) or key in visited:
                 continue
-            visited.add(id(child))
+            if passes_over(child):
+                continue
+            visited.add(key)
             alive.append(child)
             queue.append((child_path, child))
 
@@ -141,9 +170,12 @@ def globals_of_user() -> dict[str, object]:
     modules: dict[str, object] = {}
     for module in list(sys.modules.values()):
         # Some libraries put other objects there.
-        is_module = isinstance(module, types.ModuleType)
-        if is_module and is_of_user(getattr(module, "__file__", None)):
-            modules[module.__name__] = module
+        if not isinstance(module, types.ModuleType):
+            continue
+        file = getattr(module, "__file__", None)
+        if is_of_user(file):
+            name = module.__name__
+            modules[name] = module
     return modules
 
 
@@ -182,26 +214,35 @@ def _references(path: str, holder: Any) -> Iterator[Reference]:
 
 def _of_mapping(path: str, mapping: Any) -> Iterator[Reference]:
     for key in _last(mapping):
-        yield f"{path}[{_short(key)}]", mapping[key]
+        text = _short(key)
+        yield f"{path}[{text}]", mapping[key]
 
 
 def _of_sequence(path: str, sequence: Any) -> Iterator[Reference]:
-    first = max(0, len(sequence) - _MOST_ELEMENTS)
-    for index, element in enumerate(_last(sequence), start=first):
+    first = _first_visited(sequence)
+    elements = _last(sequence)
+    for index, element in enumerate(elements, start=first):
         yield f"{path}[{index}]", element
 
 
 def _of_array(path: str, array: Any) -> Iterator[Reference]:
     """Yield the last elements of an array of objects, by their index in the flat array."""
     elements = array.reshape(-1)
-    first = max(0, len(elements) - _MOST_ELEMENTS)
+    first = _first_visited(elements)
     for index, element in enumerate(elements[first:], start=first):
         yield f"{path}[{index}]", element
 
 
+def _first_visited(sequence: Any) -> int:
+    """Return the index of the first element that is visited."""
+    num_skipped = len(sequence) - _MOST_ELEMENTS
+    return max(0, num_skipped)
+
+
 def _last(holder: Any) -> list[Any]:
     """Return the last elements of a sequence, or keys of a dictionary, in their order."""
-    elements = list(islice(reversed(holder), _MOST_ELEMENTS))
+    from_the_end = reversed(holder)
+    elements = list(islice(from_the_end, _MOST_ELEMENTS))
     elements.reverse()
     return elements
 
@@ -211,37 +252,43 @@ def _of_generator(path: str, generator: Any) -> Iterator[Reference]:
     # A generator that has ended has no frame.
     if frame is None:
         return
-    for name, value in list(frame.f_locals.items()):
+    variables = list(frame.f_locals.items())
+    for name, value in variables:
         yield f"{name!r} in {path}", value
 
 
 def _of_namespace(path: str, holder: Any) -> Iterator[Reference]:
     """Yield the variables of a module, a class or a function."""
+    namespace = vars(holder)
     # Reading a value may add another one, so the loop runs over a copy.
-    for name, value in list(vars(holder).items()):
+    for name, value in list(namespace.items()):
         yield f"{path}.{name}", value
 
 
 def _of_class(kind: type) -> Iterator[Reference]:
     """Yield the attributes of a class, if it is the user's."""
     module = sys.modules.get(kind.__module__)
-    if is_of_user(getattr(module, "__file__", None)):
+    file = getattr(module, "__file__", None)
+    if is_of_user(file):
         yield from _of_namespace(kind.__name__, kind)
 
 
 def _of_object(path: str, holder: Any) -> Iterator[Reference]:
     """Yield the attributes of an object, and its class."""
-    is_module = issubclass(type(holder), nn.Module)
+    kind = type(holder)
+    is_module = issubclass(kind, nn.Module)
     for name, value in _attributes(holder):
         if is_module and name in _MEMBERS:
-            for key, child in list(value.items()):
+            members = list(value.items())
+            for key, child in members:
                 yield f"{path}.{key}", child
         elif is_module and name in _HOOKS:
+            kind_of_hook = _HOOKS[name]
             for hook in list(value.values()):
-                yield f"a {_HOOKS[name]} of {path}", hook
+                yield f"a {kind_of_hook} of {path}", hook
         else:
             yield f"{path}.{name}", value
-    yield path, type(holder)
+    yield path, kind
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:
@@ -253,9 +300,10 @@ def _attributes(holder: Any) -> list[tuple[str, Any]]:
         for name in _slots(kind):
             # A slot may be empty.
             try:
-                attributes.append((name, getattr(holder, name)))
+                value = getattr(holder, name)
             except AttributeError:
                 continue
+            attributes.append((name, value))
     return attributes
 
 
@@ -270,25 +318,36 @@ def _slots(kind: type) -> list[str]:
 def _of_function(path: str, function: types.FunctionType) -> Iterator[Reference]:
     """Yield the variables that a function encloses, its default arguments and its attributes."""
     name_of_function = function.__qualname__
+    # 1. Variables of the functions around it.
+    names = function.__code__.co_freevars
     cells = function.__closure__ or ()
-    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+    for name, cell in zip(names, cells, strict=True):
         # The variable may have no value yet.
         try:
-            yield f"{name!r} in {name_of_function}, {path}", cell.cell_contents
+            value = cell.cell_contents
         except ValueError:
             continue
+        yield f"{name!r} in {name_of_function}, {path}", value
+
+    # 2. Default arguments.
     defaults = list(function.__defaults__ or ())
-    defaults += (function.__kwdefaults__ or {}).values()
+    keyword_defaults = function.__kwdefaults__ or {}
+    defaults += keyword_defaults.values()
     for value in defaults:
         yield f"a default argument of {name_of_function}", value
+
+    # 3. Attributes.
     yield from _of_namespace(path, function)
 
 
 def _short(key: object) -> str:
     """Return a dictionary's key for a path: its text, or the name of its class."""
-    if not isinstance(key, str | int | float | bool | tuple):
-        return type(key).__name__
+    if not isinstance(key, _READABLE_KEYS):
+        kind = type(key)
+        return kind.__name__
     text = repr(key)
-    if len(text) > _LONGEST_KEY:
-        return f"{text[: _LONGEST_KEY - 3]}..."
-    return text
+    if len(text) <= _LONGEST_KEY:
+        return text
+    dots = "..."
+    length = _LONGEST_KEY - len(dots)
+    return text[:length] + dots

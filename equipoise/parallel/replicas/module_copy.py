@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from equipoise.interop.metrics import take_metric_state
-from equipoise.interop.torch.modules import buffers_of, children_of, parameters_of, shell_of
+from equipoise.interop.torch.modules import (
+    buffers_of,
+    children_of,
+    parameters_of,
+    shell_of,
+)
 from equipoise.tree import rebuild
 
 __all__ = ["ModuleCopy"]
@@ -50,7 +55,11 @@ class ModuleCopy:
         parameter_slots: Every occurrence of a parameter.
     """
 
-    def __init__(self, original: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        device: torch.device,
+    ) -> None:
         self.device = device
         self.parameters: list[ParameterPair] = []
         self.metrics: list[MetricPair] = []
@@ -60,7 +69,11 @@ class ModuleCopy:
         self._original_device = _device_of(original)
         # Copies of modules, parameters, buffers and metrics, by the identity of the original.
         self._copies: dict[int, Any] = {}
-        with torch.inference_mode(False), torch.no_grad():
+        # The copies are ordinary tensors, also if the module is copied within inference mode.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             self.module = self._copy(original)
 
     def substitute(self, value: Any) -> Any:
@@ -85,7 +98,8 @@ class ModuleCopy:
     def _substitute_items(self, container: Any, items: Collection[Any]) -> Any:
         """Return the container itself if none of its items differs."""
         substitutes = [self.substitute(item) for item in items]
-        if all(map(is_, substitutes, items)):
+        is_unchanged = all(map(is_, substitutes, items))
+        if is_unchanged:
             return container
         return rebuild(container, substitutes)
 
@@ -101,8 +115,9 @@ class ModuleCopy:
         owner = id(method.__self__)
         if owner not in self._copies:
             return method
+        function = method.__func__
         copied = self._copies[owner]
-        return MethodType(method.__func__, copied)
+        return MethodType(function, copied)
 
     def _substitute_reference(self, reference: "weakref.ref[Any]") -> "weakref.ref[Any]":
         referent = id(reference())
@@ -136,35 +151,50 @@ class ModuleCopy:
         # 1. An empty module, which is known before its children are copied: they may refer to it.
         shell = shell_of(module)
         self._copies[key] = shell
-        self.shells.append((module, shell))
+        pair = (module, shell)
+        self.shells.append(pair)
 
-        # 2. Parameters.
-        parameters = parameters_of(shell)
-        for name, parameter in parameters_of(module).items():
+        # 2. What it holds.
+        self._copy_parameters(module, shell)
+        self._copy_buffers(module, shell)
+        self._copy_children(module, shell)
+        return shell
+
+    # Registered parameters, buffers and children may be None.
+
+    def _copy_parameters(self, module: nn.Module, shell: nn.Module) -> None:
+        sources = parameters_of(module)
+        copies = parameters_of(shell)
+        for name, parameter in sources.items():
             if parameter is None:
-                parameters[name] = None
+                copies[name] = None
                 continue
-            parameters[name] = self._copy_parameter(parameter)
-            self.parameter_slots.append((parameters, name, parameter))
+            copied = self._copy_parameter(parameter)
+            copies[name] = copied
+            slot = (copies, name, parameter)
+            self.parameter_slots.append(slot)
 
-        # 3. Buffers.
-        buffers = buffers_of(shell)
+    def _copy_buffers(self, module: nn.Module, shell: nn.Module) -> None:
         sources = buffers_of(module)
+        copies = buffers_of(shell)
         for name, buffer in sources.items():
             if buffer is None:
-                buffers[name] = None
+                copies[name] = None
                 continue
-            buffers[name] = self._copy_buffer(buffer)
-            self.buffers.append((sources, buffers, name))
+            copied = self._copy_buffer(buffer)
+            copies[name] = copied
+            slot = (sources, copies, name)
+            self.buffers.append(slot)
 
-        # 4. Children, which may be None like parameters and buffers.
-        children = children_of(shell)
-        for name, child in children_of(module).items():
+    def _copy_children(self, module: nn.Module, shell: nn.Module) -> None:
+        sources = children_of(module)
+        copies = children_of(shell)
+        for name, child in sources.items():
             if child is None:
-                children[name] = None
+                copies[name] = None
                 continue
-            children[name] = self._copy(child)
-        return shell
+            copied = self._copy(child)
+            copies[name] = copied
 
     def _copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         key = id(parameter)
@@ -176,7 +206,8 @@ class ModuleCopy:
         requires_grad = parameter.requires_grad
         copied = nn.Parameter(data, requires_grad=requires_grad)
         self._copies[key] = copied
-        self.parameters.append((parameter, copied))
+        pair = (parameter, copied)
+        self.parameters.append(pair)
         return copied
 
     def _copy_buffer(self, buffer: Tensor) -> Tensor:
@@ -191,18 +222,30 @@ class ModuleCopy:
 
     def _copy_metric(self, module: nn.Module) -> nn.Module:
         """Copy a metric or a collection of metrics. They gather values in attributes, so copies share nothing."""
+        # 1. Copy it. The memo holds the copies of parts that were copied before.
         memo = dict(self._copies)
         copied = copy.deepcopy(module, memo)
         copied = copied.to(self.device)
+
+        # 2. Note the copies of all its parts.
         pairs = zip(module.modules(), copied.modules(), strict=True)
         for source, target in pairs:
             key = id(source)
             is_new = key not in self._copies
-            if is_new and isinstance(source, Metric) and isinstance(target, Metric):
-                self.metrics.append((source, target))
-                take_metric_state(target)
+            if is_new:
+                self._note_metric(source, target)
             self._copies[key] = target
         return copied
+
+    def _note_metric(self, source: nn.Module, target: nn.Module) -> None:
+        """Note a metric and its copy, whose state becomes its own; other modules are no metrics."""
+        if not isinstance(source, Metric):
+            return
+        if not isinstance(target, Metric):
+            return
+        pair = (source, target)
+        self.metrics.append(pair)
+        take_metric_state(target)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -16,6 +16,12 @@ __all__ = ["check_same_modules", "copy_from_first", "share_batch_statistics"]
 # The name, shape, dtype and `requires_grad` of a parameter or buffer.
 _Description = tuple[str, tuple[int, ...], str, bool]
 
+_BATCH_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+)
+
 
 def check_same_modules(module: nn.Module) -> None:
     """Check that the module has the same parameters and buffers in all processes.
@@ -27,35 +33,47 @@ def check_same_modules(module: nn.Module) -> None:
         ConfigurationError: If a parameter has no shape yet, or if processes differ. Then every process raises, and
             the message names the first difference.
     """
+    kind = type(module).__name__
+    # 1. All parameters have shapes.
     for name, tensor in module.named_parameters():
         if is_lazy(tensor):
             raise ConfigurationError(
-                f"{name} has no shape yet, so processes cannot agree on it. Run a batch through {type(module).__name__}"
+                f"{name} has no shape yet, so processes cannot agree on it. Run a batch through {kind}"
                 " before fit, or give the layer its sizes."
             )
-    # All processes compare the same descriptions, so all of them raise or none.
-    descriptions = gather_objects(_describe(module))
+
+    # 2. All processes compare the same descriptions, so all of them raise or none.
+    description_here = _describe(module)
+    descriptions = gather_objects(description_here)
     first = descriptions[0]
     for rank, description in enumerate(descriptions):
         if description == first:
             continue
         on_first, on_rank = _first_difference(first, description)
         raise ConfigurationError(
-            f"{type(module).__name__} differs between processes: rank 0 has {on_first}, rank {rank} has"
+            f"{kind} differs between processes: rank 0 has {on_first}, rank {rank} has"
             f" {on_rank}. Build it from the same configuration everywhere."
         )
 
 
 def _describe(module: nn.Module) -> list[_Description]:
     """Return a description of each parameter and buffer."""
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors: dict[str, Tensor] = {}
+    tensors.update(module.named_parameters())
+    tensors.update(module.named_buffers())
     descriptions = []
-    for name, tensor in state.items():
-        descriptions.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        dtype = str(tensor.dtype)
+        description = (name, shape, dtype, tensor.requires_grad)
+        descriptions.append(description)
     return descriptions
 
 
-def _first_difference(left: list[_Description], right: list[_Description]) -> tuple[str, str]:
+def _first_difference(
+    left: list[_Description],
+    right: list[_Description],
+) -> tuple[str, str]:
     """Return a text for the first difference on either side: two tensors, or the numbers of tensors."""
     for one, two in zip(left, right, strict=False):
         if one != two:
@@ -65,7 +83,9 @@ def _first_difference(left: list[_Description], right: list[_Description]) -> tu
 
 def _text_of(description: _Description) -> str:
     name, shape, dtype, trainable = description
-    text = f"{name} of shape {list(shape)}, {dtype.removeprefix('torch.')}"
+    sizes = list(shape)
+    short_dtype = dtype.removeprefix("torch.")
+    text = f"{name} of shape {sizes}, {short_dtype}"
     if not trainable:
         text += ", frozen or a buffer"
     return text
@@ -105,16 +125,21 @@ def share_batch_statistics(module: nn.Module, device: torch.device) -> Callable[
             " without batch statistics."
         )
     convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+    # A parent, the name of its layer, and the layer.
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    # The loop changes the modules, so it runs over copies of the lists.
     for parent in list(module.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-                setattr(parent, name, convert(layer))
+        children = list(parent.named_children())
+        for name, layer in children:
+            if isinstance(layer, _BATCH_NORMS):
+                synchronised = convert(layer)
+                setattr(parent, name, synchronised)
                 replaced.append((parent, name, layer))
 
     def restore() -> None:
         for parent, name, layer in replaced:
-            layer.train(getattr(parent, name).training)
+            synchronised = getattr(parent, name)
+            layer.train(synchronised.training)
             setattr(parent, name, layer)
 
     return restore

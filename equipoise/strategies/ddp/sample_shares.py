@@ -13,13 +13,25 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
-from equipoise.parallel.batches.shares import DeviceTimes, are_shares, even_sizes, finish_together, sizes_by_shares
+from equipoise.parallel.batches.shares import (
+    DeviceTimes,
+    are_shares,
+    even_sizes,
+    finish_together,
+    sizes_by_shares,
+)
 from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.strategies.ddp.loaders import Sizes, why_not_by_shares
 
 __all__ = ["ProcessShares", "check_shares", "check_shares_count"]
 
 Gather = Callable[[Any], list[Any]]
+# The user's setting: a number for each process, "auto" to measure, or None for even shares.
+Setting = Sequence[float] | Literal["auto"] | None
+
+# A step with fewer samples for each process is not measured.
+_FEWEST_OF_PROCESS = 4
+
 _T = TypeVar("_T")
 
 
@@ -38,7 +50,7 @@ def check_shares(shares: Any) -> None:
         )
 
 
-def check_shares_count(shares: Sequence[float] | Literal["auto"] | None, processes: int) -> None:
+def check_shares_count(shares: Setting, processes: int) -> None:
     """Check that the user's shares have a number for each process.
 
     Raises:
@@ -46,9 +58,10 @@ def check_shares_count(shares: Sequence[float] | Literal["auto"] | None, process
     """
     if shares is None or shares == "auto":
         return
-    if len(shares) != processes:
+    count = len(shares)
+    if count != processes:
         raise ConfigurationError(
-            f"shares={shares!r} are {len(shares)} numbers, but there are {processes} processes. Give a number for each."
+            f"shares={shares!r} are {count} numbers, but there are {processes} processes. Give a number for each."
         )
 
 
@@ -69,7 +82,7 @@ class ProcessShares:
 
     def __init__(
         self,
-        shares: Sequence[float] | Literal["auto"] | None,
+        shares: Setting,
         processes: int,
         rank: int,
         device: torch.device,
@@ -80,13 +93,16 @@ class ProcessShares:
         if shares is not None and not isinstance(shares, str):
             self.shares = list(shares)
         self._processes = processes
+        # Samples of the smallest step that is measured.
+        self._fewest_samples = _FEWEST_OF_PROCESS * processes
         self._rank = rank
         self._simulated = simulated.get(rank)
 
         # One calibration plans the sizes of all processes, the other holds the measurements of this one. A process that
         # exceeds its memory must not change a plan that the others do not see change.
-        self._plan = Calibration([device] * processes, simulated)
-        self._measurements = Calibration([device] * processes, simulated)
+        devices = [device] * processes
+        self._plan = Calibration(devices, simulated)
+        self._measurements = Calibration(devices, simulated)
         self._measured_steps = 0
         self._measured_before_epoch = 0
 
@@ -109,9 +125,11 @@ class ProcessShares:
         divides = self.shares is not None or self.measures
         if self.measures and why_not_by_shares(loader):
             divides = False
+        shares = None
+        if divides:
+            shares = self.shares
         batch_size = getattr(loader, "batch_size", None)
         if batch_size:
-            shares = self.shares if divides else None
             self._log_sizes(batch_size, shares)
         if divides:
             return self.sizes
@@ -119,13 +137,14 @@ class ProcessShares:
 
     def _log_sizes(self, batch_size: int, shares: list[float] | None) -> None:
         """Log the number of samples of each process in a full step."""
-        step_size = batch_size * self._processes
+        processes = self._processes
+        step_size = batch_size * processes
         sizes: int | list[int] = batch_size
         article = "each of"
         if shares:
             sizes = sizes_by_shares(step_size, shares)
             article = "the"
-        rank_zero_info(f"A step has {step_size} samples: {sizes} in {article} {self._processes} processes.")
+        rank_zero_info(f"A step has {step_size} samples: {sizes} in {article} {processes} processes.")
 
     def sizes(self, size: int, step: int) -> list[int]:
         """Return the number of samples of each process in a step.
@@ -150,16 +169,28 @@ class ProcessShares:
 
     def _divide(self, size: int, step: int) -> list[int]:
         """Return the sizes of a step by shares, as the measurement plans them, or evenly."""
-        if self.shares is not None and step >= self._first_step_with_shares:
-            return sizes_by_shares(size, self.shares)
-        if not self.measures or self.shares is not None or size < 4 * self._processes:
+        # 1. By shares.
+        if self.shares is not None:
+            if step >= self._first_step_with_shares:
+                return sizes_by_shares(size, self.shares)
             return even_sizes(size, self._processes)
-        return self._plan.sizes(size, self._measured_before_epoch + step)
+
+        # 2. Evenly, where nothing is measured.
+        if not self.measures or size < self._fewest_samples:
+            return even_sizes(size, self._processes)
+
+        # 3. As planned.
+        step_of_measurement = self._measured_before_epoch + step
+        return self._plan.sizes(size, step_of_measurement)
 
     @property
     def is_measuring(self) -> bool:
         """Whether steps are measured: only where `sizes` divides them."""
-        return self.measures and self.shares is None and self._largest_step >= 4 * self._processes
+        if not self.measures:
+            return False
+        if self.shares is not None:
+            return False
+        return self._largest_step >= self._fewest_samples
 
     def run(self, function: Callable[[], _T], part: Any, batch_idx: int) -> _T:
         """Run the forward of a step, measured while shares are measured, and slowed down if the device is simulated.
@@ -171,12 +202,15 @@ class ProcessShares:
         """
         if not self.is_measuring and self._simulated is None:
             return function()
+        # 1. Find the size of the part. One that cannot be found is not measured.
         planned = self._planned.pop(batch_idx, None)
         size = infer_batch_size(part)
         if size is None:
             size = planned
         if size is None:
             return function()
+
+        # 2. Run the forward.
         run = function
         if self._simulated is not None:
             run = _simulate(self._simulated, function, size)
@@ -212,17 +246,25 @@ class ProcessShares:
 
     def _agree(self, gather: Gather) -> None:
         """Set the shares that follow from the measurements of all processes."""
-        measurement = (self._measurements.times[self._rank], self._divided_steps)
+        # 1. Exchange the measurements.
+        times_here = self._measurements.times[self._rank]
+        measurement = (times_here, self._divided_steps)
         measurements: list[tuple[DeviceTimes, int]] = gather(measurement)
         times = [process_times for process_times, _ in measurements]
         divided_steps = [steps for _, steps in measurements]
-        if all(process_times.measured for process_times in times):
+
+        # 2. Find the sizes with which the processes finish together.
+        processes = self._processes
+        is_measured = all(process_times.measured for process_times in times)
+        if is_measured:
             sizes = finish_together(self._largest_step, times)
         else:
-            sizes = even_sizes(self._largest_step, self._processes)
+            sizes = even_sizes(self._largest_step, processes)
+
+        # 3. Use them from the first step on that no process has divided.
         self.shares = [float(size) for size in sizes]
         self._first_step_with_shares = max(divided_steps)
-        rank_zero_info(f"Measured shares of {self._processes} processes: shares={sizes} pins them.")
+        rank_zero_info(f"Measured shares of {processes} processes: shares={sizes} pins them.")
 
     def begin_again(self) -> None:
         """Note that the steps of the window, up to the present one, are computed again."""
@@ -230,10 +272,16 @@ class ProcessShares:
 
     def restore(self, shares: Sequence[float] | None) -> None:
         """Use the measured shares of an earlier run, if there are as many processes."""
-        if self.measures and shares is not None and len(shares) == self._processes:
+        if not self.measures or shares is None:
+            return
+        if len(shares) == self._processes:
             self.shares = list(shares)
 
 
-def _simulate(device: SimulatedDevice, function: Callable[[], _T], size: int) -> Callable[[], _T]:
+def _simulate(
+    device: SimulatedDevice,
+    function: Callable[[], _T],
+    size: int,
+) -> Callable[[], _T]:
     """Return the function as the simulated device computes it."""
     return lambda: device.compute(function, size)

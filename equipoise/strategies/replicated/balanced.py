@@ -10,7 +10,12 @@ from torch import nn
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
-from equipoise.parallel.batches.shares import are_shares, even_sizes, first_device_sizes, sizes_by_shares
+from equipoise.parallel.batches.shares import (
+    are_shares,
+    even_sizes,
+    first_device_sizes,
+    sizes_by_shares,
+)
 from equipoise.precision import Precision
 from equipoise.strategies.replicated.base import Parallelize, ReplicatedStrategy
 from equipoise.validation import is_whole
@@ -108,12 +113,16 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
                 f"shares must be 'auto' or a number from 0 for each device, not all of them 0, such as [2, 3, 3]; not"
                 f" {shares!r}."
             )
-        if self.devices and len(shares) != len(self.devices):
+        values = list(shares)
+        num_devices = len(self.devices)
+        if self.devices and len(values) != num_devices:
+            count = len(values)
+            devices = self._names_of_devices()
             raise ConfigurationError(
-                f"shares={list(shares)!r} are {len(shares)} numbers, but there are {len(self.devices)} devices:"
-                f" {', '.join(map(str, self.devices))}. Give a number for each."
+                f"shares={values!r} are {count} numbers, but there are {num_devices} devices:"
+                f" {devices}. Give a number for each."
             )
-        self._shares = list(shares)
+        self._shares = values
         self._calibration = None
 
     def measure_again(self) -> None:
@@ -141,9 +150,10 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         super().connect(devices, num_nodes)
         # A calibration holds for the devices that it has measured.
         self._calibration = None
+        num_devices = len(devices)
         for index in self.simulated:
-            if not 0 <= index < len(devices):
-                raise ConfigurationError(f"simulated names the device {index}, but there are {len(devices)} devices.")
+            if not 0 <= index < num_devices:
+                raise ConfigurationError(f"simulated names the device {index}, but there are {num_devices} devices.")
         self._drop_shares_of_other_devices()
         if self._shares is not None:
             # `_use` checks that there is a number for each device.
@@ -151,7 +161,9 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     def _drop_shares_of_other_devices(self) -> None:
         """Return to the user's shares if measured or reduced ones are for another number of devices."""
-        if self._shares is None or self._shares is self._user_setting:
+        if self._shares is None:
+            return
+        if self._shares is self._user_setting:
             return
         if len(self._shares) == len(self.devices):
             return
@@ -162,24 +174,36 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Place the module on the first device; see `Strategy.setup`."""
         super().setup(module, precision)
-        if self.measures and self._shares is None and self._calibration is None and len(self.devices) > 1:
+        if not self.measures:
+            return
+        is_undecided = self._shares is None and self._calibration is None
+        if is_undecided and len(self.devices) > 1:
             self.measure_again()
 
     # How a batch is shared out.
 
     def sizes(self, batch_size: int) -> list[int]:
         """Return the number of samples for each device."""
-        if self.first_device_batch_size is not None and self._shares is None:
-            return self._sizes_by_first(batch_size, self.first_device_batch_size)
-        if self._calibration is not None and self._is_training and self._is_measurable(batch_size):
-            return self._calibration.sizes(batch_size)
+        # 1. As the user sets the size of the first.
+        first = self.first_device_batch_size
+        if first is not None and self._shares is None:
+            return self._sizes_by_first(batch_size, first)
+
+        # 2. As the measurement plans them. Small batches and evaluations are not measured.
+        calibration = self._calibration
+        if calibration is not None and self._is_training and self._is_measurable(batch_size):
+            return calibration.sizes(batch_size)
+
+        # 3. By shares, or evenly.
         if self._shares is None:
-            return even_sizes(batch_size, len(self.devices))
+            num_devices = len(self.devices)
+            return even_sizes(batch_size, num_devices)
         return sizes_by_shares(batch_size, self._shares)
 
     def _sizes_by_first(self, batch_size: int, first: int) -> list[int]:
         """Return the sizes with `first` samples for the first device; warn once where they do not fit."""
-        sizes, fits = first_device_sizes(batch_size, len(self.devices), first)
+        num_devices = len(self.devices)
+        sizes, fits = first_device_sizes(batch_size, num_devices, first)
         if not fits and not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -188,7 +212,11 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
             )
         return sizes
 
-    def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
+    def _compute(
+        self,
+        functions: Sequence[tuple[int, Callable[[], Any]]],
+        sizes: Sequence[int],
+    ) -> list[Any]:
         """Compute every part on its device; simulate and measure the devices as far as that applies."""
         batch_size = sum(sizes)
         # 1. Small batches and evaluations are not measured.
@@ -209,30 +237,47 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         if calibration is not None:
             calibration.end_step(batch_size)
             if calibration.is_done:
-                self._use(calibration.result())
-                devices = ", ".join(map(str, self.devices))
+                measured_shares = calibration.result()
+                self._use(measured_shares)
+                devices = self._names_of_devices()
                 rank_zero_info(f"Measured shares of {devices}: shares={self._shares} pins them.")
         return results
 
     def _reduce_share(self, index: int, computed: Mapping[int, int]) -> None:
         """Reduce the share of the device that ran out of memory by a quarter; see `ReplicatedRecovery`."""
-        if self._calibration is not None and self._is_measurable(sum(computed.values())):
-            most = max(1, int(_LESS * computed[index]))
-            self._calibration.limit(index, most)
-            name = self._name_of(index)
+        name = self._name_of(index)
+        # 1. A measurement goes on with fewer samples for the device.
+        calibration = self._calibration
+        batch_size = sum(computed.values())
+        if calibration is not None and self._is_measurable(batch_size):
+            reduced_size = int(_LESS * computed[index])
+            most = max(1, reduced_size)
+            calibration.limit(index, most)
             rank_zero_warn(f"Measuring goes on with at most {most} samples for {name}, which ran out of memory.")
             return
+
+        # 2. The present shares. Without any, the sizes of the batch that failed stand for them.
+        num_devices = len(self.devices)
         if self._shares:
             shares = list(self._shares)
         else:
-            shares = [float(computed.get(device, 0)) for device in range(len(self.devices))]
+            shares = []
+            for device in range(num_devices):
+                size = computed.get(device, 0)
+                shares.append(float(size))
+
+        # 3. Reduce the share. A device that is alone, or would get hardly any samples, keeps it.
         reduced = _LESS * shares[index]
-        # A device that is alone, or would get hardly any samples, keeps its share.
-        if len(self.devices) == 1 or reduced < _LEAST * max(shares):
+        least = _LEAST * max(shares)
+        if num_devices == 1 or reduced < least:
             return
         shares[index] = float(f"{reduced:.3g}")
         self._use(shares)
-        rank_zero_warn(f"{self._name_of(index)} ran out of memory and gets less from now on: shares={shares}.")
+        rank_zero_warn(f"{name} ran out of memory and gets less from now on: shares={shares}.")
+
+    def _names_of_devices(self) -> str:
+        names = [str(device) for device in self.devices]
+        return ", ".join(names)
 
     def _name_of(self, index: int) -> str:
         """Return the name of a device, with its index if several have that name."""
@@ -245,7 +290,12 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         """Return whether a batch is large enough to give every device parts of several sizes."""
         return batch_size >= 4 * len(self.devices)
 
-    def _simulated_run(self, index: int, function: Callable[[], Any], size: int) -> Callable[[], Any]:
+    def _simulated_run(
+        self,
+        index: int,
+        function: Callable[[], Any],
+        size: int,
+    ) -> Callable[[], Any]:
         """Return the function as the device computes it, slower or smaller where it is simulated."""
         device = self.simulated.get(index)
         if device is None:
@@ -256,7 +306,9 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return shares that were measured, or reduced after an error of memory; then also the user's setting."""
-        if self._shares is None or self._shares is self._user_setting:
+        if self._shares is None:
+            return {}
+        if self._shares is self._user_setting:
             return {}
         state: dict[str, Any] = {"shares": self._shares}
         if not self.measures:
@@ -266,6 +318,8 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore shares, if they are for as many devices and the user's setting is the same."""
         shares = state.get("shares")
-        same_setting = self.measures or state.get("instead_of", ()) == self._user_setting
-        if same_setting and shares is not None and len(shares) == len(self.devices):
+        if shares is None or len(shares) != len(self.devices):
+            return
+        earlier_setting = state.get("instead_of", ())
+        if self.measures or earlier_setting == self._user_setting:
             self._use(shares)

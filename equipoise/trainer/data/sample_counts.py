@@ -1,6 +1,6 @@
 """Number of samples of each batch, as the loader's batch sampler deals them.
 
-A batch may hide its size, as a batch of graphs does, but whoever drew its samples knows it. Counting begins with the
+A batch may hide its size, as a batch of graphs does, but the sampler that drew it knows it. Counting begins with the
 first pass and ends with the first batch whose tensors tell their number of samples.
 """
 

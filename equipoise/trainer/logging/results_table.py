@@ -22,8 +22,9 @@ def to_scalars(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str, value: Tensor) -> Any:
-    if value.numel() != 1:
-        raise ValueError(f"The value logged as {name!r} has {value.numel()} elements, but must be a scalar: {value}.")
+    count = value.numel()
+    if count != 1:
+        raise ValueError(f"The value logged as {name!r} has {count} elements, but must be a scalar: {value}.")
     return value.item()
 
 
@@ -38,28 +39,41 @@ def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
     from rich import get_console
     from rich.table import Table
 
+    # 1. Collect the names of all loaders.
     columns = [_without_loaders(values) for values in outputs]
-    names = sorted(set().union(*columns))
+    names: set[str] = set()
+    for values in columns:
+        names.update(values)
     if not names:
         return
+
+    # 2. Add the columns.
     title = f"{stage} metric"
     table = Table(title.capitalize(), header_style="bold")
-    for index in range(len(columns)):
+    num_loaders = len(columns)
+    for index in range(num_loaders):
         header = "value"
-        if len(columns) > 1:
+        if num_loaders > 1:
             header = f"loader {index}"
         table.add_column(header, justify="right")
-    for name in names:
-        cells = [_format(values.get(name, "")) for values in columns]
+
+    # 3. Add the rows. A loader may lack a metric.
+    for name in sorted(names):
+        cells = []
+        for values in columns:
+            value = values.get(name, "")
+            cells.append(_format(value))
         table.add_row(name, *cells)
-    get_console().print(table)
+    console = get_console()
+    console.print(table)
 
 
 def _without_loaders(values: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of one loader, by names without the loader's index."""
     numbers = {}
-    for name, value in to_scalars(values).items():
-        plain_name = name.split("/dataloader_idx_")[0]
+    scalars = to_scalars(values)
+    for name, value in scalars.items():
+        plain_name, _, _ = name.partition("/dataloader_idx_")
         numbers[plain_name] = value
     return numbers
 
