@@ -88,9 +88,8 @@ def _lies_on(tensor: Tensor, device: torch.device) -> bool:
     place = tensor.device
     if place.type != device.type:
         return False
-    if device.index is None:
-        return True
-    return place.index == device.index
+    is_any_index = device.index is None
+    return is_any_index or place.index == device.index
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:

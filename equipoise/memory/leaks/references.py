@@ -170,10 +170,8 @@ def globals_of_user() -> dict[str, object]:
     modules: dict[str, object] = {}
     for module in list(sys.modules.values()):
         # Some libraries put other objects there.
-        if not isinstance(module, types.ModuleType):
-            continue
-        file = getattr(module, "__file__", None)
-        if is_of_user(file):
+        is_module = isinstance(module, types.ModuleType)
+        if is_module and is_of_user(getattr(module, "__file__", None)):
             name = module.__name__
             modules[name] = module
     return modules

@@ -188,11 +188,17 @@ def _move(batch: Any, device: torch.device) -> Any:
     """Copy a batch to a device; a tensor, or tensors in a tuple or list, that are on it are returned as they are."""
     # This runs for every batch. `is_cpu` costs less than a comparison of devices.
     is_for_cpu = device.type == "cpu"
-    entries = batch if type(batch) in (tuple, list) else (batch,)
+    if type(batch) in (tuple, list):
+        entries = batch
+    else:
+        entries = (batch,)
     for tensor in entries:
         if type(tensor) is not Tensor:
             return move_data_to_device(batch, device)
-        is_there = tensor.is_cpu if is_for_cpu else tensor.device == device
-        if not is_there:
+        if is_for_cpu:
+            is_on_device = tensor.is_cpu
+        else:
+            is_on_device = tensor.device == device
+        if not is_on_device:
             return move_data_to_device(batch, device)
     return batch
