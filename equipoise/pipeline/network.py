@@ -31,8 +31,8 @@ from equipoise.pipeline.planning.cut import (
 from equipoise.pipeline.planning.loss_profile import LossProfile
 from equipoise.pipeline.planning.measured_cut import cut_automatically, narrow_to_micro_batch
 from equipoise.pipeline.planning.traced_calls import compute_uncut
-from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.engine import ProcessPipeline
+from equipoise.pipeline.processes.main_process.client import StageClient
 from equipoise.pipeline.schedule.schedule import splits
 from equipoise.pipeline.schedule.timeline import Timeline
 
@@ -320,8 +320,8 @@ class StagedNetwork:
             )
         # Layers are sent to the processes with their original forwards.
         with self._patch.removed():
-            number = self.processes.send_stages(traced.root, stages)
-        count = len(self.processes.devices)
+            number = self.processes.stages.send(traced.root, stages)
+        count = len(self.processes.commands.devices)
         own_stages = stages[count - 1 :: count]
         return ProcessPipeline(self.processes, number, own_stages, options.schedule)
 
@@ -338,10 +338,10 @@ class StagedNetwork:
     @contextmanager
     def _all_parameters_here(self) -> Iterator[None]:
         """Gather the parameters of all stages in this process within the context."""
-        if self.processes is None or not self.processes.keys_elsewhere():
+        if self.processes is None or not self.processes.placement.keys_elsewhere():
             yield
             return
-        with self.processes.gathered_parameters():
+        with self.processes.transfer.gathered_parameters():
             yield
 
     # The cut.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,21 +66,27 @@ class Placement:
         Args:
             network: Module whose layers certainly belong to it; None if there is none.
         """
+        # 1. Move metrics.
         last_device = self.devices[-1]
         for submodule in self.module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(last_device)
-        is_one_device = len(set(self.devices)) == 1
-        if is_one_device and not self.in_processes:
+        different_devices = set(self.devices)
+        if len(different_devices) == 1 and not self.in_processes:
             return
 
-        for tensor in [*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]:
+        # 2. Move the tensors of the module itself.
+        for tensor in _direct_tensors(self.module):
             move(tensor, last_device)
-        inside = set() if network is None else {id(submodule) for submodule in network.modules()}
+
+        # 3. Move layers outside the network when they are called.
+        inside = _identities_of_submodules(network)
+        inside.add(id(self.module))
         for submodule in self.module.modules():
-            if submodule is not self.module and id(submodule) not in inside:
-                hook = partial(_move_layer, device=last_device)
-                self._hooks.append(submodule.register_forward_pre_hook(hook))
+            if id(submodule) not in inside:
+                move_layer = partial(_move_layer, device=last_device)
+                hook = submodule.register_forward_pre_hook(move_layer)
+                self._hooks.append(hook)
 
     def stop_waiting(self) -> None:
         """Let layers stay where they are from now on: the network was called, or the run has ended."""
@@ -108,16 +115,17 @@ class Placement:
         names_of_calls = owners(traced)
         begin = 0
         for stage, end in enumerate(ends):
-            for names in names_of_calls[begin:end]:
-                for name in names:
-                    part = find_part(network, name)
-                    self._stages.setdefault(id(part), stage)
-                    sizes[stage] += self._place_tensors(parameters_and_buffers(part), stage, placed)
+            for name in chain.from_iterable(names_of_calls[begin:end]):
+                part = find_part(network, name)
+                self._stages.setdefault(id(part), stage)
+                tensors = parameters_and_buffers(part)
+                sizes[stage] += self._place_tensors(tensors, stage, placed)
             begin = end
 
         # 2. Everything else lies with the last stage.
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        sizes[-1] += self._place_tensors(tensors, len(ends) - 1, placed)
+        all_tensors = parameters_and_buffers(self.module)
+        last_stage = len(ends) - 1
+        sizes[last_stage] += self._place_tensors(all_tensors, last_stage, placed)
 
         # 3. cuDNN needs the weights of a recurrent layer in one piece.
         for submodule in self.module.modules():
@@ -140,7 +148,8 @@ class Placement:
             placed: Identities of tensors that are placed already. These are added.
         """
         # Under `in_processes`, this process has the last stage of every round.
-        is_here = not self.in_processes or stage % self._num_devices == self._num_devices - 1
+        last_index = self._num_devices - 1
+        is_here = not self.in_processes or self._device_index(stage) == last_index
         size = 0
         for tensor in tensors:
             if id(tensor) in placed:
@@ -152,6 +161,10 @@ class Placement:
             size += tensor.nbytes
         return size
 
+    def _device_index(self, stage: int) -> int:
+        """Return the index of a stage's device."""
+        return stage % self._num_devices
+
     # After placement.
 
     def stage_of(self, network: nn.Module) -> Callable[[str], int | None]:
@@ -162,8 +175,12 @@ class Placement:
             stage_of_part = self._stages.get(id(part))
             if stage_of_part is not None:
                 return stage_of_part
-            tensors = parameters_and_buffers(part)
-            stages = [self._stages[id(tensor)] for tensor in tensors if id(tensor) in self._stages]
+            # A part that no call names lies with the first stage that has one of its tensors.
+            stages = []
+            for tensor in parameters_and_buffers(part):
+                stage_of_tensor = self._stages.get(id(tensor))
+                if stage_of_tensor is not None:
+                    stages.append(stage_of_tensor)
             return min(stages, default=None)
 
         return stage
@@ -172,25 +189,33 @@ class Placement:
         """Return a function for `make_stages` that returns the copy of a layer which lies on another device."""
 
         def copy_for(stage: int, node: fx.Node) -> nn.Module | None:
-            if self.in_processes or node.op not in ("call_module", "get_attr"):
+            # Each process receives the layers that it uses.
+            if self.in_processes:
+                return None
+            if node.op not in ("call_module", "get_attr"):
                 return None
             name = str(node.target)
             part = find_part(traced.root, name)
             if not self._needs_copy(stage, part):
                 return None
-            index = stage % self._num_devices
-            return self.tied_copies.copy_of(part, index, self.devices[stage], name.removeprefix("network."))
+            return self.tied_copies.copy_of(
+                part,
+                self._device_index(stage),
+                self.devices[stage],
+                name.removeprefix("network."),
+            )
 
         return copy_for
 
     def _needs_copy(self, stage: int, part: Any) -> bool:
         """Return True if a part lies with a stage of another device."""
-        index = stage % self._num_devices
-        indices = set()
+        own_index = self._device_index(stage)
         for tensor in parameters_and_buffers(part):
-            indices.add(self._stages.get(id(tensor), stage) % self._num_devices)
-        indices.discard(index)
-        return any(self._are_apart(stage, other) for other in indices)
+            stage_of_tensor = self._stages.get(id(tensor), stage)
+            index = self._device_index(stage_of_tensor)
+            if index != own_index and self._are_apart(stage, index):
+                return True
+        return False
 
     def _are_apart(self, stage: int, other: int) -> bool:
         """Return True if two stages compute on different devices."""
@@ -241,5 +266,19 @@ def move(tensor: Tensor, device: torch.device) -> None:
 
 def _move_layer(layer: nn.Module, args: Any, *, device: torch.device) -> None:
     """Move a layer before its call, apart from its submodules."""
-    for tensor in [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
+    for tensor in _direct_tensors(layer):
         move(tensor, device)
+
+
+def _direct_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module, apart from those of its submodules."""
+    parameters = module.parameters(recurse=False)
+    buffers = module.buffers(recurse=False)
+    return [*parameters, *buffers]
+
+
+def _identities_of_submodules(module: nn.Module | None) -> set[int]:
+    """Return the identities of a module and its submodules; none without a module."""
+    if module is None:
+        return set()
+    return {id(submodule) for submodule in module.modules()}

@@ -38,32 +38,62 @@ def describe(program: StageProgram) -> StageSpec:
     """
     calls = []
     for node in program.graph.nodes:
+        # Nodes belong to a graph, which stays in this process.
         args = _with_references(node.args)
         kwargs = _with_references(dict(node.kwargs))
-        call = (node.op, node.name, node.target, args, kwargs)
+        call = (
+            node.op,
+            node.name,
+            node.target,
+            args,
+            kwargs,
+        )
         calls.append(call)
-    return StageSpec(tuple(calls), program.inputs, program.outputs)
+    return StageSpec(
+        calls=tuple(calls),
+        inputs=program.inputs,
+        outputs=program.outputs,
+    )
 
 
-def rebuild(spec: StageSpec, parts: Mapping[str, Any]) -> StageProgram:
+def rebuild(
+    spec: StageSpec,
+    parts: Mapping[str, Any],
+) -> StageProgram:
     """Return the stage of a description.
 
     Args:
         spec: Result of `describe`.
         parts: Result of `used_parts`, as it is in this process.
     """
+    # 1. Create the nodes. A call refers to earlier ones only.
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    for operation, name, target, args, kwargs in spec.calls:
-        node_args = _with_nodes(args, nodes)
-        node_kwargs = _with_nodes(kwargs, nodes)
-        node = graph.create_node(operation, target, node_args, node_kwargs, name=name)
+    for call in spec.calls:
+        operation, name, target, args, kwargs = call
+        node = graph.create_node(
+            operation,
+            target,
+            args=_with_nodes(args, nodes),
+            kwargs=_with_nodes(kwargs, nodes),
+            name=name,
+        )
         nodes[name] = node
+
+    # 2. Compile them with the layers.
     program = fx.GraphModule(dict(parts), graph)
-    return StageProgram(program.forward, spec.inputs, spec.outputs, graph)
+    return StageProgram(
+        program.forward,
+        spec.inputs,
+        spec.outputs,
+        graph,
+    )
 
 
-def used_parts(program: StageProgram, root: nn.Module) -> dict[str, Any]:
+def used_parts(
+    program: StageProgram,
+    root: nn.Module,
+) -> dict[str, Any]:
     """Return the layers, tensors and other attributes that a stage uses, by their names in its graph.
 
     Args:
@@ -72,10 +102,10 @@ def used_parts(program: StageProgram, root: nn.Module) -> dict[str, Any]:
     """
     parts: dict[str, Any] = {}
     for node in program.graph.nodes:
-        if node.op not in ("call_module", "get_attr"):
-            continue
-        target = str(node.target)
-        parts[target] = find_part(root, target)
+        # Other nodes use no attribute of the module.
+        if node.op in ("call_module", "get_attr"):
+            target = str(node.target)
+            parts[target] = find_part(root, target)
     return parts
 
 
@@ -87,7 +117,10 @@ def find_part(root: nn.Module, name: str) -> Any:
         name: Names of attributes, joined by dots; "" for the module itself.
     """
     part: Any = root
-    for attribute in filter(None, name.split(".")):
+    if name == "":
+        return part
+    attributes = name.split(".")
+    for attribute in attributes:
         part = getattr(part, attribute)
     return part
 
@@ -95,7 +128,9 @@ def find_part(root: nn.Module, name: str) -> Any:
 def parameters_and_buffers(part: Any) -> Sequence[Tensor]:
     """Return the parameters and buffers of a layer, or a tensor by itself."""
     if isinstance(part, nn.Module):
-        return [*part.parameters(), *part.buffers()]
+        parameters = part.parameters()
+        buffers = part.buffers()
+        return [*parameters, *buffers]
     if isinstance(part, Tensor):
         return [part]
     return []
@@ -108,26 +143,37 @@ def _with_references(value: Any) -> Any:
     return _map_items(_with_references, value)
 
 
-def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+def _with_nodes(
+    value: Any,
+    nodes: Mapping[str, fx.Node],
+) -> Any:
     """Return arguments with nodes in the place of references."""
     if isinstance(value, _Reference):
         return nodes[value.name]
-    return _map_items(partial(_with_nodes, nodes=nodes), value)
+    with_nodes = partial(_with_nodes, nodes=nodes)
+    return _map_items(with_nodes, value)
 
 
-def _map_items(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_items(
+    function: Callable[[Any], Any],
+    value: Any,
+) -> Any:
     """Apply a function to the items of a container; return anything else as it is."""
-    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
-    if is_named_tuple:
-        items = map(function, value)
-        return type(value)(*items)
     if isinstance(value, tuple):
-        return tuple(map(function, value))
+        items = [function(item) for item in value]
+        # The constructor of a named tuple takes its fields.
+        if hasattr(value, "_fields"):
+            kind = type(value)
+            return kind(*items)
+        return tuple(items)
     # Lists of torch.fx are of a class of their own.
     if isinstance(value, list):
-        return list(map(function, value))
+        return [function(item) for item in value]
     if isinstance(value, dict):
-        return {key: function(item) for key, item in value.items()}
+        mapped = {}
+        for key, item in value.items():
+            mapped[key] = function(item)
+        return mapped
     if isinstance(value, slice):
         start = function(value.start)
         stop = function(value.stop)

@@ -15,7 +15,8 @@ from equipoise.pipeline.graph.stages import StageProgram, map_tensors
 from equipoise.pipeline.messaging.commands import FORWARD, INPUT_GRADIENT, StepOrder, message_tag
 from equipoise.pipeline.messaging.messages import StageError
 from equipoise.pipeline.messaging.process_step import OutputGradients, ProcessStep
-from equipoise.pipeline.processes.client import StageClient
+from equipoise.pipeline.processes.main_process.client import StageClient
+from equipoise.pipeline.processes.main_process.worker_commands import WorkerCommands
 from equipoise.pipeline.schedule.schedule import Schedule, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span, Timeline
 
@@ -46,17 +47,19 @@ class ProcessPipeline:
         programs: Sequence[StageProgram],
         schedule: Schedule,
     ) -> None:
-        self._processes = processes
+        self._commands = processes.commands
+        self._seeds = processes.seeds
+        self._transfer = processes.transfer
         self._program = program
         self._programs = programs
         self._schedule: Schedule = schedule
-        self._messenger = processes.messenger
+        self._messenger = self._commands.messenger
         # Numbers of processes, of stages in each, and of the last stage.
-        self._count = len(processes.devices)
+        self._count = len(self._commands.devices)
         self._stages_per_device = len(programs)
         self._last = self._count * self._stages_per_device - 1
-        self._device = processes.devices[-1]
-        self._device_before = processes.devices[-2]
+        self._device = self._commands.devices[-1]
+        self._device_before = self._commands.devices[-2]
         self.timeline = Timeline((), self._last + 1, self._stages_per_device)
         self.fresh = True
 
@@ -67,7 +70,7 @@ class ProcessPipeline:
     @property
     def failed(self) -> torch.device | None:
         """Device of the stage in which the last call failed; None if it has not."""
-        return self._processes.failed
+        return self._commands.failed
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
         """Return the network's output for one call. A backward through it is an error.
@@ -78,7 +81,7 @@ class ProcessPipeline:
         # 1. Order a forward of the workers.
         state = ThreadState.capture(("cpu", "cuda"))
         state_of_workers = state.without_devices()._replace(grad=False)
-        seed = self._processes.next_evaluation_seed()
+        seed = self._seeds.next_evaluation_seed()
         self._begin(StepOrder((self._program,), None, state_of_workers, seed), [tensors])
 
         # 2. Compute this process's stages.
@@ -92,7 +95,7 @@ class ProcessPipeline:
 
         # 3. Return the output, or raise the error that came in its place.
         if isinstance(output, StageError):
-            raise self._processes.as_error(output)
+            raise self._commands.as_error(output)
         if state.grad:
             return map_tensors(_NoBackward.wrap, output)
         return output
@@ -108,7 +111,7 @@ class ProcessPipeline:
                 return self._graphs().forward(0, program, received, keep=False, last=is_last)
         except BaseException as error:
             if is_last:
-                self._processes.note_failure(self._device)
+                self._commands.note_failure(self._device)
                 raise
             return StageError.of(error, stage, self._device)
 
@@ -121,13 +124,13 @@ class ProcessPipeline:
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
         """Send the workers an order, and the first of them the inputs of all micro-batches."""
-        self._processes.clear_failure()
-        self._processes.send_trainable()
+        self._commands.clear_failure()
+        self._transfer.send_trainable()
         for stage in range(self._count - 1):
             # Stages draw different numbers.
             seed = (order.seed + stage) % (1 << 48)
             order_of_worker = order._replace(seed=seed, stages_per_device=self._stages_per_device)
-            self._processes.send_command(stage, "step", *order_of_worker)
+            self._commands.send_command(stage, "step", *order_of_worker)
         for tensors in inputs:
             self._messenger.send(_FIRST_WORKER, message_tag(0, FORWARD), [tuple(tensors)])
 
@@ -147,7 +150,7 @@ class ProcessPipeline:
         state = steps[0].state
         assert state is not None
         input_gradients = any(tensor.requires_grad for tensors in inputs for tensor in tensors)
-        seed = self._processes.next_training_seed()
+        seed = self._seeds.next_training_seed()
         if pipelines is None:
             pipelines = [self] * len(steps)
         numbers = tuple(pipeline._program for pipeline in pipelines)
@@ -162,7 +165,7 @@ class ProcessPipeline:
 
         # 3. Learn how the workers fared.
         try:
-            spans_of_workers = self._processes.request_all("spans")
+            spans_of_workers = self._commands.request_all("spans")
         except BaseException as failure:
             error = error or failure
         if error is not None:
@@ -185,7 +188,7 @@ class ProcessPipeline:
         """Compute the stages of this process, and return the error, if any, and the actions as they ran."""
         split = splits(self._schedule)
         step = _MainStep(
-            self._processes,
+            self._commands,
             {stage: self._graphs(split=split) for stage in self._stages()},
             self._last,
             steps,
@@ -195,7 +198,7 @@ class ProcessPipeline:
         step.run(actions_of(self._schedule, self._count - 1, self._count, len(steps), self._stages_per_device))
         error = step.take_error()
         if error is None and step.failure is not None:
-            error = self._processes.as_error(step.failure)
+            error = self._commands.as_error(step.failure)
         return error, step.spans
 
     def _backward_inputs(self, inputs: Sequence[Sequence[Tensor]], error: BaseException | None) -> BaseException | None:
@@ -211,14 +214,14 @@ class ProcessPipeline:
         for tensors in inputs:
             gradients = self._messenger.receive(_FIRST_WORKER, INPUT_GRADIENT)
             if isinstance(gradients, StageError):
-                error = error or self._processes.as_error(gradients)
+                error = error or self._commands.as_error(gradients)
             elif error is None:
                 try:
                     run_backward(tensors, gradients)
                 except BaseException as failure:
                     # These computations ran on this process's device.
                     error = failure
-                    self._processes.note_failure(self._device)
+                    self._commands.note_failure(self._device)
         return error
 
 
@@ -226,7 +229,7 @@ class _MainStep(ProcessStep):
     """A training step in the stages of the main process, of which the last ends with the user's step.
 
     Args:
-        processes: The workers.
+        commands: Commands to the workers.
         graphs: The graphs of each stage.
         last_stage: Number of the last stage.
         steps: For each micro-batch the user's step.
@@ -236,16 +239,16 @@ class _MainStep(ProcessStep):
 
     def __init__(
         self,
-        processes: StageClient,
+        commands: WorkerCommands,
         graphs: dict[int, StageGraphs],
         last_stage: int,
         steps: Sequence[SuspendedStep],
         backward: Callable[[int], None],
         programs: Sequence[Sequence[StageProgram]],
     ) -> None:
-        count = len(processes.devices)
-        super().__init__(processes.messenger, 0, count, processes.devices[-1], graphs, last_stage)
-        self._processes = processes
+        count = len(commands.devices)
+        super().__init__(commands.messenger, 0, count, commands.devices[-1], graphs, last_stage)
+        self._commands = commands
         self._count = count
         self._steps = steps
         self._backward = backward
@@ -274,7 +277,7 @@ class _MainStep(ProcessStep):
     def on_error(self, error: BaseException) -> None:
         """Keep the error itself, which is raised in this process."""
         self._error = error
-        self._processes.note_failure(self._device)
+        self._commands.note_failure(self._device)
 
     def take_error(self) -> BaseException | None:
         """Return the error of a stage of this process, and forget it, since its traceback refers to this object."""

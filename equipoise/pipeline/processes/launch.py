@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,8 +23,8 @@ from equipoise.parallel.payload.shared_payload import dumps, loads
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
 from equipoise.pipeline.messaging.messages import Messenger
-from equipoise.pipeline.processes.client import StageClient
-from equipoise.pipeline.processes.stage_worker import StageWorker
+from equipoise.pipeline.processes.main_process.client import StageClient
+from equipoise.pipeline.processes.workers.stage_worker import StageWorker
 
 __all__ = ["StageLaunch"]
 
@@ -37,6 +38,29 @@ _WRITE_ERROR = "more than one element of the written-to tensor"
 
 class FirstProcessFailed(dist.DistError):
     """Raised in a worker when the main process has failed; the main process reports the cause."""
+
+
+@dataclass
+class _Connection:
+    """Connection of a run, which stays in its process.
+
+    Attributes:
+        client: The workers, in the main process during a run; None otherwise.
+    """
+
+    client: StageClient | None = None
+
+    def open(self, client: StageClient) -> None:
+        """Note the workers of a run."""
+        self.client = client
+
+    def close(self) -> None:
+        """Refer to the workers no more."""
+        self.client = None
+
+    def __reduce__(self) -> tuple[type["_Connection"], tuple[()]]:
+        """Let a pickled or copied connection be without workers."""
+        return (_Connection, ())
 
 
 class StageLaunch(SingleProcess):
@@ -53,7 +77,6 @@ class StageLaunch(SingleProcess):
     Attributes:
         count: Number of processes on all machines.
         device: Device of this process; before the processes start, that of the main process.
-        processes: The workers, in the main process during a run; None otherwise.
     """
 
     def __init__(
@@ -77,7 +100,12 @@ class StageLaunch(SingleProcess):
             check_count(self._launched_rank, devices, num_nodes)
             self._take_rank(self._launched_rank)
         self.device = self._device_of(self.local_rank)
-        self.processes: StageClient | None = None
+        self._connection = _Connection()
+
+    @property
+    def processes(self) -> StageClient | None:
+        """The workers, in the main process during a run; None otherwise."""
+        return self._connection.client
 
     def _take_rank(self, rank: Rank) -> None:
         self.rank = rank.global_rank
@@ -120,7 +148,7 @@ class StageLaunch(SingleProcess):
         rank: Rank,
         port: int | None,
         function: Callable[[], T],
-        known: Sequence[Any] | None,
+        shared_objects: Sequence[Any] | None,
     ) -> T:
         """Join the other processes, and lead them or serve.
 
@@ -128,7 +156,7 @@ class StageLaunch(SingleProcess):
             rank: Rank of this process.
             port: Port of a store on this machine; None: environment variables name the store.
             function: Function of the main process.
-            known: Objects of this process to which the result may refer; None: only the main process returns it.
+            shared_objects: Objects of this process to which the result may refer; None: workers return None.
         """
         # 1. Join the group, and exchange devices.
         self.device = self._device_of(rank.local_rank)
@@ -149,13 +177,14 @@ class StageLaunch(SingleProcess):
                 if content is None and port is None:
                     # Launchers such as torchrun report the process that ends first: the one that names the cause.
                     await_end(beats, _FAREWELL)
-                return _result_of(content, known)  # type: ignore[no-any-return]
+                return _result_of(content, shared_objects)  # type: ignore[no-any-return]
 
             # 3. Lead as the main process, whose stages come last.
-            self.processes = StageClient(messenger, [*devices[1:], devices[0]])
+            client = StageClient(messenger, [*devices[1:], devices[0]])
+            self._connection.open(client)
             self._on_joined()
             with sending(beats, self.count, self._timeout, lambda: messenger.waits):
-                return self._lead(self.processes, function, known)
+                return self._lead(client, function, shared_objects)
 
     def _serve(self, messenger: Messenger, rank: int, devices: Sequence[torch.device]) -> bytes | None:
         """Serve as a worker, and return the pickled result of the run; None if the main process has failed."""
@@ -165,12 +194,21 @@ class StageLaunch(SingleProcess):
         content: bytes | None = worker.serve()
         return content
 
-    def _lead(self, processes: StageClient, function: Callable[[], T], known: Sequence[Any] | None) -> T:
+    def _lead(
+        self,
+        client: StageClient,
+        function: Callable[[], T],
+        shared_objects: Sequence[Any] | None,
+    ) -> T:
         """Run a function in the main process, and end the workers with its result."""
         content: Any = None
         try:
             result = function()
-            content = b"" if known is None else dumps(result, known)
+            # If pickling fails, the workers receive None.
+            if shared_objects is None:
+                content = b""
+            else:
+                content = dumps(result, shared_objects)
             return result
         except RuntimeError as error:
             if _WRITE_ERROR not in str(error):
@@ -180,31 +218,30 @@ class StageLaunch(SingleProcess):
                 " lies in another process. Take engine='threads'."
             ) from error
         finally:
-            self.processes = None
-            if not processes.messenger.broken:
-                processes.send_to_all("end", content)
-                processes.messenger.flush()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the workers, which belong to a run."""
-        return {**vars(self), "processes": None}
+            self._connection.close()
+            if not client.commands.messenger.broken:
+                client.commands.send_to_all("end", content)
+                client.commands.messenger.flush()
 
 
-def _result_of(content: bytes | None, known: Sequence[Any] | None) -> Any:
+def _result_of(
+    content: bytes | None,
+    shared_objects: Sequence[Any] | None,
+) -> Any:
     """Return the result of the main process in a worker.
 
     Args:
         content: The result, pickled; None if the main process has failed.
-        known: Objects to which the result may refer; None: workers return None.
+        shared_objects: Objects to which the result may refer; None: workers return None.
 
     Raises:
         FirstProcessFailed: If the main process has failed.
     """
     if content is None:
         raise FirstProcessFailed("connection closed by peer: the first process has failed.")
-    if known is None:
+    if shared_objects is None:
         return None
-    return loads(content, known)
+    return loads(content, shared_objects)
 
 
 def _run_in_process(

@@ -15,7 +15,7 @@ from equipoise.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.network import StagedNetwork
 from equipoise.pipeline.planning.loss_profile import LossProfile
-from equipoise.pipeline.processes.client import StageClient
+from equipoise.pipeline.processes.main_process.client import StageClient
 from equipoise.pipeline.schedule.timeline import Timeline
 
 __all__ = ["PipelinedBatch"]
@@ -112,7 +112,7 @@ class PipelinedBatch:
             )
         elif self._step.begins_window and processes is not None:
             # Other processes take no part in this step, but hold gradients of an earlier window.
-            processes.send_to_all("zero")
+            processes.commands.send_to_all("zero")
         # Hooks of the backward run for skipped micro-batches, too.
         for number in range(len(self._steps)):
             if number not in self._calls:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from equipoise.pipeline.processes.backend import ProcessBackend
+from equipoise.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.strategies.portable_state import PortableState
 
 __all__ = ["PipelineState"]

@@ -7,7 +7,7 @@ import torch
 
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.pipeline.network import StagedNetwork
-from equipoise.pipeline.processes.backend import ProcessBackend
+from equipoise.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.strategies.recovery_support import RecoverySupport
 
 __all__ = ["FinerBatch", "PipelineRecovery"]
@@ -51,7 +51,7 @@ class PipelineRecovery(RecoverySupport):
     def enable(self) -> None:
         """Let other processes note what a window changes, too; see `RecoverySupport.enable`."""
         if self._backend is not None:
-            self._backend.processes.send_to_all("arm")
+            self._backend.processes.commands.send_to_all("arm")
 
     def split(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
         """Return the batch with more micro-batches in training, or split it in an evaluation; see the interface."""
@@ -67,7 +67,7 @@ class PipelineRecovery(RecoverySupport):
     def discard(self) -> bool:
         """Discard the gradients of a failed attempt in other processes; see `RecoverySupport.discard`."""
         if self._backend is not None:
-            self._backend.processes.send_to_all("discard")
+            self._backend.processes.commands.send_to_all("discard")
         return False
 
     def device_of_failure(self, named: str | None) -> torch.device | None:

@@ -16,10 +16,10 @@ from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.pipeline.network import StagedNetwork
 from equipoise.pipeline.planning.cut import CutOptions, PinnedCut
-from equipoise.pipeline.processes.backend import ProcessBackend
-from equipoise.pipeline.processes.client import StageClient
 from equipoise.pipeline.processes.launch import StageLaunch
-from equipoise.pipeline.processes.process_optimizer import ProcessOptimizer
+from equipoise.pipeline.processes.main_process.client import StageClient
+from equipoise.pipeline.processes.optimizers.backend import ProcessBackend
+from equipoise.pipeline.processes.optimizers.process_optimizer import ProcessOptimizer
 from equipoise.pipeline.schedule.schedule import check_schedule, check_stages, splits
 from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.precision import Precision
@@ -205,8 +205,8 @@ class PipelineStrategy(Strategy):
         if self._launch is not None and self._launch.processes is not None:
             client = self._launch.processes
             backend = ProcessBackend(client, module)
-            client.steps = self._steps
-            devices = tuple(client.devices)
+            client.seeds.steps = self._steps
+            devices = tuple(client.commands.devices)
             # The devices of other processes cannot be measured from here.
             measured_on = self.root_device
 
@@ -258,9 +258,9 @@ class PipelineStrategy(Strategy):
     def _end_backend(self, backend: ProcessBackend) -> None:
         """Take the states of other processes back, if these still answer."""
         backend.release()
-        self._steps = backend.processes.steps
+        self._steps = backend.processes.seeds.steps
         # After a failure of another process nothing arrives any more.
-        if not backend.processes.messenger.broken:
+        if not backend.processes.commands.messenger.broken:
             backend.end()
 
     @property
@@ -371,7 +371,7 @@ class PipelineStrategy(Strategy):
             state["calls"] = self._pinned.calls
         if self.engine == "processes":
             client = None if self._run is None else self._run.client
-            state["steps"] = self._steps if client is None else client.steps
+            state["steps"] = self._steps if client is None else client.seeds.steps
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -387,7 +387,7 @@ class PipelineStrategy(Strategy):
         if isinstance(steps, int):
             self._steps = steps
             if self._run is not None and self._run.client is not None:
-                self._run.client.steps = steps
+                self._run.client.seeds.steps = steps
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; see `Strategy`. A timeline stays in the process of its run."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from equipoise.pipeline.messaging.commands import TensorSpec
-from equipoise.pipeline.processes.tensor_store import TensorStore
+from equipoise.pipeline.processes.workers.tensor_store import TensorStore
 
 CPU = torch.device("cpu")
 SPECS = [TensorSpec(True, (2, 3), torch.float64), TensorSpec(False, (2,), torch.int64)]

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
-from equipoise.pipeline.processes.backend import ProcessBackend
+from equipoise.pipeline.processes.optimizers.backend import ProcessBackend
 
 __all__ = ["ProcessOptimizer"]
 

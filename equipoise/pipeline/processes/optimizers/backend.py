@@ -1,6 +1,6 @@
 """Optimisers, gradients and state of a pipeline whose stages lie in several processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,8 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.communication.membership import compute_metrics_alone
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
-from equipoise.pipeline.processes.client import StageClient
-from equipoise.pipeline.processes.gradients import gradient_norm, sum_tied_gradients
+from equipoise.pipeline.processes.main_process.client import StageClient
+from equipoise.pipeline.processes.optimizers.gradients import gradient_norm, sum_tied_gradients
 
 __all__ = ["ProcessBackend"]
 
@@ -41,11 +41,14 @@ class ProcessBackend:
         self._sent: dict[int, list[list[int]]] = {}
         self.release = compute_metrics_alone(module)
         processes.begin(module, before_move=self._recall_states)
+        self._commands = processes.commands
+        self._placement = processes.placement
+        self._transfer = processes.transfer
 
     @property
     def device(self) -> torch.device:
         """Device of this process."""
-        return self.processes.devices[-1]
+        return self._commands.devices[-1]
 
     # Optimisers.
 
@@ -56,7 +59,7 @@ class ProcessBackend:
             _check_optimizer(optimizer)
             index = len(self._optimizers)
             self._optimizers.append(optimizer)
-        groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        groups = _identities_of(optimizer)
         if self._sent.get(index) == groups:
             return index
         if index in self._sent:
@@ -76,23 +79,26 @@ class ProcessBackend:
     def _send(self, index: int, optimizer: Optimizer) -> None:
         """Send every worker an optimiser for its parameters, with their state."""
         # 1. Copy the groups, whose options schedulers change, and find the states.
-        processes = self.processes
-        groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
+        groups = []
+        for group in optimizer.param_groups:
+            parameters = list(group["params"])
+            groups.append(dict(group, params=parameters))
         states = {}
         for parameter in optimizer_parameters(optimizer):
+            # `state` is a defaultdict, so reading would add an entry.
             if parameter in optimizer.state:
                 states[parameter] = optimizer.state[parameter]
 
         # 2. Send each worker the states of its parameters.
-        for stage in range(processes.last):
+        for stage in range(self._commands.last):
             states_of_stage = {}
             for parameter, state in states.items():
                 if self._has(stage, parameter):
-                    states_of_stage[parameter] = state
-            description = (type(optimizer), _on_cpu(states_of_stage), groups, optimizer.defaults)
-            content = dumps(description, processes.tensors)
-            processes.send_command(stage, "optimizer", index, content)
-        processes.messenger.flush()
+                    states_of_stage[parameter] = _on_cpu(state)
+            description = (type(optimizer), states_of_stage, groups, optimizer.defaults)
+            content = dumps(description, self._placement.tensors)
+            self._commands.send_command(stage, "optimizer", index, content)
+        self._commands.messenger.flush()
 
         # 3. Keep only those of this process.
         self._drop_states_elsewhere(optimizer)
@@ -104,28 +110,50 @@ class ProcessBackend:
                 optimizer.state.pop(parameter, None)
 
     def _is_elsewhere(self, parameter: Tensor) -> bool:
-        key = self.processes.key_of(parameter)
-        return key is not None and self.processes.is_elsewhere(key)
+        """Return True if only workers have a parameter."""
+        key = self._placement.key_of(parameter)
+        if key is None:
+            return False
+        return self._placement.is_elsewhere(key)
 
     def _has(self, stage: int, parameter: Tensor) -> bool:
-        key = self.processes.key_of(parameter)
-        return key is not None and self.processes.has_tensor(stage, key)
+        """Return True if a worker has a parameter."""
+        key = self._placement.key_of(parameter)
+        if key is None:
+            return False
+        return self._placement.has_tensor(stage, key)
 
     def _recall_states(self) -> None:
         """Fetch the state of the workers' optimisers; `_number_of` sends it again when it is needed."""
-        processes = self.processes
         for index in self._sent:
             optimizer = self._optimizers[index]
-            for stage, states in enumerate(processes.request_all("optimizer_state", index)):
-                for key, state in states.items():
-                    # The state of tied parameters is the same in all of their stages.
-                    is_owner = processes.owner_of(key) == stage
-                    if is_owner and processes.is_elsewhere(key):
-                        parameter = processes.tensors[key]
-                        optimizer.state[parameter] = state
+            states_of_stages = self._commands.request_all("optimizer_state", index)
+            for stage, states in enumerate(states_of_stages):
+                self._take_states(optimizer, stage, states)
         self._sent.clear()
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+    def _take_states(self, optimizer: Optimizer, stage: int, states: Mapping[int, Any]) -> None:
+        """Set the states of an optimiser that a worker owns.
+
+        Args:
+            optimizer: The optimiser.
+            stage: The worker.
+            states: States of all parameters that the worker has, by key.
+        """
+        placement = self._placement
+        for key, state in states.items():
+            # The state of tied parameters is the same in all of their stages.
+            is_owner = placement.owner_of(key) == stage
+            if is_owner and placement.is_elsewhere(key):
+                parameter = placement.tensors[key]
+                optimizer.state[parameter] = state
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None,
+        **kwargs: Any,
+    ) -> Any:
         """Step an optimiser in all processes.
 
         Args:
@@ -146,15 +174,16 @@ class ProcessBackend:
         # 2. Step those of the workers, with the current options of this optimiser.
         index = self._number_of(optimizer)
         options = [_options_of(group) for group in optimizer.param_groups]
-        self.processes.send_to_all("optimize", index, options, kwargs)
+        self._commands.send_to_all("optimize", index, options, kwargs)
         # Options may be tensors, which schedulers change in place.
-        self.processes.messenger.flush()
+        self._commands.messenger.flush()
         return result
 
     @contextmanager
     def _gathered_state(self, optimizer: Optimizer) -> Iterator[None]:
         """Have the whole state of an optimiser in this process."""
-        was_sent = any(self._optimizers[index] is optimizer for index in self._sent)
+        index = self._find(optimizer)
+        was_sent = index in self._sent
         if was_sent:
             self._copy_states(optimizer)
         try:
@@ -169,8 +198,9 @@ class ProcessBackend:
         self._recall_states()
         self._sent = sent
         for index in sent:
-            if self._optimizers[index] is not optimizer:
-                self._drop_states_elsewhere(self._optimizers[index])
+            candidate = self._optimizers[index]
+            if candidate is not optimizer:
+                self._drop_states_elsewhere(candidate)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimiser."""
@@ -194,21 +224,23 @@ class ProcessBackend:
         Raises:
             StepError: If the step has used a parameter of a worker outside the network's forward.
         """
-        processes = self.processes
+        # 1. Check that no gradient was computed beside the network.
         index = self._number_of(optimizer)
         parameters = optimizer_parameters(optimizer)
         for parameter in parameters:
             if parameter.grad is not None and self._is_elsewhere(parameter):
+                key = self._placement.key_of(parameter) or 0
+                stage = self._placement.owner_of(key)
                 raise StepError(
                     f"`training_step` uses {self._name_of(parameter)} beside the network's call, but that lies in the"
-                    f" process of stage {processes.owner_of(processes.key_of(parameter) or 0)}. Use it within the"
-                    " network's forward, or take engine='threads'."
+                    f" process of stage {stage}. Use it within the network's forward, or take engine='threads'."
                 )
 
-        sum_tied_gradients(processes, parameters)
+        # 2. Sum and scale.
+        sum_tied_gradients(self.processes, parameters)
         if factor is not None:
-            processes.send_to_all("scale", index, factor)
-            processes.messenger.flush()
+            self._commands.send_to_all("scale", index, factor)
+            self._commands.messenger.flush()
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         named_parameters = self._module.named_parameters()
@@ -228,38 +260,48 @@ class ProcessBackend:
         index = self._number_of(optimizer)
         parameters = optimizer_parameters(optimizer)
         if algorithm == "value":
-            self.processes.send_to_all("clip", index, value, None)
+            self._commands.send_to_all("clip", index, value, None)
             nn.utils.clip_grad_value_(parameters, value)
         elif algorithm == "norm":
             norm = gradient_norm(self.processes, index, parameters)
-            self.processes.send_to_all("clip", index, value, norm)
+            self._commands.send_to_all("clip", index, value, norm)
             nn.utils.clip_grads_with_norm_(parameters, value, norm)
         else:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
-        self.processes.messenger.flush()
+        self._commands.messenger.flush()
 
     def unscale_workers(self, optimizer: Optimizer, scale: float) -> bool:
         """Divide the gradients of the workers by a loss scale, and return True if all of them are finite."""
         index = self._number_of(optimizer)
-        return all(self.processes.request_all("unscale", index, scale))
+        are_finite = self._commands.request_all("unscale", index, scale)
+        return all(are_finite)
 
     # State.
 
     def module_state(self) -> dict[str, Any]:
         """Return the whole state of the module."""
-        with self.processes.gathered_parameters():
+        with self._transfer.gathered_parameters():
             return self._module.state_dict()
 
     def load_module_state(self, state: dict[str, Any], *, strict: bool) -> None:
         """Load the whole state of the module during a run."""
-        with self.processes.gathered_parameters(changed=True):
+        with self._transfer.gathered_parameters(changed=True):
             self._module.load_state_dict(state, strict=strict)
 
     def end(self) -> None:
         """Take back all parameters and states at the end of a run."""
         self._recall_states()
-        self.processes.gather_parameters()
+        self._transfer.gather_parameters()
         self.processes.end()
+
+
+def _identities_of(optimizer: Optimizer) -> list[list[int]]:
+    """Return for each parameter group the identities of its parameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        identities = [id(parameter) for parameter in group["params"]]
+        groups.append(identities)
+    return groups
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -311,5 +353,8 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
+        items_on_cpu = {}
+        for key, item in value.items():
+            items_on_cpu[key] = _on_cpu(item)
+        return items_on_cpu
     return value

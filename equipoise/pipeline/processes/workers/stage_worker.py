@@ -33,8 +33,8 @@ from equipoise.pipeline.graph.training_modes import set_modes
 from equipoise.pipeline.messaging.commands import COMMAND, REPLY, StepOrder, TensorSpec, rank_of
 from equipoise.pipeline.messaging.messages import Messenger, StageError, as_late
 from equipoise.pipeline.messaging.process_step import ProcessStep
-from equipoise.pipeline.processes.tensor_store import TensorStore
-from equipoise.pipeline.processes.worker_optimizers import WorkerOptimizers
+from equipoise.pipeline.processes.workers.tensor_store import TensorStore
+from equipoise.pipeline.processes.workers.worker_optimizers import WorkerOptimizers
 from equipoise.pipeline.schedule.schedule import Task, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import loads
-from equipoise.pipeline.processes.tensor_store import TensorStore
+from equipoise.pipeline.processes.workers.tensor_store import TensorStore
 
 __all__ = ["WorkerOptimizers", "unscale"]
 
@@ -35,19 +35,33 @@ class WorkerOptimizers:
             index: Its number.
             content: Its class, states by parameter, groups and defaults, pickled.
         """
-        # The store stands for a list of tensors, of which only items are read.
-        kind, states, groups, defaults = loads(content, self._tensors)  # type: ignore[arg-type]
-        present = {id(self._tensors[key]) for key in self._tensors.present}
+        # 1. Read it. The store stands for a list of tensors, of which only items are read.
+        description = loads(content, self._tensors)  # type: ignore[arg-type]
+        kind, states, groups, defaults = description
+
+        # 2. Leave the groups the parameters of this process.
         for group in groups:
-            parameters = group["params"]
-            group["params"] = [parameter for parameter in parameters if id(parameter) in present]
-        # Without `__init__`, whose arguments are not known.
+            group["params"] = self._present_among(group["params"])
+
+        # 3. Build it without `__init__`, whose arguments are not known.
         optimizer: Optimizer = kind.__new__(kind)
-        attributes = {"state": {}, "param_groups": groups, "defaults": defaults}
+        attributes = {
+            "state": {},
+            "param_groups": groups,
+            "defaults": defaults,
+        }
         optimizer.__setstate__(attributes)
         state_dict = _state_dict_of(optimizer, states)
         optimizer.load_state_dict(state_dict)
         self._optimizers[index] = optimizer
+
+    def _present_among(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the parameters whose values are in this process."""
+        identities = set()
+        for key in self._tensors.present:
+            tensor = self._tensors[key]
+            identities.add(id(tensor))
+        return [parameter for parameter in parameters if id(parameter) in identities]
 
     def state_of(self, index: int) -> dict[int, Any]:
         """Return an optimiser's states by the keys of parameters."""
@@ -56,12 +70,18 @@ class WorkerOptimizers:
             return {}
         states = {}
         for key in sorted(self._tensors.present):
-            state = optimizer.state.get(self._tensors[key])
+            parameter = self._tensors[key]
+            state = optimizer.state.get(parameter)
             if state is not None:
                 states[key] = dict(state)
         return states
 
-    def step(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
+    def step(
+        self,
+        index: int,
+        options: Sequence[dict[str, Any]],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Step an optimiser.
 
         Args:
@@ -70,6 +90,7 @@ class WorkerOptimizers:
             kwargs: Further arguments of the step.
         """
         optimizer = self._optimizers[index]
+        # Schedulers change options in the main process only.
         pairs = zip(optimizer.param_groups, options, strict=True)
         for group, current_options in pairs:
             group.update(current_options)
@@ -79,11 +100,16 @@ class WorkerOptimizers:
 
     def _parameters_of(self, index: int) -> dict[int, Tensor]:
         """Return the parameters of an optimiser that are in this process and have a gradient, by key."""
-        ids = {id(parameter) for parameter in optimizer_parameters(self._optimizers[index])}
+        optimizer = self._optimizers[index]
+        identities = set()
+        for parameter in optimizer_parameters(optimizer):
+            identities.add(id(parameter))
         parameters = {}
         for key in sorted(self._tensors.present):
             tensor = self._tensors[key]
-            if id(tensor) in ids and tensor.grad is not None:
+            if tensor.grad is None:
+                continue
+            if id(tensor) in identities:
                 parameters[key] = tensor
         return parameters
 
@@ -91,24 +117,33 @@ class WorkerOptimizers:
         """Multiply gradients by a factor."""
         if isinstance(factor, Tensor):
             factor = factor.to(self._device)
-        for parameter in self._parameters_of(index).values():
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor)
+        parameters = self._parameters_of(index)
+        for parameter in parameters.values():
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient.mul_(factor)
 
     def unscale_gradients(self, index: int, scale: float) -> bool:
         """Divide gradients by the loss scale, and return True if they are finite."""
-        parameters = list(self._parameters_of(index).values())
-        return unscale(parameters, scale, self._device)
+        parameters = self._parameters_of(index)
+        return unscale(list(parameters.values()), scale, self._device)
 
     def norms(self, index: int) -> dict[int, Tensor]:
         """Return the norm of each gradient by the key of its parameter."""
         norms = {}
-        for key, parameter in self._parameters_of(index).items():
-            assert parameter.grad is not None
-            norms[key] = torch.linalg.vector_norm(parameter.grad)
+        parameters = self._parameters_of(index)
+        for key, parameter in parameters.items():
+            gradient = parameter.grad
+            assert gradient is not None
+            norms[key] = torch.linalg.vector_norm(gradient)
         return norms
 
-    def clip_gradients(self, index: int, value: float, norm: Tensor | None) -> None:
+    def clip_gradients(
+        self,
+        index: int,
+        value: float,
+        norm: Tensor | None,
+    ) -> None:
         """Clip gradients.
 
         Args:
@@ -116,14 +151,20 @@ class WorkerOptimizers:
             value: Largest norm, or largest absolute value.
             norm: Norm of the gradients of all processes; None: clip by value.
         """
-        parameters = list(self._parameters_of(index).values())
+        parameters_by_key = self._parameters_of(index)
+        parameters = list(parameters_by_key.values())
         if norm is None:
             nn.utils.clip_grad_value_(parameters, value)
         else:
-            nn.utils.clip_grads_with_norm_(parameters, value, norm.to(self._device))
+            norm_here = norm.to(self._device)
+            nn.utils.clip_grads_with_norm_(parameters, value, norm_here)
 
 
-def unscale(parameters: Sequence[Tensor], scale: float, device: torch.device) -> bool:
+def unscale(
+    parameters: Sequence[Tensor],
+    scale: float,
+    device: torch.device,
+) -> bool:
     """Divide gradients by a loss scale as torch's scaler does, and return True if all of them were finite.
 
     Args:
@@ -142,7 +183,8 @@ def unscale(parameters: Sequence[Tensor], scale: float, device: torch.device) ->
         return True
     scaler = GradScaler(device.type, init_scale=scale)
     # The first use creates the scale.
-    scaler.scale(torch.zeros((), device=device))
+    loss = torch.zeros((), device=device)
+    scaler.scale(loss)
     # The scaler steps an optimiser only if all gradients are finite.
     recorder: Any = _StepRecorder(parameters)
     scaler.unscale_(recorder)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.messaging.commands import TensorSpec
-from equipoise.pipeline.processes.tensor_store import TensorStore
-from equipoise.pipeline.processes.worker_optimizers import WorkerOptimizers, unscale
+from equipoise.pipeline.processes.workers.tensor_store import TensorStore
+from equipoise.pipeline.processes.workers.worker_optimizers import WorkerOptimizers, unscale
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def module() -> nn.Module:
 
 def content_of(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> bytes:
     groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
-    return dumps((type(optimizer), dict(optimizer.state), groups, optimizer.defaults), known=tensors)
+    return dumps((type(optimizer), dict(optimizer.state), groups, optimizer.defaults), tensors)
 
 
 def worker_of(module: nn.Module, optimizer: torch.optim.Optimizer, keys: list[int]) -> tuple[TensorStore, Any]:

@@ -1,0 +1,45 @@
+"""Seeds of the random numbers that the stages of a pipeline draw."""
+
+import hashlib
+
+import torch
+
+__all__ = ["StepSeeds"]
+
+
+class StepSeeds:
+    """Seeds that follow from torch's seed and from the number of steps so far.
+
+    Attributes:
+        steps: Number of training steps so far.
+
+    Example:
+        >>> generator = torch.manual_seed(1)
+        >>> seeds = StepSeeds()
+        >>> first = seeds.next_training_seed()
+        >>> resumed = StepSeeds()
+        >>> resumed.next_training_seed() == first
+        True
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._evaluations = 0
+
+    def next_training_seed(self) -> int:
+        """Count a training step, and return its seed. It is the same in a run that was interrupted and resumed."""
+        self.steps += 1
+        self._evaluations += 1
+        return _seed_of(f"{self.steps}")
+
+    def next_evaluation_seed(self) -> int:
+        """Return the seed of a call of the network outside of training steps."""
+        self._evaluations += 1
+        return _seed_of(f"{self.steps}, {self._evaluations}")
+
+
+def _seed_of(count: str) -> int:
+    """Return a seed of 48 bits that follows from torch's and a count."""
+    text = f"{torch.initial_seed()}, {count}"
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:6], "little")

@@ -1,0 +1,1 @@
+"""The workers of a pipeline: their stages, tensors and optimisers."""
