@@ -88,14 +88,13 @@ class ModuleStep:
 
     def run(self, part: Any) -> Any:
         """Run the method on a batch, inside the function of the strategy if there is one."""
-        if self._around is None:
-            return self._run(part)
-        return self._around(lambda: self._run(part), part)
-
-    def _run(self, part: Any) -> Any:
-        """Run the method on a batch."""
         try:
-            return self._call(self.method, part)
+            # The usual way first: it saves two calls.
+            if self.is_plain:
+                return self.method(part, *self.indices)
+            if self._around is None:
+                return self._call(self.method, part)
+            return self._around(lambda: self._call(self.method, part), part)
         except EXPLAINED as error:
             explain_device_mismatch(error, self.module, part)
             raise
