@@ -1,9 +1,8 @@
 """Nested structures keep their types, their order and what else they hold, by every rule."""
 
 import pickle
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +21,7 @@ from equipoise.tree import (
     rebuild,
     tensors_in,
 )
-
-Pair = namedtuple("Pair", ["first", "second"])
+from tests.support.nested import Frozen, Pair, Sample
 
 
 class Named(dict[str, Any]):
@@ -32,18 +30,6 @@ class Named(dict[str, Any]):
 
 class Rows(list[Any]):
     """A list of a class of its own."""
-
-
-@dataclass
-class Sample:
-    inner: Any
-    note: str = "x"
-    derived: Any = field(default=None, init=False)
-
-
-@dataclass(frozen=True)
-class Frozen:
-    inner: Any
 
 
 def test_entries_come_in_order() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.parallel.gradient_sums import sum_gradients
 from equipoise.parallel.replicas import coalesced
 
 __all__ = ["connect"]
@@ -87,17 +88,9 @@ def _differentiable_sums(
     devices: Sequence[torch.device],
 ) -> list[Tensor | None]:
     """Return the sum of the gradients of each source, on its device, with a graph."""
-    sums: list[Tensor | None] = []
+    sums = []
     for gradients, device in zip(by_source, devices, strict=True):
-        total: Tensor | None = None
-        for gradient in gradients:
-            if gradient is None:
-                continue
-            moved = gradient.to(device)
-            if total is None:
-                total = moved
-            else:
-                total = total + moved
+        total = sum_gradients(gradients, device)
         sums.append(total)
     return sums
 

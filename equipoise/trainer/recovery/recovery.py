@@ -65,7 +65,7 @@ class _Batch:
 
 
 class _WindowState(NamedTuple):
-    """What an earlier run has left of a window: the state of its weights, and the gradient of each parameter."""
+    """Rest of a window that an earlier run began: the state of its weights, and the gradient of each parameter."""
 
     weights: dict[str, Any]
     gradients: list[Tensor | None]

@@ -1,8 +1,8 @@
 """Sizes of nested batches are found where all tensors agree, and never guessed; parts are what was cut, in order."""
 
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -15,20 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from equipoise.errors import StepError
 from equipoise.parallel.batches.splitting import Splitter, infer_batch_size, split, why_not
 from equipoise.tree import entries_of
-
-Pair = namedtuple("Pair", ["first", "second"])
-
-
-@dataclass
-class Sample:
-    inner: Any
-    note: str = "x"
-    derived: Any = field(default=None, init=False)
-
-
-@dataclass(frozen=True)
-class Frozen:
-    inner: Any
+from tests.support.nested import Frozen, Pair, Sample
 
 
 def nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

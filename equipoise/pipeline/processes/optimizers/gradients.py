@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from equipoise.parallel.gradient_sums import sum_gradients
 from equipoise.pipeline.processes.main_process.client import StageClient
 from equipoise.pipeline.processes.main_process.tensor_placement import TensorPlacement
 
@@ -135,27 +136,13 @@ def _sum_with_main(
     """
     parameter = placement.tensors[key]
     if placement.is_elsewhere(key):
-        return _sum_of(gradients, parameter.device)
+        return sum_gradients(gradients, parameter.device)
     # This process has the last stage, so its gradient comes last.
     all_gradients = [*gradients, parameter.grad]
-    total = _sum_of(all_gradients, parameter.device)
+    total = sum_gradients(all_gradients, parameter.device)
     gradient = None
     if total is not None:
         # `total` is about to be sent, so it must not change.
         gradient = total.clone()
     parameter.grad = gradient
-    return total
-
-
-def _sum_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """Return the sum of gradients in their order; None if there are none."""
-    total: Tensor | None = None
-    for gradient in gradients:
-        if gradient is None:
-            continue
-        moved = gradient.to(device)
-        if total is None:
-            total = moved
-        else:
-            total = total + moved
     return total
