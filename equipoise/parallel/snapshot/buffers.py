@@ -16,10 +16,15 @@ from equipoise.interop.torch.modules import buffers_of, versions
 
 __all__ = ["Buffers", "NotedBuffer", "note_buffers"]
 
-Selector = Callable[[list[Tensor]], list[Tensor] | tuple[Tensor, ...]]
+Selection = list[Tensor] | tuple[Tensor, ...]
+Selector = Callable[[list[Tensor]], Selection]
 Join = Callable[..., Tensor]
-# A module's dictionary of its direct buffers.
-Registered = dict[str, Tensor | None]
+# A module's dictionary of its direct buffers; a value may be None.
+Registered = dict[str, Any]
+# Number of dimensions, where all from 2 count as 2; dtype; device.
+Kind = tuple[int, torch.dtype, torch.device]
+# A count of writes; None if the buffer has none.
+Version = list[int] | None
 
 
 class Buffers:
@@ -31,7 +36,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         # The dictionary and the name of each buffer. A buffer that several modules have stands here once for each.
-        self._owners: list[dict[str, Any]] = []
+        self._owners: list[Registered] = []
         self._names: list[str] = []
         for part in module.modules():
             owner = buffers_of(part)
@@ -40,15 +45,17 @@ class Buffers:
                     self._owners.append(owner)
                     self._names.append(name)
         self._buffers: list[Tensor] = []
-        # The copies. They are made once, and again if the buffers are others than at the last mark.
+        # The copies. They are created once, and again if the buffers are others than at the last mark.
         self._groups: list[_BufferGroup] = []
 
     def mark(self) -> None:
         """Note the present buffers and their values."""
         if not self._names:
             return
-        buffers: list[Tensor] = list(map(getitem, self._owners, self._names))
-        if len(buffers) != len(self._buffers) or any(map(is_not, buffers, self._buffers)):
+        present_buffers = map(getitem, self._owners, self._names)
+        buffers: list[Tensor] = list(present_buffers)
+        has_new_count = len(buffers) != len(self._buffers)
+        if has_new_count or any(map(is_not, buffers, self._buffers)):
             self._groups = _grouped(buffers)
             self._buffers = buffers
         with torch.no_grad():
@@ -128,13 +135,15 @@ class _BufferGroup:
 
 
 def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
-    """Group buffers by dtype, device and number of dimensions, where all from 2 count as 2."""
-    indices_by_kind: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    """Group buffers by their kind."""
+    # 1. Divide the buffers.
+    indices_by_kind: dict[Kind, list[int]] = {}
     for index, buffer in enumerate(buffers):
         ndim = min(buffer.ndim, 2)
         kind = (ndim, buffer.dtype, buffer.device)
         indices = indices_by_kind.setdefault(kind, [])
         indices.append(index)
+    # 2. Allocate the copies.
     with torch.no_grad():
         groups = []
         for indices in indices_by_kind.values():
@@ -158,14 +167,17 @@ class NotedBuffer:
     module: nn.Module
     name: str
     buffer: Tensor | None
-    version: list[int] | None
+    version: Version
     values: Tensor | None
 
     def has_changed(self) -> bool:
         """Return True if the buffer was written to or replaced."""
-        if buffers_of(self.module).get(self.name) is not self.buffer:
+        module_buffers = buffers_of(self.module)
+        present_buffer = module_buffers.get(self.name)
+        if present_buffer is not self.buffer:
             return True
-        return _version_of(self.buffer) != self.version
+        present_version = _version_of(self.buffer)
+        return present_version != self.version
 
     def ignore_writes(self) -> None:
         """Take the present version for the one at the beginning."""
@@ -189,11 +201,12 @@ def note_buffers(module: nn.Module) -> list[NotedBuffer]:
         values = None
         if buffer is not None:
             values = buffer.detach().clone()
-        noted.append(NotedBuffer(module, name, buffer, version, values))
+        note = NotedBuffer(module, name, buffer, version, values)
+        noted.append(note)
     return noted
 
 
-def _version_of(buffer: Tensor | None) -> list[int] | None:
+def _version_of(buffer: Tensor | None) -> Version:
     if buffer is None:
         return None
     return versions([buffer])

@@ -7,8 +7,11 @@ from typing import Any
 
 __all__ = ["hand_on", "install", "levels", "one_at_a_time"]
 
+# Sends a message to the parent.
+Send = Callable[[Any], None]
 
-def one_at_a_time(send: Callable[[Any], None]) -> Callable[[Any], None]:
+
+def one_at_a_time(send: Send) -> Send:
     """Return a function that several threads may call. A connection sends a large message in parts, not to be mixed.
 
     Args:
@@ -33,7 +36,7 @@ def levels() -> dict[str, int]:
     return levels_by_name
 
 
-def install(send: Callable[[Any], None], levels: dict[str, int]) -> None:
+def install(send: Send, levels: dict[str, int]) -> None:
     """Forward the log records of this process to the parent.
 
     Args:
@@ -41,8 +44,10 @@ def install(send: Callable[[Any], None], levels: dict[str, int]) -> None:
         levels: Levels of the parent's loggers by name.
     """
     for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-    logging.root.addHandler(_Sender(send))
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+    sender = _Sender(send)
+    logging.root.addHandler(sender)
 
 
 def hand_on(record: logging.LogRecord) -> None:
@@ -55,7 +60,7 @@ def hand_on(record: logging.LogRecord) -> None:
 class _Sender(logging.Handler):
     """Sends records to the parent, except those of loggers with handlers here, which have written them already."""
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
+    def __init__(self, send: Send) -> None:
         super().__init__()
         self._send = send
 
@@ -67,15 +72,25 @@ class _Sender(logging.Handler):
             if logger.handlers:
                 return
             logger = logger.parent
-        # 2. Send the text with the attributes of the record. A failure must not end the program.
+        # 2. Send the others. A failure must not end the program.
         try:
-            message = record.getMessage()
-            if record.exc_info:
-                formatter = logging.Formatter()
-                traceback = formatter.formatException(record.exc_info)
-                message = f"{message}\n{traceback}"
-            attributes = {**vars(record), "msg": message, "args": None, "exc_info": None}
-            text_record = logging.makeLogRecord(attributes)
+            text_record = _as_text(record)
             self._send(text_record)
         except Exception:
             self.handleError(record)
+
+
+def _as_text(record: logging.LogRecord) -> logging.LogRecord:
+    """Return a copy of a record whose message contains the arguments and the traceback as text."""
+    message = record.getMessage()
+    if record.exc_info:
+        formatter = logging.Formatter()
+        traceback = formatter.formatException(record.exc_info)
+        message = f"{message}\n{traceback}"
+    attributes = {
+        **vars(record),
+        "msg": message,
+        "args": None,
+        "exc_info": None,
+    }
+    return logging.makeLogRecord(attributes)

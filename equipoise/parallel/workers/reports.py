@@ -20,6 +20,9 @@ _ATTEMPTS = 3
 # Part of the message of an exchange that reached its time limit.
 _WAITED = "Timed out waiting"
 
+# Returns True for errors that follow from the end of another process.
+ConsequenceCheck = Callable[[BaseException], bool]
+
 
 class Worker(Protocol):
     """A worker process, as its parent sees it."""
@@ -57,13 +60,15 @@ class Report:
     @property
     def failed(self) -> bool:
         """True if the worker raised an error, exited early or was killed."""
-        return bool(self.text) or self.signal is not None
+        has_traceback = bool(self.text)
+        was_killed = self.signal is not None
+        return has_traceback or was_killed
 
 
 # The worker's side.
 
 
-def report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseException], bool] | None) -> Report:
+def report_of(error: BaseException, rank: int, is_consequence: ConsequenceCheck | None) -> Report:
     """Return the report of a worker that raised an error.
 
     A child process of the worker may end meanwhile, as a loader's worker does, and the handler of that signal raises
@@ -80,10 +85,13 @@ def report_of(error: BaseException, rank: int, is_consequence: Callable[[BaseExc
             return _report_once(error, rank, is_consequence)
         except Exception:
             continue
-    return Report(rank, time.monotonic(), text=f"{type(error).__name__}, whose traceback cannot be made.")
+    # The traceback is what failed, so the report states the type alone.
+    now = time.monotonic()
+    name = type(error).__name__
+    return Report(rank, now, text=f"{name}, whose traceback cannot be made.")
 
 
-def _report_once(error: BaseException, rank: int, is_consequence: Callable[[BaseException], bool] | None) -> Report:
+def _report_once(error: BaseException, rank: int, is_consequence: ConsequenceCheck | None) -> Report:
     now = time.monotonic()
     lines = traceback.format_exception(error)
     text = "".join(lines)
@@ -137,12 +145,14 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
     # 1. Without a cause, a silent worker hangs.
     if not causes and silent:
         hung = silent[0]
-        message = f"rank {hung.rank} of {count} hung, while others waited for it. It is here:\n\n{hung.where()}"
+        stack = hung.where()
+        message = f"rank {hung.rank} of {count} hung, while others waited for it. It is here:\n\n{stack}"
         raise WorkerError(message) from RemoteTraceback(failed[0].text)
     # 2. Without a silent worker, all waited in different places. The first one to stop waiting may close connections
     # before the time of the rest is up, so one message of a timeout is enough.
     all_failed = len(failed) == count
-    if not causes and all_failed and any(_WAITED in report.text for report in failed):
+    timed_out = any(_WAITED in report.text for report in failed)
+    if not causes and all_failed and timed_out:
         places = _places(failed)
         raise WorkerError(
             f"All {count} processes waited for others, in different places, until time was up. Each came this far,"
@@ -180,7 +190,8 @@ def _places(reports: list[Report]) -> str:
     for report in sorted(reports, key=lambda report: report.rank):
         line = f"rank {report.rank}"
         # The text before the first frame is the heading of the traceback.
-        for frame in report.text.split('  File "')[1:]:
+        _, *frames = report.text.split('  File "')
+        for frame in frames:
             if torch_folder not in frame:
                 line = f'rank {report.rank}:   File "{frame.rstrip()}'
         lines.append(line)
@@ -197,7 +208,8 @@ class RemoteTraceback(Exception):
 def raise_unended(count: int, silent: Sequence[Worker], seconds: float) -> NoReturn:
     """Raise that workers did not end after a SIGTERM."""
     first = silent[0]
+    stack = first.where()
     raise WorkerError(
         f"rank {first.rank} of {count} did not end within {seconds:g} seconds after SIGTERM, so all were ended. It was"
-        f" here:\n\n{first.where()}"
+        f" here:\n\n{stack}"
     )
