@@ -24,8 +24,9 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
         The merged blocks, and for each the index of the call after its last.
     """
     total_seconds = sum(_seconds(block) for block in blocks)
-    least_seconds = total_seconds / (stages * _FINEST)
-    has_few_blocks = len(blocks) <= stages * _FINEST
+    most_blocks = stages * _FINEST
+    least_seconds = total_seconds / most_blocks
+    has_few_blocks = len(blocks) <= most_blocks
 
     merged: list[Block] = []
     ends: list[int] = []
@@ -35,21 +36,35 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
     for index, block in enumerate(blocks):
         seconds += _seconds(block)
         end = index + 1
-        is_last = end == len(blocks)
         # Calls after the last cut always form a block.
-        if not is_last:
+        if end < len(blocks):
             is_long_enough = has_few_blocks or seconds >= least_seconds
-            following = blocks[end]
-            shorter_seconds = min(seconds, _seconds(following))
-            is_worth_a_cut = following.named or shorter_seconds >= least_seconds
-            if not (block.may_end and is_worth_a_cut and is_long_enough):
+            if not is_long_enough or not block.may_end:
                 continue
-        block_of_calls = _merged(blocks[first:end])
-        merged.append(block_of_calls)
+            following = blocks[end]
+            if not _is_worth_a_cut(seconds, following, least_seconds):
+                continue
+        blocks_of_calls = blocks[first:end]
+        merged_block = _merged(blocks_of_calls)
+        merged.append(merged_block)
         ends.append(end)
         first = end
         seconds = 0.0
     return merged, ends
+
+
+def _is_worth_a_cut(seconds: float, following: Block, least_seconds: float) -> bool:
+    """Return True if a cut before a block is useful.
+
+    Args:
+        seconds: Seconds of the block before the cut.
+        following: The block after the cut.
+        least_seconds: Seconds that both blocks need if no module begins at the cut.
+    """
+    if following.named:
+        return True
+    shorter_seconds = min(seconds, _seconds(following))
+    return shorter_seconds >= least_seconds
 
 
 def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
@@ -59,7 +74,7 @@ def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
         blocks: Blocks of the network.
         rest: Costs of what a step computes after the network.
     """
-    last = blocks[-1]
+    *blocks_before, last = blocks
     merged = _merged([last, rest])
     # What follows the network passes nothing on.
     with_rest = replace(
@@ -68,7 +83,7 @@ def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
         passing=last.passing,
         may_end=last.may_end,
     )
-    return [*blocks[:-1], with_rest]
+    return [*blocks_before, with_rest]
 
 
 def _seconds(block: Block) -> float:

@@ -47,14 +47,18 @@ class CutOptions:
     @property
     def own_devices(self) -> Sequence[torch.device]:
         """The devices without repetition: one entry for each, with all of its stages."""
-        return self.devices[: len(self.devices) // self.stages_per_device]
+        count = len(self.devices) // self.stages_per_device
+        return self.devices[:count]
 
     def stage_devices(self) -> list[StageDevice]:
         """Return speed and memory for each stage. Equal devices share their memory, as several on a CPU do."""
         devices = self.own_devices
         names = {str(device) for device in devices}
-        infos = {info.device: info for info in list_devices(only=names)}
-        speeds = self.speeds or [1.0] * len(devices)
+        available = list_devices(only=names)
+        infos = {info.device: info for info in available}
+        speeds = self.speeds
+        if not speeds:
+            speeds = [1.0] * len(devices)
         fastest = max(speeds)
         stage_devices = []
         for device, speed in zip(devices, speeds, strict=True):
@@ -110,7 +114,9 @@ class Cut:
     @property
     def pinned(self) -> PinnedCut:
         """The part of the cut that a later run needs."""
-        return PinnedCut(names=self.first_blocks[1:], calls=self.first_calls[1:])
+        names = self.first_blocks[1:]
+        calls = self.first_calls[1:]
+        return PinnedCut(names=names, calls=calls)
 
 
 def build_cut(traced: Traced, ends: Sequence[int], prefix: str) -> Cut:
@@ -213,9 +219,10 @@ def cut_by_names(
     Raises:
         ConfigurationError: If a name is unknown, or the network cannot be cut there.
     """
-    if len(names) != stages - 1:
+    cuts = stages - 1
+    if len(names) != cuts:
         raise ConfigurationError(
-            f"{stages} stages need {stages - 1} names to cut before, but there are {len(names)}: {list(names)}."
+            f"{stages} stages need {cuts} names to cut before, but there are {len(names)}: {list(names)}."
         )
     allowed = may_cut(traced)
     ends: list[int] = []
@@ -228,18 +235,29 @@ def cut_by_names(
             raise ConfigurationError(f"cut_before names {name!r}, which the network does not call.{hint}")
 
         # 2. Check that a stage may begin with it.
-        if end <= last_end or not allowed[end - 1]:
-            if end <= taking_inputs(traced):
-                reason = "that is where it begins"
-            elif end > last_end:
-                reason = "what it begins with is changed in place"
-            else:
-                reason = "it comes before the cut named earlier"
+        is_behind_last = end > last_end
+        if not is_behind_last or not allowed[end - 1]:
+            reason = _reason_against(traced, end, is_behind_last)
             raise ConfigurationError(f"The network cannot be cut before {name!r}: {reason}. Name another module.")
         ends.append(end)
         last_end = end
     ends.append(len(traced.calls))
     return build_cut(traced, ends, prefix)
+
+
+def _reason_against(traced: Traced, end: int, is_behind_last: bool) -> str:
+    """Return the reason why no stage may end at an index.
+
+    Args:
+        traced: The forward.
+        end: Index of the call after the stage's last.
+        is_behind_last: True if the index comes after that of the cut before.
+    """
+    if end <= taking_inputs(traced):
+        return "that is where it begins"
+    if is_behind_last:
+        return "what it begins with is changed in place"
+    return "it comes before the cut named earlier"
 
 
 def _index_of_call(traced: Traced, name: str, prefix: str) -> int | None:
@@ -258,7 +276,11 @@ def _is_within(node: fx.Node, name: str) -> bool:
     """Return True if a call belongs to a module, or to a submodule of it."""
     # The dots prevent that "layer1" matches "layer10".
     beginning = f"{name}."
-    return any(f"{path}.".startswith(beginning) for path in modules_of(node))
+    for module_path in modules_of(node):
+        dotted_path = f"{module_path}."
+        if dotted_path.startswith(beginning):
+            return True
+    return False
 
 
 def _hint(traced: Traced, name: str, prefix: str) -> str:
@@ -275,7 +297,8 @@ def _hint(traced: Traced, name: str, prefix: str) -> str:
     closest = difflib.get_close_matches(name, candidates, 1)
     if closest:
         return f" Did you mean {closest[0]!r}?"
-    return f" There are {', '.join(candidates[:20])}."
+    first_names = ", ".join(candidates[:20])
+    return f" There are {first_names}."
 
 
 # The table.
@@ -290,17 +313,17 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
         sizes: For each stage the bytes of its parameters.
     """
     # 1. The columns that every cut has, and those of a measured one.
-    header = f"{'stage':>5}  {'device':<8}  {'begins with':<24}  {'parameters':>10}"
+    header = _line("stage", "device", "begins with", "parameters")
     if cut.stages:
-        header += f"  {'time':>9}  {'memory':>10}"
+        header += _line_end("time", "memory")
     lines = [header]
     columns = zip(options.devices, cut.first_blocks, sizes, strict=True)
     for index, (device, name, size) in enumerate(columns):
         begins_with = name or "(input)"
         parameters = format_bytes(size)
-        line = f"{index:>5}  {device!s:<8}  {begins_with:<24}  {parameters:>10}"
+        line = _line(str(index), str(device), begins_with, parameters)
         if cut.stages:
-            line += _predicted_columns(cut.stages[index])
+            line += _predictions_of(cut.stages[index])
         lines.append(line)
 
     # 2. Predictions for all stages together.
@@ -317,11 +340,22 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def _predicted_columns(stage: Stage) -> str:
+def _line(stage: str, device: str, begins_with: str, parameters: str) -> str:
+    """Return the columns that every cut has."""
+    return f"{stage:>5}  {device:<8}  {begins_with:<24}  {parameters:>10}"
+
+
+def _line_end(time: str, memory: str) -> str:
+    """Return the further columns of a measured cut."""
+    return f"  {time:>9}  {memory:>10}"
+
+
+def _predictions_of(stage: Stage) -> str:
     seconds = stage.forward + stage.backward
     milliseconds = seconds * 1000
     memory = format_bytes(stage.memory)
-    return f"  {milliseconds:>6.2f} ms  {memory:>10}"
+    time = f"{milliseconds:.2f} ms"
+    return _line_end(time, memory)
 
 
 def _peaks(cut: Cut, options: CutOptions) -> str:
@@ -335,10 +369,14 @@ def _peaks(cut: Cut, options: CutOptions) -> str:
 def _prediction(cut: Cut, options: CutOptions) -> str:
     """Return the line with the predicted bubble."""
     of_samples = ""
-    if cut.samples is not None:
-        plural = "s" * (cut.samples != 1)
-        of_samples = f" of {cut.samples} sample{plural}"
-    waiting = "stages" if options.stages_per_device == 1 else "devices"
+    if cut.samples == 1:
+        of_samples = " of 1 sample"
+    elif cut.samples is not None:
+        of_samples = f" of {cut.samples} samples"
+    # A device with several stages is idle only if all of them wait.
+    waiting = "stages"
+    if options.stages_per_device > 1:
+        waiting = "devices"
     return (
         f"Predicted for a micro-batch{of_samples}; with {options.micro_batches} of them under {options.schedule!r}"
         f" {waiting} idle {cut.idle:.0%} of the time."
