@@ -43,13 +43,17 @@ def _rows_of(logger: Any) -> dict[str, Any] | None:
     writer = csv_writer(logger)
     if writer is None or _is_remote(writer.metrics_file_path):
         return None
+
+    # 1. Write the rows that the logger holds in memory, and read all of them.
     if writer.metrics:
         logger.save()
     path = Path(writer.metrics_file_path)
     lines = _complete_lines(path)
-    # The first line is the header.
-    last_row = len(lines) - 1
-    return {"rows": max(0, last_row), "step": _step_of(lines, last_row)}
+
+    # 2. Count them. The first line is the header; an empty file has not even that.
+    number_of_rows = max(0, len(lines) - 1)
+    last_step = _step_of(lines, number_of_rows)
+    return {"rows": number_of_rows, "step": last_step}
 
 
 def _is_remote(path: Any) -> bool:
@@ -61,7 +65,8 @@ def _complete_lines(path: Path) -> list[bytes]:
     """Return the lines of a file, without one that was cut off when a process was killed."""
     if not path.is_file():
         return []
-    lines = path.read_bytes().splitlines(keepends=True)
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
     return [line for line in lines if line.endswith(b"\n")]
 
 
@@ -89,9 +94,11 @@ def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
         CheckpointError: If that entry is damaged.
     """
     with loading("equipoise"):
-        saved = checkpoint.get("equipoise", {}).get("rows", [])
+        entry = checkpoint.get("equipoise", {})
+        saved = entry.get("rows", [])
         for index, logger in enumerate(loggers):
             rows = None
+            # A run may have more loggers than the one before it.
             if index < len(saved):
                 rows = saved[index]
             _continue_file(logger, rows)
@@ -104,27 +111,41 @@ def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
         logger: The logger.
         saved: The number of rows and the last step that the checkpoint has for it; None if it has none.
     """
-    # 1. Find the file that the logger would delete.
-    if not isinstance(logger, CSVLogger) or _is_remote(logger.save_dir):
+    path = _file_to_delete(logger)
+    if path is None:
         return
-    has_begun = csv_writer(logger) is not None
-    if has_begun:
-        return
-    path = Path(logger.log_dir, _FILE)
-    if not path.is_file():
-        return
-    # 2. Check that its rows are those of the checkpoint.
+
+    # 1. Check that its rows are those of the checkpoint.
     lines = _complete_lines(path)
-    is_of_checkpoint = saved is not None and lines and _step_of(lines, saved["rows"]) == saved["step"]
-    if saved is None or not is_of_checkpoint:
+    if saved is None or not lines:
         put_aside(path)
         return
-    # 3. Drop the rows behind them, which this run will write again, and append.
-    number_of_lines = saved["rows"] + 1
-    _replace(path, lines[:number_of_lines])
-    header = lines[0].decode()
-    columns = next(csv.reader([header]))
+    number_of_rows = saved["rows"]
+    last_step = saved["step"]
+    if _step_of(lines, number_of_rows) != last_step:
+        put_aside(path)
+        return
+
+    # 2. Drop the rows behind them, which this run will write again, and append.
+    header = lines[0]
+    rows = lines[1 : number_of_rows + 1]
+    _replace(path, [header, *rows])
+    reader = csv.reader([header.decode()])
+    columns = next(reader)
     continue_csv(logger, columns)
+
+
+def _file_to_delete(logger: Any) -> Path | None:
+    """Return the file that a CSV logger would delete when it begins; None if there is none."""
+    if not isinstance(logger, CSVLogger) or _is_remote(logger.save_dir):
+        return None
+    has_begun = csv_writer(logger) is not None
+    if has_begun:
+        return None
+    path = Path(logger.log_dir, _FILE)
+    if not path.is_file():
+        return None
+    return path
 
 
 def keep_rows(loggers: Iterable[Any]) -> None:
@@ -144,7 +165,8 @@ def keep_rows(loggers: Iterable[Any]) -> None:
 def _rewrite(path: Path, columns: Sequence[str]) -> None:
     """Write the rows of a file again, with more columns."""
     with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        rows = list(reader)
     # Rows of before have empty cells in the new columns.
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=columns)
@@ -179,7 +201,8 @@ def put_aside(path: Path) -> None:
         path: The file.
     """
     for number in count():
-        name = path.with_name(f"{path.stem}_{number}{path.suffix}")
-        if not name.exists():
-            path.rename(name)
+        name = f"{path.stem}_{number}{path.suffix}"
+        free_path = path.with_name(name)
+        if not free_path.exists():
+            path.rename(free_path)
             return

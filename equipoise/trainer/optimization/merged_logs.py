@@ -57,31 +57,36 @@ def log_merged(
         for key, logged in _with_keys(part):
             values.setdefault(key, []).append(_PartValue(logged, weight))
 
-    # 2. One value of each.
+    # 2. One value of each. For a value of any other type, `add` raises the error that it gets in any step.
     for key, part_values in values.items():
         first = part_values[0].logged
-        if isinstance(first.value, Metric):
-            logs.add(key.hook, key.name, original(first.value), first.arguments, first.batch_size)
-        elif isinstance(first.value, (Tensor, int, float)):
+        merged = first.value
+        size = first.batch_size
+        if isinstance(merged, Metric):
+            merged = original(merged)
+        elif isinstance(merged, (Tensor, int, float)):
             merged = _reduced(part_values, device)
-            logs.add(key.hook, key.name, merged, first.arguments, _total_size(part_values))
-        else:
-            # `add` raises the error that a value of this type gets in any step.
-            logs.add(key.hook, key.name, first.value, first.arguments, first.batch_size)
+            size = _total_size(part_values)
+        logs.add(key.hook, key.name, merged, first.arguments, size)
 
 
 def _with_keys(part: Sequence[Logged]) -> Iterator[tuple[_Key, Logged]]:
     """Yield the values of a part with their keys. A hook may log a name several times."""
     counts: Counter[tuple[str | None, str]] = Counter()
     for logged in part:
-        number = counts[logged.hook, logged.name]
+        name_in_hook = (logged.hook, logged.name)
+        number = counts[name_in_hook]
         yield _Key(logged.hook, logged.name, number), logged
-        counts[logged.hook, logged.name] += 1
+        counts[name_in_hook] = number + 1
 
 
 def _total_size(values: Sequence[_PartValue]) -> int | None:
     """Return the sum of the batch sizes that the user gave; None if there are none."""
-    sizes = [value.logged.batch_size for value in values if value.logged.batch_size is not None]
+    sizes = []
+    for value in values:
+        size = value.logged.batch_size
+        if size is not None:
+            sizes.append(size)
     if not sizes:
         return None
     return sum(sizes)
@@ -94,7 +99,8 @@ def _reduced(values: Sequence[_PartValue], device: torch.device) -> Tensor:
     for value in values:
         tensor = _as_tensor(value.logged.value)
         tensors.append(tensor.to(device))
-    options = LogOptions(*values[0].logged.arguments)
+    first = values[0].logged
+    options = LogOptions(*first.arguments)
     reduction = reduction_name(options.reduce_fx)
 
     # 2. A mean. If no part has a weight, there is none.
@@ -122,6 +128,7 @@ def _as_tensor(value: Tensor | int | float) -> Tensor:
 
 def _weight_in_mean(value: _PartValue) -> Weight:
     """Return the weight of a part's value: the user's `batch_size`, or the weight of the part."""
-    if value.logged.batch_size is None:
+    size = value.logged.batch_size
+    if size is None:
         return value.weight
-    return value.logged.batch_size
+    return size
