@@ -79,7 +79,8 @@ class ProcessGroup(Processes):
         self.local_rank = rank.local_rank
         self.node_rank = rank.node_rank
         self.world_size = rank.world_size
-        self.device = self._devices[rank.local_rank % len(self._devices)]
+        index = rank.local_rank % len(self._devices)
+        self.device = self._devices[index]
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Run a function in every process; see `Processes.launch`."""
@@ -133,7 +134,9 @@ class ProcessGroup(Processes):
     @property
     def is_connected(self) -> bool:
         """True if other processes take part in exchanges: a run is under way, and this process has not failed."""
-        return self.world_size > 1 and not self._failed and dist.is_initialized()
+        if self.world_size == 1 or self._failed:
+            return False
+        return dist.is_initialized()
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
         """Reduce a value over all processes; see `Processes.reduce`."""
@@ -202,16 +205,25 @@ def gather_tensors(value: Any, device: torch.device, group: Any, sync_grads: boo
         group: The process group. None: all processes.
         sync_grads: Whether gradients flow back to the process that computed a tensor.
     """
+    tensors = apply_to_collection(value, (int, float), torch.tensor)
+    return apply_to_collection(tensors, Tensor, _gather_tensor, device, group, sync_grads)
 
-    def gather(tensor: Tensor) -> Tensor:
-        tensor = tensor.to(device).contiguous()
-        if sync_grads and tensor.requires_grad:
-            from torch.distributed.nn.functional import all_gather
 
-            return torch.stack(all_gather(tensor, group))  # type: ignore[no-untyped-call]
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, tensor.detach(), group=group)
-        return torch.stack(gathered)
+def _gather_tensor(tensor: Tensor, device: torch.device, group: Any, sync_grads: bool) -> Tensor:
+    """Return a tensor of all processes, stacked along a new first dimension."""
+    local = tensor.to(device).contiguous()
+    if sync_grads and local.requires_grad:
+        return _gather_with_graph(local, group)
+    gathered = []
+    for _ in range(dist.get_world_size(group)):
+        gathered.append(torch.empty_like(local))
+    dist.all_gather(gathered, local.detach(), group=group)
+    return torch.stack(gathered)
 
-    tensors = apply_to_collection(value, (int, float), lambda number: torch.tensor(number))
-    return apply_to_collection(tensors, Tensor, gather)
+
+def _gather_with_graph(tensor: Tensor, group: Any) -> Tensor:
+    """Return the stacked tensors of all processes; their backward reaches the process of each tensor."""
+    from torch.distributed.nn.functional import all_gather
+
+    gathered = all_gather(tensor, group)  # type: ignore[no-untyped-call]
+    return torch.stack(gathered)

@@ -41,7 +41,11 @@ class PipelinedBatch:
     """
 
     def __init__(
-        self, step: TrainingStep, module: nn.Module, micro_batches: Sequence[Any], sizes: Sequence[int]
+        self,
+        step: TrainingStep,
+        module: nn.Module,
+        micro_batches: Sequence[Any],
+        sizes: Sequence[int],
     ) -> None:
         self.retains_graph = False
         self.timeline: Timeline | None = None
@@ -51,7 +55,8 @@ class PipelinedBatch:
         self._first = micro_batches[0]
         self._steps: list[SuspendedStep] = []
         for micro_batch, size in zip(micro_batches, sizes, strict=True):
-            self._steps.append(SuspendedStep(partial(step.run_on, module, micro_batch, size)))
+            run = partial(step.run_on, module, micro_batch, size)
+            self._steps.append(SuspendedStep(run))
         # By the number of the micro-batch: the calls of the network, and the results after the backward.
         self._calls: dict[int, CallStructure] = {}
         self._results: dict[int, StepResult] = {}
@@ -76,15 +81,19 @@ class PipelinedBatch:
             for step in self._steps:
                 step.abandon()
             raise
-        return [self._results[number] for number in range(len(self._steps))]
+        # The results stand in the order of the schedule, which need not be that of the micro-batches.
+        numbers = range(len(self._steps))
+        return [self._results[number] for number in numbers]
 
     def _loss_profile(self, network: StagedNetwork, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which the network measures the rest of the step, before it is cut."""
         if network.cut is not None:
             return nullcontext()
         # The profile runs the step of the first micro-batch a few extra times.
-        step = partial(self._step.run_on, self._module, self._first, self._sizes[0])
-        return network.profiled_by(LossProfile(self._module, step, self._first, device, network.caught))
+        size = self._sizes[0]
+        step = partial(self._step.run_on, self._module, self._first, size)
+        profile = LossProfile(self._module, step, self._first, device, network.caught)
+        return network.profiled_by(profile)
 
     def _start(self) -> None:
         """Run every step to its call of the network, or to its end if it skips its micro-batch."""
@@ -102,15 +111,18 @@ class PipelinedBatch:
 
     def _run(self, network: StagedNetwork, processes: StageClient | None) -> None:
         """Compute the calls of the network, and run the backward of every micro-batch once."""
+        begins_window = self._step.begins_window
+        # The network counts only the micro-batches that call it.
         numbers = list(self._calls)
         if numbers:
-            self.timeline = network.run_steps(
-                [self._steps[number] for number in numbers],
-                list(self._calls.values()),
-                lambda position: self._backward(numbers[position]),
-                begins_window=self._step.begins_window,
-            )
-        elif self._step.begins_window and processes is not None:
+            steps = [self._steps[number] for number in numbers]
+            calls = list(self._calls.values())
+
+            def backward(position: int) -> None:
+                self._backward(numbers[position])
+
+            self.timeline = network.run_steps(steps, calls, backward, begins_window=begins_window)
+        elif begins_window and processes is not None:
             # Other processes take no part in this step, but hold gradients of an earlier window.
             processes.commands.send_to_all("zero")
         # Hooks of the backward run for skipped micro-batches, too.
@@ -120,12 +132,15 @@ class PipelinedBatch:
 
     def _backward(self, number: int) -> None:
         """Run the backward of a micro-batch, down to the inputs of the last stage."""
-        self._step.begin_micro_batch(self._sizes[number], sum(self._sizes))
+        # 1. The loss of a micro-batch counts by its share of the samples.
+        batch_size = sum(self._sizes)
+        self._step.begin_micro_batch(self._sizes[number], batch_size)
+        # 2. The first stage needs the graph again if it runs backward to the network's inputs.
         inputs: Sequence[Tensor] = ()
         if number in self._calls:
             inputs = self._calls[number].tensors
         self.retains_graph = any(tensor.grad_fn is not None for tensor in inputs)
-        # The graph is freed with this reference to it.
+        # 3. The graph is freed with this reference to it.
         result = self._steps[number].take_result()
         self._step.backward(result)
         self._results[number] = _detached(result)

@@ -69,7 +69,9 @@ class GradientExchange:
 
     def break_off(self) -> bool:
         """End a failed attempt; return whether gradients were sent. The next attempt completes the exchange."""
-        return isinstance(self._engine, NativeEngine) and self._engine.break_off()
+        if isinstance(self._engine, NativeEngine):
+            return self._engine.break_off()
+        return False
 
     def close(self) -> None:
         """Release the module."""
@@ -90,25 +92,30 @@ class GradientExchange:
 
     def _trainable_parameters_differ(self) -> bool:
         """Return whether parameters were frozen or unfrozen, so that the engine no longer fits."""
-        # Manual optimisation freezes parameters in every step, without an effect on the exchange.
         automatic = getattr(self._module, "automatic_optimization", True)
         for parameter, trainable_before in zip(self._parameters, self._trainable, strict=True):
             trainable = parameter.requires_grad
-            if trainable != trainable_before and (trainable or automatic):
+            if trainable == trainable_before:
+                continue
+            # Manual optimisation freezes parameters in every step, without an effect on the exchange.
+            if trainable or automatic:
                 return True
         return False
 
     def _make_engine(self) -> TorchEngine | NativeEngine:
-        """Return the engine for the module.
-
-        Torch's wrapper computes a step once, and runs one backward for it. In other cases the native engine takes its
-        place.
-        """
-        automatic = getattr(self._module, "automatic_optimization", True)
-        fits_wrapper = automatic and has_one_backward(self._module) and not self._repeats_steps
-        if self._name == "torch" and fits_wrapper:
+        """Return the engine for the module; the native engine takes the place of a wrapper that does not fit."""
+        if self._name == "torch" and self._fits_wrapper():
             return TorchEngine(self._module, self._device, self._options)
         return NativeEngine(self._module, self._device, self._options)
+
+    def _fits_wrapper(self) -> bool:
+        """Return True if torch's wrapper can train the module: it computes a step once, with one backward."""
+        if self._repeats_steps:
+            return False
+        automatic = getattr(self._module, "automatic_optimization", True)
+        if not automatic:
+            return False
+        return has_one_backward(self._module)
 
 
 def check_engine_options(engine: str, bucket_megabytes: float, comm_hook: Any) -> None:
