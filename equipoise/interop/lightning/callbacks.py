@@ -24,7 +24,9 @@ def cannot_fire(callback: Callback, hook: str) -> bool:
     stock_class = base_of(callback, ModelCheckpoint)
     if type(callback).on_train_batch_end is not stock_class.on_train_batch_end:
         return False
-    return callback._every_n_train_steps < 1 and callback._train_time_interval is None
+    saves_by_steps = callback._every_n_train_steps >= 1
+    saves_by_time = callback._train_time_interval is not None
+    return not saves_by_steps and not saves_by_time
 
 
 def looks_after_training_epochs(callback: Any) -> bool:
@@ -57,14 +59,16 @@ def saving_states(
     for callback in callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {"dirpath": callback.dirpath}
         for name in _SAVING:
             if hasattr(callback, name):
-                state[name.lstrip("_")] = getattr(callback, name)
+                key = name.lstrip("_")
+                state[key] = getattr(callback, name)
         # The file that is being written now counts as the last one.
         if callback is writer:
-            state.update(last_global_step_saved=step, last_checkpoint_saved=path)
-        states[callback.state_key] = {"dirpath": callback.dirpath, **state}
+            state["last_global_step_saved"] = step
+            state["last_checkpoint_saved"] = path
+        states[callback.state_key] = state
     return states
 
 
@@ -79,7 +83,10 @@ def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str
         if not isinstance(callback, ModelCheckpoint):
             continue
         state = states.get(callback.state_key)
-        if state is None or state["dirpath"] != callback.dirpath:
+        if state is None:
+            continue
+        # The last file is not in the new folder.
+        if state["dirpath"] != callback.dirpath:
             continue
         for name in _SAVING:
             key = name.lstrip("_")

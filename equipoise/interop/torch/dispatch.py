@@ -15,23 +15,26 @@ from equipoise import tree
 
 __all__ = ["OperationWatch", "tensors_in"]
 
+# Receives the name of an operation, its result, and its positional arguments.
+OnOperation = Callable[[str, Any, Any], None]
 
 # The class has no types.
 _Base: Any = TorchDispatchMode
 
 
 class _Mode(_Base):  # type: ignore[misc]
-    def __init__(self, on_operation: Callable[[str, Any, Any], None], device: torch.device | None) -> None:
+    def __init__(self, on_operation: OnOperation, device: torch.device | None) -> None:
         super().__init__()
         self._on_operation = on_operation
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `func` is called outside the mode, so its own operations are not reported twice.
+        kwargs = kwargs or {}
         if self._device is not None:
             args = _on(self._device, args)
-            kwargs = _on(self._device, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+            kwargs = _on(self._device, kwargs)
+        # `func` is called outside the mode, so its own operations are not reported twice.
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         self._on_operation(name, result, args)
         return result
@@ -43,7 +46,7 @@ class OperationWatch:
     Several watches must stop in the reverse order of their start.
 
     Args:
-        seen: Called with the operation's name, such as "addmm", its result, and its positional arguments.
+        on_operation: Called with the operation's name, such as "addmm", its result, and its positional arguments.
         device: Device on which operations compute; arguments on other devices are copied to it. Default: the device of
             the arguments.
 
@@ -58,19 +61,19 @@ class OperationWatch:
         ['ones', 'add']
     """
 
-    def __init__(self, on_operation: Callable[[str, Any, Any], None], device: torch.device | None = None) -> None:
+    def __init__(self, on_operation: OnOperation, device: torch.device | None = None) -> None:
         self._on_operation = on_operation
         self._device = device
         self._mode: Any = None
 
     def start(self) -> None:
-        """Start to watch. A second call has no effect."""
+        """Start watching. A second call has no effect."""
         if self._mode is None:
             self._mode = _Mode(self._on_operation, self._device)
             self._mode.__enter__()
 
     def stop(self) -> None:
-        """Stop to watch. A second call has no effect."""
+        """Stop watching. A second call has no effect."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
@@ -85,7 +88,9 @@ def _items_of(value: Any) -> Iterable[Any] | None:
     """Return the items of a mapping or sequence; None for any other value."""
     if isinstance(value, Mapping):
         return value.values()
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+    # The items of a text are texts again, without end.
+    is_text = isinstance(value, (str, bytes))
+    if isinstance(value, Sequence) and not is_text:
         return value
     return None
 
@@ -94,7 +99,9 @@ def _on(device: torch.device, value: Any) -> Any:
     """Return the arguments of an operation with tensors of other devices copied to a device."""
 
     def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.device == device:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.device == device:
             return leaf
         return leaf.to(device)
 

@@ -35,26 +35,36 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         first = parameters[0]
+        self.parameters = parameters
+        # 1. Allocate the flat tensor.
         sizes = [parameter.numel() for parameter in parameters]
         tail_size = len(parameters) + 1
-        self.parameters = parameters
-        self.flat = torch.zeros(sum(sizes) + tail_size, dtype=first.dtype, device=first.device)
+        flat_size = sum(sizes) + tail_size
+        self.flat = torch.zeros(flat_size, dtype=first.dtype, device=first.device)
+
+        # 2. Divide it into a view of each gradient's shape, and the tail.
         *segments, self.tail = torch.split(self.flat, [*sizes, tail_size])
         self.views = []
         for segment, parameter in zip(segments, parameters, strict=True):
-            self.views.append(segment.view(parameter.shape))
+            view = segment.view(parameter.shape)
+            self.views.append(view)
         # The tail of a process that has all gradients.
         self.full_tail = torch.ones_like(self.tail)
         self.weight: Weight = 1
-        self.missing = set(range(len(parameters)))
+
+        # 3. Expect all gradients.
+        self._indices = range(len(parameters))
+        self.missing = set(self._indices)
         self.sent = False
         self.is_complete = False
 
     def begin(self, weight: Weight) -> None:
         """Expect all gradients again."""
-        self.missing.update(range(len(self.parameters)))
+        self.missing.update(self._indices)
         self.sent = False
-        if isinstance(weight, Tensor) or isinstance(self.weight, Tensor) or weight != self.weight:
+        # Tensors are not compared, since that would wait for their device.
+        is_tensor = isinstance(weight, Tensor) or isinstance(self.weight, Tensor)
+        if is_tensor or weight != self.weight:
             self.weight = weight
             self.full_tail[-1] = weight
 
@@ -84,8 +94,10 @@ class _Bucket:
             for view in empty_views:
                 view.zero_()
             counts = [float(parameter.grad is not None) for parameter in self.parameters]
+            counts_on_cpu = torch.tensor(counts)
+            counts_on_device = counts_on_cpu.to(tail)
             weight = tail[-1:]
-            tail = torch.cat([torch.tensor(counts).to(tail), weight])
+            tail = torch.cat([counts_on_device, weight])
 
         # 3. Copy the gradients and the tail in one call.
         filled_views.append(self.tail)
@@ -129,7 +141,8 @@ class GradientReducer:
 
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_megabytes: float = 25.0) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        groups = _group_into_buckets(trainable, int(bucket_megabytes * 2**20))
+        bucket_size = int(bucket_megabytes * 2**20)
+        groups = _group_into_buckets(trainable, bucket_size)
         self._buckets = [_Bucket(group) for group in groups]
         self._handles: list[Any] = []
         self._register_hooks()
@@ -150,7 +163,8 @@ class GradientReducer:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 register: Any = parameter.register_post_accumulate_grad_hook
-                handle = register(partial(self._ready, bucket, index))
+                hook = partial(self._ready, bucket, index)
+                handle = register(hook)
                 self._handles.append(handle)
 
     def _first_wide_bucket(self) -> _Bucket | None:
@@ -204,7 +218,11 @@ class GradientReducer:
                 " With activation checkpointing, say use_reentrant=False."
             )
         bucket.missing.discard(index)
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+        # A full bucket waits for those before it, so the order of the exchanges is fixed.
+        while self._next < len(self._buckets):
+            next_bucket = self._buckets[self._next]
+            if next_bucket.missing:
+                return
             self._send()
 
     def _send(self) -> None:
@@ -222,7 +240,8 @@ class GradientReducer:
             True if a bucket or the weight was sent.
         """
         has_sent = self._next > 0 or self._weight_bucket is None
-        self._broken = self._broken or (self._is_open and has_sent)
+        if self._is_open and has_sent:
+            self._broken = True
         self._is_open = False
         return self._broken
 
@@ -262,22 +281,27 @@ def _group_into_buckets(parameters: Sequence[nn.Parameter], bucket_size: int) ->
     the backward, so fewer buckets are better.
     """
     limit = bucket_size
-    if any(parameter.device.type != "cpu" for parameter in parameters):
+    is_on_gpu = any(parameter.device.type != "cpu" for parameter in parameters)
+    if is_on_gpu:
         limit = min(_FIRST_CUDA_BUCKET, bucket_size)
     groups: list[list[nn.Parameter]] = []
+    group: list[nn.Parameter] = []
     size = 0
     for parameter in reversed(parameters):
-        if not groups:
-            groups.append([])
-        elif size >= limit or not _can_share_bucket(groups[-1][0], parameter):
+        is_full = size >= limit
+        if group and (is_full or not _can_share_bucket(group[0], parameter)):
             # Only the first bucket has a limit of its own.
             limit = bucket_size
-            groups.append([])
+            groups.append(group)
+            group = []
             size = 0
-        groups[-1].append(parameter)
+        group.append(parameter)
         size += parameter.numel() * parameter.element_size()
+    if group:
+        groups.append(group)
     return groups
 
 
 def _can_share_bucket(first: nn.Parameter, second: nn.Parameter) -> bool:
-    return first.dtype == second.dtype and first.device == second.device
+    has_same_dtype = first.dtype == second.dtype
+    return has_same_dtype and first.device == second.device
