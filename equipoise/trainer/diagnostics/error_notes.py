@@ -19,6 +19,9 @@ __all__ = ["add_note_on_loading", "add_notes"]
 # Number of entries of a batch that a note describes.
 _MOST_ENTRIES = 6
 
+# Part of torch's messages for an index beyond the size, such as a label beyond the number of classes.
+_OUT_OF_RANGE = re.compile(r"out of (bounds|range)")
+
 
 def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
     """Add notes to an error that a step has raised: the submodule, and the contents of the batch.
@@ -28,13 +31,17 @@ def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
         module: The user's module.
         batch: The batch of the step.
     """
+    # 1. Find the layer, and the facts about the batch that bear on this error.
     message = str(error)
     notes = [_layer(error.__traceback__, module)]
-    if isinstance(error, TypeError) and "must be Tensor, not" in message:
+    needs_tensors = isinstance(error, TypeError) and "must be Tensor, not" in message
+    if needs_tensors:
         notes.append(_no_tensors(batch))
-    if isinstance(error, IndexError) and re.search(r"out of (bounds|range)", message):
+    is_out_of_range = isinstance(error, IndexError) and _OUT_OF_RANGE.search(message)
+    if is_out_of_range:
         notes.append(_integers(batch))
-    # A step may run within another one, which adds the same notes.
+
+    # 2. Add the notes. A step may run within another one, which adds the same notes.
     existing_notes = getattr(error, "__notes__", ())
     for note in notes:
         if note and note not in existing_notes:
@@ -51,9 +58,12 @@ def add_note_on_loading(error: BaseException) -> None:
     if "stack expects each tensor to be equal size" not in message:
         return
     # The message of an error of a worker process contains its traceback.
-    functions = [frame.f_code.co_name for frame in _frames(error.__traceback__)]
-    is_in_collate = any(name.startswith("collate") for name in functions)
-    if is_in_collate or "collate" in message:
+    is_in_collate = "collate" in message
+    for frame in _frames(error.__traceback__):
+        function = frame.f_code.co_name
+        if function.startswith("collate"):
+            is_in_collate = True
+    if is_in_collate:
         error.add_note(
             "Samples of different shapes cannot be stacked to a batch. Give the DataLoader a `collate_fn` that pads"
             " them, such as with `torch.nn.utils.rnn.pad_sequence`, or that returns a list."
@@ -64,15 +74,18 @@ def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:
     """Return a text with the submodule whose forward has raised the error, and with the tensors that it received."""
     # 1. Find the innermost forward.
     innermost: FrameType | None = None
+    layer: nn.Module | None = None
     for frame in _frames(traceback):
-        is_forward = frame.f_code.co_name == "forward"
-        if is_forward and isinstance(frame.f_locals.get("self"), nn.Module):
+        if frame.f_code.co_name != "forward":
+            continue
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
             innermost = frame
-    if innermost is None:
+            layer = owner
+    if innermost is None or layer is None:
         return None
 
     # 2. Find its name. The module itself has none, and the traceback shows its line anyway.
-    layer = innermost.f_locals["self"]
     names = {submodule: name for name, submodule in module.named_modules()}
     name = names.get(layer)
     if not name:
@@ -82,15 +95,17 @@ def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:
     descriptions = _tensor_arguments(innermost)
     received = ""
     if descriptions:
-        received = f" It was called with {', '.join(descriptions)}."
+        listed = ", ".join(descriptions)
+        received = f" It was called with {listed}."
     return f"Raised in the submodule {name!r}: {_one_line(layer)}.{received}"
 
 
 def _tensor_arguments(frame: FrameType) -> list[str]:
     """Return descriptions of the arguments of a call that are tensors, without `self`."""
     code = frame.f_code
+    argument_names = code.co_varnames[1 : code.co_argcount]
     descriptions = []
-    for name in code.co_varnames[1 : code.co_argcount]:
+    for name in argument_names:
         value = frame.f_locals.get(name)
         if isinstance(value, Tensor):
             descriptions.append(f"{name} of {_described(value)}")
@@ -122,7 +137,8 @@ def _no_tensors(batch: Any) -> str | None:
             f"The batch is {_described(batch)}: layers take its entries, such as `batch[0]`. Without a `predict_step`,"
             " `predict` hands the whole batch to `forward`."
         )
-    listed = "; ".join(kinds[:_MOST_ENTRIES])
+    first_kinds = kinds[:_MOST_ENTRIES]
+    listed = "; ".join(first_kinds)
     return (
         f"The batch does not hold tensors alone: {listed}. Convert them in the dataset or in the loader's `collate_fn`."
     )
@@ -155,7 +171,9 @@ def _integers(batch: Any) -> str | None:
             ranges.append(f"batch{path} from {least} to {most}")
     if not ranges:
         return None
-    return f"Integers in the batch: {'; '.join(ranges[:_MOST_ENTRIES])}. Labels must lie below the number of classes."
+    first_ranges = ranges[:_MOST_ENTRIES]
+    listed = "; ".join(first_ranges)
+    return f"Integers in the batch: {listed}. Labels must lie below the number of classes."
 
 
 def _is_integral(tensor: Tensor) -> bool:
@@ -166,9 +184,11 @@ def _is_integral(tensor: Tensor) -> bool:
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"shape {list(value.shape)}, {value.dtype}"
+        shape = list(value.shape)
+        return f"shape {shape}, {value.dtype}"
+    kind = type(value).__name__
     if isinstance(value, tuple | list):
-        kinds = sorted({type(item).__name__ for item in value})
-        joined = " and ".join(kinds)
-        return f"a {type(value).__name__} of {len(value)} {joined}"
-    return f"of type {type(value).__name__}"
+        kinds_of_items = {type(item).__name__ for item in value}
+        joined = " and ".join(sorted(kinds_of_items))
+        return f"a {kind} of {len(value)} {joined}"
+    return f"of type {kind}"

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
@@ -22,6 +22,20 @@ _MIN_SIMILARITY = 0.75
 _INSTALLED = ("site-packages", "dist-packages")
 
 
+class _Suspect(NamedTuple):
+    """A method that is named like a hook and is none.
+
+    Attributes:
+        kind: The class of the object that has the method.
+        base: The class that declares the hooks of such objects.
+        method: The method.
+    """
+
+    kind: type
+    base: type
+    method: FunctionType
+
+
 def warn_of_mistyped_hooks(context: "RunContext") -> None:
     """Warn of methods that look like a hook, in the module, the data module and the callbacks of a run.
 
@@ -31,44 +45,56 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
         context: The run.
     """
     # 1. Find methods that look like a hook and are none.
-    owners: list[tuple[Any, type]] = [(context.module, LightningModule)]
-    if context.datamodule is not None:
-        owners.append((context.datamodule, LightningDataModule))
-    owners += [(callback, Callback) for callback in context.state.callbacks]
-    suspects: list[tuple[type, type, FunctionType]] = []
-    for owner, base in owners:
-        suspects += _unknown_hooks(type(owner), base)
+    kinds = _kinds_with_hooks(context)
+    suspects: list[_Suspect] = []
+    for kind, base in kinds:
+        suspects += _unknown_hooks(kind, base)
     if not suspects:
         return
+
     # 2. Leave out methods that the user's code calls, and warn of the others.
-    kinds = [type(owner) for owner, _ in owners]
-    used_names = set(_names_in(kinds))
-    for kind, base, method in suspects:
-        is_called = method.__name__ in used_names
-        hooks = _hooks(base)
-        similar = get_close_matches(method.__name__, hooks, n=1, cutoff=_MIN_SIMILARITY)
-        if similar and not is_called:
-            warn_of_method(
-                method,
-                f"`{kind.__name__}.{method.__name__}` is called by no trainer, because no hook has that name; did you"
-                f" mean `{similar[0]}`? If it is a method of your own, which you call from another file, ignore this"
-                " warning, or let the name begin with an underscore.",
-            )
+    used_names = set(_names_in(kind for kind, _ in kinds))
+    for suspect in suspects:
+        if suspect.method.__name__ not in used_names:
+            _warn_of_similar_hook(suspect)
 
 
-def _unknown_hooks(kind: type, base: type) -> Iterator[tuple[type, type, FunctionType]]:
+def _kinds_with_hooks(context: "RunContext") -> list[tuple[type, type]]:
+    """Return the classes of the objects that have hooks, each with the class that declares these hooks."""
+    kinds: list[tuple[type, type]] = [(type(context.module), LightningModule)]
+    if context.datamodule is not None:
+        kinds.append((type(context.datamodule), LightningDataModule))
+    for callback in context.state.callbacks:
+        kinds.append((type(callback), Callback))
+    return kinds
+
+
+def _warn_of_similar_hook(suspect: _Suspect) -> None:
+    """Warn of a method if a hook has a similar name."""
+    name = suspect.method.__name__
+    hooks = _hooks(suspect.base)
+    similar = get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)
+    if not similar:
+        return
+    warn_of_method(
+        suspect.method,
+        f"`{suspect.kind.__name__}.{name}` is called by no trainer, because no hook has that name; did you"
+        f" mean `{similar[0]}`? If it is a method of your own, which you call from another file, ignore this"
+        " warning, or let the name begin with an underscore.",
+    )
+
+
+def _unknown_hooks(kind: type, base: type) -> Iterator[_Suspect]:
     """Yield the methods of a class that are named like a hook and are none."""
-    library_classes = [parent for parent in kind.__mro__ if not _is_users(parent)]
+    # A library may call hooks that it defines.
+    names_of_libraries: set[str] = set()
+    for parent in kind.__mro__:
+        if not _is_users(parent):
+            names_of_libraries.update(vars(parent))
     for name, method in _methods_of_user(kind):
-        if not name.startswith("on_") or hasattr(base, name):
-            continue
-        # A library may call hooks that it defines.
-        is_inherited = False
-        for parent in library_classes:
-            if name in vars(parent):
-                is_inherited = True
-        if not is_inherited:
-            yield kind, base, method
+        is_hook = hasattr(base, name) or name in names_of_libraries
+        if name.startswith("on_") and not is_hook:
+            yield _Suspect(kind, base, method)
 
 
 def _methods_of_user(kind: type) -> Iterator[tuple[str, FunctionType]]:
@@ -83,7 +109,8 @@ def _methods_of_user(kind: type) -> Iterator[tuple[str, FunctionType]]:
 
 def _is_users(kind: type) -> bool:
     """Return True for a class of the user's, none of whose functions is in an installed package."""
-    if kind.__module__.partition(".")[0] in ("builtins", "equipoise"):
+    package = kind.__module__.partition(".")[0]
+    if package in ("builtins", "equipoise"):
         return False
     attributes = vars(kind)
     functions = [value for value in attributes.values() if isinstance(value, FunctionType)]
@@ -105,7 +132,8 @@ def _names_in(kinds: Iterable[type]) -> Iterator[str]:
         for _, method in _methods_of_user(kind):
             yield from _names_of(method.__code__)
             # The user's code may add global names from another thread, so this reads a copy.
-            for value in list(method.__globals__.values()):
+            global_values = list(method.__globals__.values())
+            for value in global_values:
                 is_function = isinstance(value, FunctionType)
                 if is_function and value.__globals__ is method.__globals__:
                     yield from _names_of(value.__code__)
