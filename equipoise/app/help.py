@@ -70,7 +70,8 @@ def describe_key(config: DictConfig, key: str) -> str:
         meaning = _MEANINGS.get(key)
     if meaning:
         lines.append(_indented(meaning))
-    if name in mapping and isinstance(mapping.get(name), DictConfig):
+    # An interpolation stays unresolved: that of Hydra's own values exists only in a run.
+    if isinstance(_written_values(mapping).get(name), dict):
         lines += _describe_part(mapping[name], key)
     return "\n".join(lines)
 
@@ -79,9 +80,15 @@ def _has_key(mapping: Any, name: str) -> bool:
     """Return whether a mapping has a key, or the class that it builds takes such an argument."""
     if not OmegaConf.is_dict(mapping):
         return False
-    if name in mapping:
+    if name in _written_values(mapping):
         return True
     return _parameter(mapping, name) is not None
+
+
+def _written_values(mapping: DictConfig) -> dict[Any, Any]:
+    """Return the values of a mapping as they are written, without resolving interpolations."""
+    values: Any = OmegaConf.to_container(mapping)
+    return dict(values)
 
 
 def _nearest_key(mapping: Any, parent: str, name: str) -> str:
@@ -106,10 +113,9 @@ def _headline(mapping: DictConfig, key: str, name: str) -> str:
         facts.append(f"type {_format_type(parameter.annotation)}")
     if parameter is not None and parameter.default is not parameter.empty:
         facts.append(f"default {_format_value(parameter.default)}")
-    if name in mapping:
-        # Without resolving: an interpolation is shown as it is written.
-        values: Any = OmegaConf.to_container(mapping)
-        value = values.get(name)
+    values = _written_values(mapping)
+    if name in values:
+        value = values[name]
         if not isinstance(value, dict):
             facts.append(f"here {_format_value(value)}")
     if not facts:
