@@ -11,22 +11,28 @@ from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
-from equipoise.pipeline.graph.tracing import NotTraceable, Traced, trace
+from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.graph.training_modes import modes_of
+from equipoise.pipeline.recording.targets import present_modes
+from equipoise.pipeline.recording.tracing import NotTraceable, trace
 from equipoise.pipeline.verification.trace_comparison import Comparison, Parting
 
 __all__ = ["CheckedTraces", "key_of_call"]
 
+# Number of traces for one kind of call from which the user is warned.
+_MANY_TRACES = 20
+
 
 def key_of_call(name: str, network: nn.Module, structure: CallStructure) -> tuple[Any, ...]:
-    """Return a key that is equal for calls with the same trace.
+    """Return a key that is equal for calls with the same trace, if the trace also fits their tensors.
 
     Args:
         name: The network's name in the user's module.
         network: The network.
         structure: The call.
     """
-    return name, structure.key, tuple(modes_of(network))
+    kinds = tuple((tensor.dtype, tensor.requires_grad) for tensor in structure.tensors)
+    return name, structure.key, kinds, tuple(modes_of(network)), present_modes()
 
 
 class CheckedTraces:
@@ -53,18 +59,18 @@ class CheckedTraces:
         self._patch = patch
         self._device = device
         self._all_parameters_here = all_parameters_here
-        # Calls whose trace agrees with the forward.
-        self._compared: set[tuple[Any, ...]] = set()
+        # Traces that agree with the forward, for each kind of call.
+        self._compared: dict[tuple[Any, ...], list[Traced]] = {}
         # Networks that differ from themselves when they are repeated, of which the user has been warned.
         self._warned: set[str] = set()
         # Classes of submodules whose trace differs from their forward, with the reason. They stay whole.
         self._opaque_types: dict[type[nn.Module], str] = {}
 
-    def forget_comparisons(self) -> None:
-        """Forget which calls have been compared."""
+    def forget(self) -> None:
+        """Forget the traces that have been compared."""
         self._compared.clear()
 
-    def unchecked(self, name: str, structure: CallStructure) -> Traced:
+    def _trace(self, name: str, structure: CallStructure) -> Traced:
         """Trace a call.
 
         Args:
@@ -77,8 +83,15 @@ class CheckedTraces:
         network = self._modules[name]
         forward = self._patch.original(name)
         try:
-            with self._patch.removed():
-                return trace(network, forward, structure, self._opaque_types)
+            with self._patch.removed(), self._all_parameters_here():
+                return trace(
+                    network,
+                    forward,
+                    structure,
+                    self._opaque_types,
+                    module=self._module,
+                    device=self._device,
+                )
         except NotTraceable as error:
             kind = type(network).__name__
             raise ConfigurationError(
@@ -100,24 +113,34 @@ class CheckedTraces:
             ConfigurationError: If they differ in the network's own forward.
         """
         network = self._modules[name]
-        key = (*key_of_call(name, network, structure), torch.is_grad_enabled())
-        while True:
-            # 1. Trace the call. One comparison is enough for each kind of call.
-            traced = self.unchecked(name, structure)
-            if key in self._compared:
+        compared = self._compared.setdefault(key_of_call(name, network, structure), [])
+        for traced in compared:
+            if traced.fits(structure.tensors):
                 return traced
-
-            # 2. Compare the trace with the forward.
+        while True:
+            # 1. Trace the call, and compare the trace with the forward.
+            traced = self._trace(name, structure)
             parting = self._compare(name, structure, traced)
             if parting is None:
-                self._compared.add(key)
+                compared.append(traced)
+                self._warn_of_many(network, len(compared))
                 return traced
 
-            # 3. Keep the likeliest submodule whole.
+            # 2. Keep the likeliest submodule whole.
             kinds = [type(module) for module in parting.owners if type(module) not in self._opaque_types]
             if not kinds:
                 raise ConfigurationError(_cannot_be_followed(network, parting)) from parting.error
             self._opaque_types[kinds[0]] = f"what was followed of it {parting}"
+
+    def _warn_of_many(self, network: nn.Module, count: int) -> None:
+        """Warn once of a network that is recorded again and again."""
+        if count == _MANY_TRACES:
+            rank_zero_warn(
+                f"{type(network).__name__} was recorded {count} times, since its calls differ in shapes for which its"
+                " forward asks, in answers about values of its arguments, or in attributes that it reads. Each"
+                " recording takes as long as three forwards on one device. Batches that are padded to a few lengths"
+                " need few recordings."
+            )
 
     def _compare(self, name: str, structure: CallStructure, traced: Traced) -> Parting | None:
         """Return the first difference between a trace and the forward; None if there is none, or none can be found."""
@@ -134,10 +157,10 @@ class CheckedTraces:
 
 def _cannot_be_followed(network: nn.Module, parting: Parting) -> str:
     return (
-        f"{type(network).__name__} cannot be cut into stages: what was followed of its forward {parting}. Before that"
-        " the forward asks something that a followed value answers wrongly, such as isinstance(x, Tensor), hasattr(x,"
-        " ...), `x.dtype is ...`, or an error that `try` waits for. Move the question, with what depends on it, into a"
-        " submodule, which then stays whole; or choose another strategy."
+        f"{type(network).__name__} cannot be cut into stages: what was followed of its forward {parting}. So the"
+        " forward depends on something that is not its own and differs from call to call, such as a global variable or"
+        " an object that another module changes. Pass that as an argument; or move what depends on it into a submodule,"
+        " which then stays whole; or choose another strategy."
     )
 
 

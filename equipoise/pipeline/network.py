@@ -18,7 +18,7 @@ from equipoise.pipeline.execution.threaded_engine import Pipeline
 from equipoise.pipeline.forward_patch import ForwardPatch
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
-from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.graph.training_modes import restored_modes
 from equipoise.pipeline.planning.cut import (
     Cut,
@@ -37,6 +37,9 @@ from equipoise.pipeline.schedule.schedule import splits
 from equipoise.pipeline.schedule.timeline import Timeline
 
 __all__ = ["StagedNetwork"]
+
+# Number of forwards whose stages are kept.
+_MOST_PIPELINES = 64
 
 
 class StagedNetwork:
@@ -101,8 +104,9 @@ class StagedNetwork:
         )
         # Signature of the forward that was cut.
         self._signature: tuple[str, ...] = ()
-        # Stages for each kind of call.
-        self._pipelines: dict[tuple[Any, ...], Pipeline | ProcessPipeline] = {}
+        # Forwards and their stages, for each kind of call.
+        self._pipelines: dict[tuple[Any, ...], list[tuple[Traced, Pipeline | ProcessPipeline]]] = {}
+        self._pipeline_count = 0
 
     # Interception of calls.
 
@@ -240,9 +244,9 @@ class StagedNetwork:
             ConfigurationError: If the network cannot be cut.
         """
         key = key_of_call(name, self._modules[name], structure)
-        pipeline = self._pipelines.get(key)
-        if pipeline is not None:
-            return pipeline
+        for traced, pipeline in self._pipelines.get(key, ()):
+            if traced.fits(structure.tensors):
+                return pipeline
 
         # 1. Cut and place the network at its first call.
         if self.cut is None:
@@ -258,14 +262,16 @@ class StagedNetwork:
         else:
             stage_of = self.placement.stage_of(self._modules[name])
             ends = ends_by_placement(traced, stage_of, len(self.options.devices))
-        stages = make_stages(traced, ends, self.placement.tied_copy(traced))
+        stages = make_stages(traced, ends, self.placement.tied_copy(traced), self.options.devices)
         pipeline = self._make_pipeline(traced, stages)
 
-        # 3. Keep the stages. Calls whose arguments contain ever other numbers would fill the memory.
-        if len(self._pipelines) > 64:
+        # 3. Keep the stages. Calls with ever other numbers or shapes would fill the memory.
+        self._pipeline_count += 1
+        if self._pipeline_count > _MOST_PIPELINES:
+            self._pipeline_count = 1
             self._pipelines.clear()
-            self._traces.forget_comparisons()
-        self._pipelines[key] = pipeline
+            self._traces.forget()
+        self._pipelines.setdefault(key, []).append((traced, pipeline))
         return pipeline
 
     def begin_step(self) -> None:
@@ -357,13 +363,14 @@ class StagedNetwork:
     def _choose_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
         """Cut the network, and place every layer on the device of its stage."""
         network = self._modules[name]
-        traced = self._traces.unchecked(name, structure)
+        traced = self._traces.checked(name, structure)
         cut = self._unmeasured_cut(traced, name)
         if cut is None:
-            traced = self._traces.checked(name, structure)
             tensors = structure.tensors
             if is_full_batch and self.training:
-                tensors = narrow_to_micro_batch(tensors, self.options)
+                micro_batch = narrow_to_micro_batch(tensors, self.options)
+                if traced.fits(micro_batch):
+                    tensors = micro_batch
             with self._patch.removed():
                 cut = cut_automatically(traced, self.module, tensors, self.options, name, self.rest)
         sizes = self.placement.place(network, traced, cut.ends)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise import tree
 
-__all__ = ["OperationWatch", "tensors_in"]
+__all__ = ["OnOperation", "OperationWatch", "tensors_in"]
 
 # Receives the name of an operation, its result, and its positional arguments.
 OnOperation = Callable[[str, Any, Any], None]

@@ -16,6 +16,7 @@ __all__ = [
     "children_of",
     "has_hooks",
     "has_module_hooks",
+    "hook_registries_of",
     "hooks_of",
     "is_compiled",
     "parameters_of",
@@ -28,6 +29,16 @@ __all__ = [
 # dictionaries, and `register_module` and its siblings make checks that are not needed here.
 STRUCTURE = ("_parameters", "_buffers", "_modules")
 _VERSION = attrgetter("_version")
+# Nothing public lists or restores the hooks of a module.
+_HOOK_REGISTRIES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def shell_of(module: nn.Module) -> nn.Module:
@@ -90,6 +101,12 @@ def has_module_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def hook_registries_of(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries that hold the hooks on a module's forward and backward; the caller may write to them."""
+    registries = [getattr(module, name, None) for name in _HOOK_REGISTRIES]
+    return [registry for registry in registries if registry is not None]
 
 
 def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:

@@ -58,14 +58,18 @@ class Attributes:
         Returns:
             The object and the name; None if there is no change. Names that were removed are no change.
         """
+        changes = self.changes()
+        return changes[0] if changes else None
+
+    def changes(self) -> list[tuple[Any, str]]:
+        """Return all objects and names that `first_change` could return."""
+        changes = []
         for holder, values in zip(self._holders, self._values, strict=True):
             namespace = self._namespace_of(holder)
             for name, value in namespace.items():
-                if name not in values:
-                    return holder, name
-                if value is not values[name]:
-                    return holder, name
-        return None
+                if name not in values or value is not values[name]:
+                    changes.append((holder, name))
+        return changes
 
     def restore(self) -> None:
         """Restore names and values, and their order."""

@@ -16,7 +16,7 @@ from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.pipeline.execution.tied_copies import TiedCopies
 from equipoise.pipeline.graph.call_names import owners
 from equipoise.pipeline.graph.stage_spec import find_part, parameters_and_buffers
-from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.traced import Traced
 
 __all__ = ["Placement", "move"]
 

@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.traced import Traced
 
 __all__ = ["modules_of", "names_of", "owners", "with_parents"]
 

@@ -1,18 +1,25 @@
 """Description of a stage that can be sent to another process, apart from the layers that it uses."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
+from equipoise.pipeline.graph.output_structure import OutputStructure
 from equipoise.pipeline.graph.stages import StageProgram
+from equipoise.pipeline.graph.traced import map_arguments
 
 __all__ = ["StageSpec", "describe", "find_part", "parameters_and_buffers", "rebuild", "used_parts"]
 
 
-class _Reference(NamedTuple):
-    """Reference to the result of another call."""
+@dataclass(frozen=True)
+class _Reference:
+    """Reference to the result of another call.
+
+    Attributes:
+        name: Name of the call.
+    """
 
     name: str
 
@@ -22,12 +29,13 @@ class StageSpec(NamedTuple):
 
     Attributes:
         calls: For each node of its graph the operation, the node's name, the target and the arguments.
-        inputs, outputs: See `StageProgram`.
+        inputs, outputs, output: See `StageProgram`.
     """
 
     calls: tuple[tuple[str, str, Any, Any, Any], ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    output: OutputStructure | None
 
 
 def describe(program: StageProgram) -> StageSpec:
@@ -53,6 +61,7 @@ def describe(program: StageProgram) -> StageSpec:
         calls=tuple(calls),
         inputs=program.inputs,
         outputs=program.outputs,
+        output=program.output,
     )
 
 
@@ -87,6 +96,7 @@ def rebuild(
         spec.inputs,
         spec.outputs,
         graph,
+        spec.output,
     )
 
 
@@ -138,45 +148,21 @@ def parameters_and_buffers(part: Any) -> Sequence[Tensor]:
 
 def _with_references(value: Any) -> Any:
     """Return arguments with references in the place of nodes."""
-    if isinstance(value, fx.Node):
-        return _Reference(value.name)
-    return _map_items(_with_references, value)
+
+    def reference(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return _Reference(leaf.name)
+        return leaf
+
+    return map_arguments(reference, value)
 
 
-def _with_nodes(
-    value: Any,
-    nodes: Mapping[str, fx.Node],
-) -> Any:
+def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
     """Return arguments with nodes in the place of references."""
-    if isinstance(value, _Reference):
-        return nodes[value.name]
-    with_nodes = partial(_with_nodes, nodes=nodes)
-    return _map_items(with_nodes, value)
 
+    def referred(leaf: Any) -> Any:
+        if isinstance(leaf, _Reference):
+            return nodes[leaf.name]
+        return leaf
 
-def _map_items(
-    function: Callable[[Any], Any],
-    value: Any,
-) -> Any:
-    """Apply a function to the items of a container; return anything else as it is."""
-    if isinstance(value, tuple):
-        items = [function(item) for item in value]
-        # The constructor of a named tuple takes its fields.
-        if hasattr(value, "_fields"):
-            kind = type(value)
-            return kind(*items)
-        return tuple(items)
-    # Lists of torch.fx are of a class of their own.
-    if isinstance(value, list):
-        return [function(item) for item in value]
-    if isinstance(value, dict):
-        mapped = {}
-        for key, item in value.items():
-            mapped[key] = function(item)
-        return mapped
-    if isinstance(value, slice):
-        start = function(value.start)
-        stop = function(value.stop)
-        step = function(value.step)
-        return slice(start, stop, step)
-    return value
+    return map_arguments(referred, value)

@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 
 from equipoise.errors import StepError
 from equipoise.pipeline.graph.call_names import owners
-from equipoise.pipeline.graph.tracing import Traced, writes_in_place
+from equipoise.pipeline.graph.output_structure import OutputStructure
+from equipoise.pipeline.graph.traced import STAYS, Traced, copy_call, writes_in_place
 from equipoise.tree import map_leaves, tensors_in
 
 __all__ = [
@@ -28,16 +29,16 @@ __all__ = [
     "map_tensors",
     "map_values",
     "may_cut",
-    "plain",
     "plain_items",
     "taking_inputs",
     "tensors_of",
 ]
 
 # Functions and methods whose result may be a view of their first argument.
-_VIEWS = {"chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "getattr", "getitem", "mT"}
-_VIEWS |= {"movedim", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "t", "to", "transpose"}
-_VIEWS |= {"unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "type_as", "float", "double", "half", "cpu"}
+_VIEWS = {"__getitem__", "assigned", "chunk", "contiguous", "cpu", "detach", "diagonal", "double", "expand"}
+_VIEWS |= {"expand_as", "flatten", "float", "getattr", "getitem", "half", "mT", "movedim", "narrow", "permute"}
+_VIEWS |= {"reshape", "select", "split", "squeeze", "swapaxes", "t", "to", "transpose", "type_as", "unbind"}
+_VIEWS |= {"unflatten", "unfold", "unsqueeze", "view", "view_as"}
 _VIEWING_LAYERS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 # For a stage and a call the module that replaces the network's own there; None: the network's own.
@@ -52,6 +53,7 @@ class StageProgram:
         inputs: Names of the values that it receives.
         outputs: Names of the values that it passes on. Empty for the last stage, which returns the network's output.
         graph: Its calls. Default: an empty graph, for a stage that was not traced here.
+        output: Builds the network's output from the tensors that the last stage computes. Default: `run` returns it.
     """
 
     def __init__(
@@ -60,8 +62,12 @@ class StageProgram:
         inputs: Sequence[str],
         outputs: Sequence[str],
         graph: fx.Graph | None = None,
+        output: OutputStructure | None = None,
     ) -> None:
         self.run = run
+        if output is not None:
+            self.run = partial(_run_last, run, output)
+        self.output = output
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         if graph is None:
@@ -130,7 +136,8 @@ def may_cut(traced: Traced) -> list[bool]:
     for index in range(len(calls)):
         passing = set(cuts[index])
         changed_later = {value for value, changed_at in changes if changed_at > index}
-        is_allowed = index >= first_end and passing.isdisjoint(changed_later)
+        must_stay = any(node.meta.get(STAYS) for node in passing)
+        is_allowed = index >= first_end and not must_stay and passing.isdisjoint(changed_later)
         allowed.append(is_allowed)
     return allowed
 
@@ -173,7 +180,12 @@ def _may_be_view(node: fx.Node, traced: Traced) -> bool:
 # Stages.
 
 
-def make_stages(traced: Traced, ends: Sequence[int], replacement_of: Replacement | None = None) -> list[StageProgram]:
+def make_stages(
+    traced: Traced,
+    ends: Sequence[int],
+    replacement_of: Replacement | None = None,
+    devices: Sequence[torch.device] | None = None,
+) -> list[StageProgram]:
     """Cut a forward into stages.
 
     Args:
@@ -181,6 +193,7 @@ def make_stages(traced: Traced, ends: Sequence[int], replacement_of: Replacement
         ends: For each stage the index of the call after its last.
         replacement_of: For a stage and a call the module that replaces the network's own; None: the network's own. The
             replacement of a parameter or buffer has it as its attribute `value`. Default: nothing is replaced.
+        devices: The device of each stage. Default: the CPU for all.
     """
     passing = crossing(traced, ends[:-1])
     inputs = [_placeholders(traced), *passing]
@@ -188,11 +201,14 @@ def make_stages(traced: Traced, ends: Sequence[int], replacement_of: Replacement
     # The last stage returns the network's output.
     outputs = [*passing, None]
     calls = traced.calls
+    if devices is None:
+        devices = [torch.device("cpu")] * len(ends)
     stages = []
     for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         program = _make_stage(
             traced,
             stage,
+            devices[stage],
             inputs[stage],
             calls[begin:end],
             outputs[stage],
@@ -205,6 +221,7 @@ def make_stages(traced: Traced, ends: Sequence[int], replacement_of: Replacement
 def _make_stage(
     traced: Traced,
     stage: int,
+    device: torch.device,
     inputs: Sequence[fx.Node],
     calls: Sequence[fx.Node],
     outputs: Sequence[fx.Node] | None,
@@ -215,6 +232,7 @@ def _make_stage(
     Args:
         traced: The forward.
         stage: Index of the stage.
+        device: Its device.
         inputs: Values that it receives.
         calls: Its calls.
         outputs: Values that it passes on; None for the last stage, which returns the network's output.
@@ -227,7 +245,7 @@ def _make_stage(
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
     for node in calls:
-        copy = graph.node_copy(node, copies.__getitem__)
+        copy = copy_call(graph, node, copies, device)
         copies[node] = copy
         replacement = None
         if replacement_of is not None:
@@ -236,11 +254,12 @@ def _make_stage(
             replacements[copy] = replacement
 
     # 2. Return the values that pass on, or the network's output.
+    is_last = outputs is None
     if outputs is None:
         outputs = []
         (output,) = (node for node in traced.graph.nodes if node.op == "output")
-        structure = output.args[0]
-        graph.output(fx.map_arg(structure, copies.__getitem__))
+        tensors = output.args[0]
+        graph.output(fx.map_arg(tensors, copies.__getitem__))
     else:
         values = [copies[node] for node in outputs]
         graph.output(values)
@@ -251,7 +270,13 @@ def _make_stage(
     _replace_targets(program, replacements)
     input_names = [node.name for node in inputs]
     output_names = [node.name for node in outputs]
-    return StageProgram(program.forward, input_names, output_names, graph)
+    output = traced.output if is_last else None
+    return StageProgram(program.forward, input_names, output_names, graph, output)
+
+
+def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:
+    """Return the network's output."""
+    return output.fill(run(*inputs))
 
 
 def _replace_targets(program: fx.GraphModule, replacements: dict[fx.Node, nn.Module]) -> None:
@@ -337,19 +362,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def map_values(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to everything in tuples, lists and dictionaries that is not one of these itself."""
     return map_leaves(function, value, plain_items)
-
-
-def plain(value: Any) -> Any:
-    """Return the same nested value with Python's own lists and dictionaries in place of torch.fx's."""
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if type(value) is tuple:
-        return tuple(map(plain, value))
-    kind = type(value)
-    is_dict_of_fx = isinstance(value, dict) and kind.__module__.startswith("torch.fx")
-    if kind is dict or is_dict_of_fx:
-        return {key: plain(item) for key, item in value.items()}
-    return value
 
 
 _PLAIN = (Tensor, numbers.Number, str, slice, range, type(None), type(Ellipsis), enum.Enum)

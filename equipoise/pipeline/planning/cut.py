@@ -12,7 +12,7 @@ from equipoise.formats import format_bytes
 from equipoise.memory.devices import list_devices
 from equipoise.pipeline.graph.call_names import modules_of, names_of, owners, with_parents
 from equipoise.pipeline.graph.stages import may_cut, taking_inputs
-from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.planning.stage_costs import Stage, StageDevice
 from equipoise.pipeline.schedule.schedule import Schedule
 
@@ -256,7 +256,7 @@ def _reason_against(traced: Traced, end: int, is_behind_last: bool) -> str:
     if end <= taking_inputs(traced):
         return "that is where it begins"
     if is_behind_last:
-        return "what it begins with is changed in place"
+        return "what it begins with is changed in place, or is taken out of a container there"
     return "it comes before the cut named earlier"
 
 
@@ -284,7 +284,14 @@ def _is_within(node: fx.Node, name: str) -> bool:
 
 
 def _hint(traced: Traced, name: str, prefix: str) -> str:
-    """Return the name that is closest to an unknown one, or the first names that there are."""
+    """Return the module that contains an unknown name and stays whole, the closest name, or the first names."""
+    module_name = name
+    if prefix:
+        module_name = name.removeprefix(f"{prefix}.")
+    for parent in with_parents(module_name)[:-1]:
+        if parent in traced.opaque:
+            whole = public_name(parent, True, prefix)
+            return f" {whole!r} stays whole, since it cannot be followed: {traced.opaque[parent]}."
     module_names: set[str] = set()
     for names_of_call in owners(traced):
         for name_of_call in names_of_call:

@@ -22,7 +22,7 @@ from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.pipeline.execution.placement import move
 from equipoise.pipeline.graph.stages import map_tensors
-from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.planning.activation_memory import peak_bytes
 from equipoise.pipeline.planning.stage_costs import Block
 from equipoise.pipeline.planning.traced_calls import now, used_tensors

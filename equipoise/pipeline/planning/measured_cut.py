@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_bytes
 from equipoise.pipeline.graph.call_names import with_parents
-from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.planning.block_merging import add_rest, merge_blocks
 from equipoise.pipeline.planning.cut import Cut, CutOptions, build_cut, public_name
 from equipoise.pipeline.planning.loss_profile import LossProfile
@@ -188,8 +188,7 @@ def _advice_on_uncut_submodule(traced: Traced, prefix: str) -> str:
     return (
         f"{public_name(largest, True, prefix)!r} ({kind}), which has {share} of the parameters, is one"
         f" block, since it cannot be followed: {traced.opaque[largest]}. Let a submodule of its own, without the large"
-        " layers, do what that line does; or call the network without the argument for which it asks, such as an"
-        " attention mask"
+        " layers, do what that line does"
     )
 
 

@@ -19,7 +19,7 @@ from equipoise.parallel.snapshot.state_snapshot import StateSnapshot, StepSnapsh
 from equipoise.pipeline.graph.call_names import names_of
 from equipoise.pipeline.graph.split_backward import SplitBackward
 from equipoise.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
-from equipoise.pipeline.graph.tracing import Traced, writes_in_place
+from equipoise.pipeline.graph.traced import Traced, on_device, writes_in_place
 from equipoise.pipeline.planning.activation_memory import SavedTensors, peak_bytes
 from equipoise.pipeline.planning.stage_costs import Block
 from equipoise.pipeline.planning.traced_calls import (
@@ -328,7 +328,7 @@ class _Run:
         node = self._node
         inputs: list[Tensor] = []
         as_leaves = partial(_leaves, self._values, inputs)
-        arguments = (node.args, node.kwargs)
+        arguments = on_device(self._device, (node.args, node.kwargs))
         args, kwargs = fx.map_arg(arguments, as_leaves)
         if node in self._traced.writing or _may_write(node, self._traced.root):
             # Leaves and the values of earlier calls must not change.

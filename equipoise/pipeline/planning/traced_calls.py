@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.pipeline.execution.placement import move
-from equipoise.pipeline.graph.stages import crossing, plain
-from equipoise.pipeline.graph.tracing import Traced
+from equipoise.pipeline.graph.stages import crossing
+from equipoise.pipeline.graph.traced import Traced, on_device
 
 __all__ = [
     "attribute_of",
@@ -71,7 +71,7 @@ def compute_uncut(
     every_cut = crossing(traced, ends)
     for node, needed_later in zip(calls, every_cut, strict=True):
         # 1. Run the call with its layer on the device.
-        arguments = (node.args, node.kwargs)
+        arguments = on_device(device, (node.args, node.kwargs))
         args, kwargs = fx.map_arg(arguments, values.__getitem__)
         layer = layer_of(node, traced.root)
         with place_layer(layer, device):
@@ -132,10 +132,10 @@ def output_of(traced: Traced, values: Mapping[fx.Node, Any]) -> Any:
         values: Values of its calls.
     """
     output = _only_node(traced, "output")
-    structure = output.args[0]
-    value = fx.map_arg(structure, values.__getitem__)
-    # torch.fx wraps lists and dictionaries in classes of its own.
-    return plain(value)
+    tensors: Any = fx.map_arg(output.args[0], values.__getitem__)
+    if traced.output is None:
+        return tensors
+    return traced.output.fill(tensors)
 
 
 def _only_node(traced: Traced, op: str) -> fx.Node:

@@ -1,9 +1,8 @@
 """Compare a traced network with its forward, on the first call of each trace.
 
-A symbolic value gives wrong answers in some conditions, without an error: `isinstance(x, Tensor)`,
-`hasattr(x, "logits")`, `x.dtype is torch.float32`, an expected `TypeError` that never comes. The wrong branch would
-then be trained. So both are computed once for every trace, with the same random numbers and buffers.
-The state is restored afterwards.
+A forward may depend on what no recording sees: a global variable, an object of another module, a file. The wrong branch
+would then be trained, without an error. So both are computed once for every trace, with the same random numbers and
+buffers. The state is restored afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.interop.torch.dispatch import OperationWatch
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.pipeline.forward.call_patches import patched_logging
+from equipoise.pipeline.forward.module_hooks import preserved_hooks
+from equipoise.pipeline.forward.saved_tensors import without_saved_tensors
+from equipoise.pipeline.forward.user_lines import line_of_user
 from equipoise.pipeline.graph.call_structure import CallStructure
-from equipoise.pipeline.graph.tracing import Traced
-from equipoise.pipeline.graph.user_lines import line_of_user
+from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.verification.layer_lending import is_of_torch, lent, lent_when_called
 from equipoise.pipeline.verification.output_comparison import Output, fingerprints_of
@@ -90,8 +91,6 @@ class Comparison:
         self._forward = forward
         self._structure = structure
         self._device = device
-        # True if the forward itself runs backward, and so needs what autograd saves.
-        self._keeps_saved_tensors = False
         # Torch's encoder is traced by another forward, which computes the same values with another graph.
         has_encoder = any(isinstance(submodule, nn.TransformerEncoder) for submodule in network.modules())
         self._compares_graphs = not has_encoder
@@ -136,24 +135,15 @@ class Comparison:
     def _outcome(self, compute: Callable[[], Any]) -> tuple[Output | None, Exception | None]:
         """Return the output of a computation, or the error that it raised."""
         try:
-            return self._attempt(compute), None
+            return without_saved_tensors(partial(self._compute, compute)), None
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return None, error
 
-    def _attempt(self, compute: Callable[[], Any]) -> Output:
-        try:
-            return self._compute(compute)
-        except _SavedTensorNeeded:
-            self._keeps_saved_tensors = True
-            return self._compute(compute)
-
     def _compute(self, compute: Callable[[], Any]) -> Output:
         """Compute from the same state every time, and restore that."""
-        with preserve_state(self._module, containers=True), ExitStack() as stack:
-            if not self._keeps_saved_tensors:
-                stack.enter_context(saved_tensors_hooks(_drop, _refuse))
+        with preserve_state(self._module, containers=True), preserved_hooks(self._module), patched_logging(_ignore):
             value = compute()
             return Output(value, with_graph=self._compares_graphs)
 
@@ -325,20 +315,5 @@ def _first_line(error: Exception) -> str:
     return message.split("\n")[0]
 
 
-def _ignore(name: str, result: Any, args: Any) -> None:
-    """Do nothing for an operation."""
-
-
-# Tensors that autograd saves are dropped: no backward needs them, and the whole network's would be there at once.
-
-
-class _SavedTensorNeeded(Exception):
-    """Raised if the forward itself runs backward."""
-
-
-def _drop(tensor: Tensor) -> None:
-    return None
-
-
-def _refuse(packed: None) -> Tensor:
-    raise _SavedTensorNeeded
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Do nothing for an operation, or for a value that is logged."""

@@ -28,6 +28,7 @@ from equipoise.interop.torch.modules import (
     buffers_of,
     children_of,
     has_hooks,
+    hook_registries_of,
     is_compiled,
     parameters_of,
     shell_of,
@@ -36,6 +37,20 @@ from equipoise.interop.torch.modules import (
 from equipoise.interop.torch.processes import collective_count
 
 # Modules
+
+
+def test_all_hooks_of_a_module_are_in_its_registries():
+    module = nn.Linear(2, 2)
+    assert [len(registry) for registry in hook_registries_of(module)] == [0] * 7
+    module.register_forward_hook(lambda *args: None, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(lambda *args: None, with_kwargs=True)
+    module.register_full_backward_hook(lambda *args: None)
+    module.register_full_backward_pre_hook(lambda *args: None)
+    registries = hook_registries_of(module)
+    assert [len(registry) for registry in registries] == [1] * 7
+    for registry in registries:
+        registry.clear()
+    assert torch.equal(module(torch.ones(2)), nn.functional.linear(torch.ones(2), module.weight, module.bias))
 
 
 def test_what_is_registered_stands_in_three_dictionaries() -> None:

@@ -11,7 +11,7 @@ from equipoise.pipeline.execution.suspended_step import SuspendedStep, current_s
 from equipoise.pipeline.execution.threaded_engine import Pipeline
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import StageProgram, make_stages
-from equipoise.pipeline.graph.tracing import trace
+from equipoise.pipeline.recording.tracing import trace
 from equipoise.pipeline.schedule.schedule import SCHEDULES, actions_of
 
 CPU = torch.device("cpu")

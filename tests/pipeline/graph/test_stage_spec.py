@@ -11,7 +11,7 @@ from equipoise.pipeline.execution.stage_graphs import StageGraphs, run_backward
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stage_spec import describe, rebuild, used_parts
 from equipoise.pipeline.graph.stages import StageProgram, make_stages
-from equipoise.pipeline.graph.tracing import trace
+from equipoise.pipeline.recording.tracing import trace
 
 
 class Network(nn.Module):

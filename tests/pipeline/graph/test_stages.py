@@ -22,7 +22,8 @@ from equipoise.pipeline.graph.stages import (
     may_cut,
     taking_inputs,
 )
-from equipoise.pipeline.graph.tracing import Traced, trace
+from equipoise.pipeline.graph.traced import Traced
+from equipoise.pipeline.recording.tracing import trace
 
 Pair = namedtuple("Pair", "one other")
 

@@ -149,12 +149,12 @@ def test_every_part_goes_to_the_device_of_its_stage(monkeypatch):
         {"net": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)), "head": nn.Linear(3, 3)}
     )
     moves = Moves(module, monkeypatch)
-    options = CutOptions(devices=[CPU, OTHER], schedule="1f1b", micro_batches=1)
+    options = CutOptions(devices=[OTHER, CPU], schedule="1f1b", micro_batches=1)
     staged = StagedNetwork(module, options, ["net.1"], threads=None, training=False)
     staged.cover()
     staged.pipeline("net", CallStructure((torch.rand(4, 3),), {}))
     staged.release()
-    assert dict(moves) == {name: CPU if name.startswith("net.0") else OTHER for name in module.state_dict()}
+    assert dict(moves) == {name: OTHER if name.startswith("net.0") else CPU for name in module.state_dict()}
 
 
 def test_what_is_called_before_the_network_is_placed_when_it_is_called(monkeypatch):

@@ -27,6 +27,7 @@ from tests.strategies.pipeline.test_processes import (
     processes,
     same,
 )
+from tests.support.pipelines import stay_whole
 
 pytestmark = [*ignoring("Checkpoint directory"), pytest.mark.usefixtures("quick_collections")]
 
@@ -139,8 +140,7 @@ class Fails(nn.Module):
         self.phase, self.linear = phase, nn.Linear(5, 5)
 
     def forward(self, value: Tensor) -> Tensor:
-        if type(value) is not Tensor:
-            raise TypeError("stays whole")
+        stay_whole(value)
         made: Tensor = self.linear(value)
         if len(value) == 4 and self.phase == ("forward" if self.training else "evaluation"):
             raise ValueError("injected")
@@ -172,7 +172,7 @@ def test_errors_come_home(stage: int, phase: str) -> None:
 
 
 def fit_sizes(make: Any, strategy: Any, **options: Any) -> None:
-    """Batches of five samples are measured; the fourth one, of eight, fails in micro-batches of four, or in whole."""
+    """Batches of five samples are recorded; the fourth one, of eight, fails in micro-batches of four, or in whole."""
     trainer = make_trainer(strategy, 2, **options)
-    train, val = ([[torch.randn(size, 5).double()] for size in sizes] for sizes in ((5, 5, 5, 8), (4,)))
+    train, val = ([[torch.randn(size, 5).double()] for size in sizes] for sizes in ((5, 5, 5, 8), (5, 4)))
     trainer.fit(make(), DataLoader(train, batch_size=None), DataLoader(val, batch_size=None))  # type: ignore[arg-type]

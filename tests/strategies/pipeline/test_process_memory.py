@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from equipoise import OOMRecovery, PipelineStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
 from tests.support.pairs import pairwise
+from tests.support.pipelines import stay_whole
 
 pytestmark = [*ignoring(".*memory", "Batch \\d+ of \\d+ samples"), pytest.mark.usefixtures("quick_collections")]
 
@@ -46,6 +47,7 @@ class Layer(nn.Module):
         self.linear, self.place = nn.Linear(WIDTH, WIDTH), place
 
     def forward(self, value: Tensor) -> Tensor:
+        stay_whole(value)
         large, place = len(value) > 2, self.place
         if large and place == ("forward" if self.training else "evaluation"):
             raise torch.OutOfMemoryError("injected forward")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from equipoise import ConfigurationError, PipelineStrategy
 from tests.conftest import ignoring
 from tests.strategies.pipeline.test_pipeline import OPTIONS, SIZES, Dropping, assert_same_logs, reference
-from tests.support.pipelines import Copying, Tokens, fit, pipelined
+from tests.support.pipelines import Copying, Tokens, fit, pipelined, stay_whole
 from tests.test_transparency import CLASSES, FEATURES, Base, Mlp, assert_same
 
 pytestmark = ignoring("\\w+ has a `validation_step`, but")
@@ -50,8 +50,7 @@ class Hooked(Base):
             self.layer.weight.register_hook(lambda gradient: gradient * 3)
 
         def forward(self, x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                raise TypeError("stays whole")
+            stay_whole(x)
             made = torch.tanh(self.layer(x))
             if made.requires_grad:
                 made.register_hook(lambda gradient: gradient * 0.5)
@@ -75,8 +74,7 @@ class Repeating(Base):
             self.inner = nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30))
 
         def forward(self, x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                raise TypeError("stays whole")
+            stay_whole(x)
             return checkpoint(self.inner, x, use_reentrant=False)
 
     def __init__(self) -> None:
@@ -96,8 +94,7 @@ class Beside(Base):
             self.first, self.second = nn.Linear(30, 30), nn.Linear(30, CLASSES)
 
         def forward(self, x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                raise TypeError("stays whole")
+            stay_whole(x)
             self.kept = torch.tanh(self.first(x))
             return self.second(self.kept)
 
@@ -134,8 +131,7 @@ class Unusual(Base):
             self.head = nn.Linear(30, CLASSES)
 
         def forward(self, x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                raise TypeError("stays whole")
+            stay_whole(x)
             logits = self.head(x)
             return Output(logits, x), logits
 

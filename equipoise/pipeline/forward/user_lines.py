@@ -1,21 +1,20 @@
 """Lines of the user's code: where a call comes from, and what stops a trace."""
 
+import contextlib
 import dis
-import inspect
 import linecache
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 
-__all__ = ["describe_obstacle", "is_assertion", "line_of_user"]
+__all__ = ["is_assertion", "line_of_user"]
 
 _FOLDERS_OF_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
-_NOT_THE_USERS = tuple(str(folder) + os.sep for folder in _FOLDERS_OF_LIBRARIES)
+# Beginnings of the paths of files that are not the user's.
+_NOT_THE_USERS = (*(str(folder) + os.sep for folder in _FOLDERS_OF_LIBRARIES), contextlib.__file__)
 
 
 def line_of_user(frame: FrameType | None, last: CodeType | None = None) -> str:
@@ -38,30 +37,15 @@ def line_of_user(frame: FrameType | None, last: CodeType | None = None) -> str:
 
 
 def _describe_line(code: CodeType, number: int) -> str:
-    line = linecache.getline(code.co_filename, number).strip()
-    return f"{code.co_qualname}, line {number}: `{line}`"
-
-
-def describe_obstacle(error: Exception, forward: Callable[..., Any]) -> str:
-    """Return the message of an error, and the line of a forward where it was raised.
+    """Return function, number and text of a line.
 
     Args:
-        error: The error, while it is handled.
-        forward: The forward.
+        code: Code of the function.
+        number: Number of the line in its file.
     """
-    message = str(error).strip()
-    text = message.split("\n")[0] or type(error).__name__
-    is_being_handled = error is sys.exc_info()[1]
-    if not is_being_handled:
-        return text
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    if code is None:
-        return text
-    for frame in reversed(inspect.trace()):
-        if frame.frame.f_code is code:
-            line = _describe_line(code, frame.lineno)
-            return f"{line} ({text})"
-    return text
+    line = linecache.getline(code.co_filename, number)
+    text = line.strip()
+    return f"{code.co_qualname}, line {number}: `{text}`"
 
 
 def is_assertion(code: CodeType, position: int) -> bool:
@@ -71,6 +55,7 @@ def is_assertion(code: CodeType, position: int) -> bool:
         code: Code of the function.
         position: Offset of the present instruction.
     """
+    # 1. Find the instructions from the present one on. Newer versions of Python convert to bool by one of their own.
     following = []
     for instruction in dis.get_instructions(code):
         if instruction.offset >= position and instruction.opname != "TO_BOOL":
@@ -78,12 +63,20 @@ def is_assertion(code: CodeType, position: int) -> bool:
     if len(following) < 2:
         return False
 
-    # An assertion jumps over the instruction that loads its error.
+    # 2. An assertion jumps over the instruction that loads its error.
     jump = following[0]
     failing = following[1]
     if "IF_FALSE" in jump.opname:
         # One of several conditions: it jumps to the error.
-        targets = [instruction for instruction in following if instruction.offset == jump.argval]
-        failing = targets[0] if targets else jump
-    is_jump = "JUMP_IF" in jump.opname.replace("_FORWARD", "")
+        failing = _instruction_at(jump.argval, following) or jump
+    name_of_jump = jump.opname.replace("_FORWARD", "")
+    is_jump = "JUMP_IF" in name_of_jump
     return is_jump and failing.opname == "LOAD_ASSERTION_ERROR"
+
+
+def _instruction_at(offset: int, instructions: Iterable[dis.Instruction]) -> dis.Instruction | None:
+    """Return the instruction with an offset; None if there is none."""
+    for instruction in instructions:
+        if instruction.offset == offset:
+            return instruction
+    return None

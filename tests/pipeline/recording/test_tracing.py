@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError
 from equipoise.pipeline.graph.call_structure import CallStructure
-from equipoise.pipeline.graph.tracing import NotTraceable, Traced, trace
+from equipoise.pipeline.graph.stages import make_stages
+from equipoise.pipeline.graph.traced import Traced
+from equipoise.pipeline.recording.tracing import NotTraceable, trace
 
 
 def traced(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:
@@ -26,7 +28,8 @@ def names(made: Traced) -> list[str]:
 
 
 def run(made: Traced, *tensors: Tensor) -> Any:
-    return torch.fx.GraphModule(made.root, made.graph)(tensors)
+    (stage,) = make_stages(made, [len(made.calls)])
+    return stage.run(tensors)
 
 
 class Asks(nn.Module):
@@ -82,7 +85,8 @@ class WithoutGradients(Asks):
 class Casts(Asks):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return self.layer(x)
+            hidden = self.layer(x)
+        return hidden.float()
 
 
 @pytest.mark.parametrize("kind", [Asks, Counts, Draws, Checkpointed, Remembers, Averages, WithoutGradients, Casts])
@@ -117,7 +121,7 @@ def test_what_cannot_be_followed_stays_whole(kind):
             WithoutGradients,
             r"WithoutGradients.forward, line \d+: `return self.layer\(x\)` \(computed under torch.no_grad",
         ),
-        (Casts, r"Casts.forward, line \d+: `return self.layer\(x\)` \(computed under torch.no_grad, torch.autocast"),
+        (Casts, r"Casts.forward, line \d+: `hidden = self.layer\(x\)` \(computed under torch.no_grad, torch.autocast"),
     ],
 )
 def test_obstacles_in_the_network_itself_are_told(kind, told):
@@ -134,6 +138,7 @@ class Asserting(nn.Module):
         size, length = x.shape
         assert length <= most, f"{length} is too long"
         assert size > 0 and length > 0
+        assert (x >= 0).all()
         positions = torch.arange(length, device=x.device)
         return x + positions.to(x.dtype)
 """
@@ -142,10 +147,15 @@ class Asserting(nn.Module):
 def test_assertions_are_asked_when_it_runs():
     space = {"nn": nn, "torch": torch}
     exec(ASSERTING, space)  # noqa: S102
-    made = traced(space["Asserting"](), torch.zeros(2, 3))
-    assert torch.equal(run(made, torch.zeros(2, 4)), torch.arange(4.0).expand(2, 4))
+    network = space["Asserting"]()
+    made = traced(network, torch.zeros(2, 3))
+    assert torch.equal(run(made, torch.ones(2, 3)), torch.arange(3.0).expand(2, 3) + 1)
     with pytest.raises(AssertionError, match="does not hold"):
-        run(made, torch.zeros(2, 6))
+        run(made, torch.full((2, 3), -1.0))
+    # Another length is another trace.
+    assert not made.fits([torch.zeros(2, 4)])
+    with pytest.raises(AssertionError, match="6 is too long"):
+        traced(network, torch.zeros(2, 6))
 
 
 def test_layers_with_hooks_stay_whole():
@@ -153,7 +163,7 @@ def test_layers_with_hooks_stay_whole():
     network = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3))
     network[0].register_forward_hook(lambda *_: seen.append(1))
     assert names(traced(network, torch.rand(2, 3))) == ["0", "1"]
-    assert seen == []
+    assert seen == [1]  # the forward runs once to be recorded
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -1,0 +1,110 @@
+"""Patches of torch for the time of a recording: calls of modules, of autograd functions, and of checkpointing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["patched_autograd_functions", "patched_logging", "patched_module_calls", "patched_saved_tensor_hooks"]
+
+# Receives the original, and what it was called with.
+OnModuleCall = Callable[[Callable[..., Any], nn.Module, Any, Any], Any]
+OnFunctionCall = Callable[[Callable[..., Any], type, Any, Any], Any]
+
+
+def module_calls(network: nn.Module) -> set[type]:
+    """Return the classes among those of a network's modules that define how a module is called."""
+    classes: set[type] = set()
+    for module in network.modules():
+        for parent in type(module).__mro__:
+            is_module_class = issubclass(parent, nn.Module)
+            if is_module_class and "__call__" in vars(parent):
+                classes.add(parent)
+    return classes
+
+
+@contextmanager
+def patched_module_calls(network: nn.Module, on_call: OnModuleCall) -> Iterator[None]:
+    """Report calls of a network's modules within the context.
+
+    Args:
+        network: The network.
+        on_call: Called in place of each module, and of its base class's call within a call of its own.
+    """
+    with ExitStack() as stack:
+        for kind in module_calls(network):
+            # An instance has no call of its own: Python looks it up in the class.
+            original = vars(kind)["__call__"]
+            replacement = _reporting(original, on_call)
+            call_patch = patch.object(kind, "__call__", replacement)
+            stack.enter_context(call_patch)
+        yield
+
+
+def _reporting(original: Callable[..., Any], on_call: OnModuleCall) -> Callable[..., Any]:
+    """Return a call of a module that is reported.
+
+    Args:
+        original: The call that a class defines.
+        on_call: See `patched_module_calls`.
+    """
+
+    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return on_call(original, module, args, kwargs)
+
+    return call
+
+
+@contextmanager
+def patched_autograd_functions(on_call: OnFunctionCall) -> Iterator[None]:
+    """Report calls of autograd functions within the context. A record of their forward would lose their backward.
+
+    Args:
+        on_call: Called in place of each.
+    """
+    # The class method itself, not bound to the class.
+    original = vars(torch.autograd.Function)["apply"]
+    original_function = original.__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return on_call(original_function, cls, args, kwargs)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+@contextmanager
+def patched_saved_tensor_hooks(on_enter: Callable[[], None]) -> Iterator[None]:
+    """Report where activation checkpointing begins, or another hook on saved tensors, within the context.
+
+    Args:
+        on_enter: Called before the hooks are set.
+    """
+    original = saved_tensors_hooks.__enter__
+
+    def enter(hooks: Any) -> None:
+        on_enter()
+        original(hooks)
+
+    with patch.object(saved_tensors_hooks, "__enter__", enter):
+        yield
+
+
+@contextmanager
+def patched_logging(on_log: Callable[..., None]) -> Iterator[None]:
+    """Report values that a module logs, in place of logging them, within the context.
+
+    Args:
+        on_log: Receives the arguments of `log`, without the module.
+    """
+
+    def log(module: LightningModule, /, *args: Any, **kwargs: Any) -> None:
+        on_log(*args, **kwargs)
+
+    with patch.object(LightningModule, "log", log):
+        yield

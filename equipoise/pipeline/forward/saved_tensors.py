@@ -1,0 +1,41 @@
+"""Compute without the tensors that autograd saves for a backward that never comes."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["without_saved_tensors"]
+
+Result = TypeVar("Result")
+
+
+class _SavedTensorNeeded(Exception):
+    """Raised if the computation itself runs backward."""
+
+
+def _drop(tensor: Tensor) -> None:
+    """Save nothing in the place of a tensor."""
+
+
+def _refuse(packed: None) -> Any:
+    """Raise an error where backward needs a tensor."""
+    raise _SavedTensorNeeded
+
+
+def without_saved_tensors(compute: Callable[[], Result]) -> Result:
+    """Return the result of a computation whose graph keeps no tensors: those of a whole network would be there at once.
+
+    If the computation itself runs backward, it is done again with these tensors.
+
+    Args:
+        compute: The computation. It begins in the same state each time.
+    """
+    try:
+        with saved_tensors_hooks(_drop, _refuse):
+            return compute()
+    except _SavedTensorNeeded:
+        # The tensors of this computation are released with the error, before the next one.
+        pass
+    return compute()

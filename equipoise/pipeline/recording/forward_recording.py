@@ -1,0 +1,267 @@
+"""One recording of a forward: the call that is recorded, its patches, and its state."""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from equipoise.interop.torch.dispatch import OnOperation, OperationWatch
+from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.pipeline.forward import call_patches
+from equipoise.pipeline.forward.attribute_reads import attributes_read
+from equipoise.pipeline.forward.module_hooks import preserved_hooks
+from equipoise.pipeline.forward.saved_tensors import without_saved_tensors
+from equipoise.pipeline.graph.call_structure import CallStructure
+from equipoise.pipeline.graph.conditions import AttributeCondition
+from equipoise.pipeline.graph.output_structure import OutputStructure
+from equipoise.pipeline.graph.traced import Condition, Traced
+from equipoise.pipeline.recording.recorder import Recorder
+from equipoise.pipeline.recording.targets import encoded
+from equipoise.pipeline.recording.tensor_nodes import Obstacle
+from equipoise.pipeline.verification.layer_lending import lent_when_called
+
+__all__ = ["Attribute", "ForwardRecording", "NotTraceable", "set_value", "values_of"]
+
+_ENCODER_FORWARD = nn.TransformerEncoder.forward
+# A module, and the name of an attribute that it has.
+Attribute = tuple[nn.Module, str]
+# The value of an attribute that does not exist.
+_MISSING = object()
+
+
+class NotTraceable(Exception):
+    """Raised for a network whose forward cannot be traced.
+
+    Attributes:
+        obstacle: The first obstacle, with its line.
+    """
+
+    def __init__(self, obstacle: str) -> None:
+        super().__init__(obstacle)
+        self.obstacle = obstacle
+
+
+class _Root(nn.Module):
+    """Root of a graph.
+
+    Args:
+        network: The network.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+
+class ForwardRecording:
+    """One recording of a forward.
+
+    Args:
+        network, forward, structure, opaque_types, device: See `trace`.
+
+    Attributes:
+        attribute_changes: Modules and names of attributes that the last recorded call has set.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        forward: Callable[..., Any],
+        structure: CallStructure,
+        opaque_types: Mapping[type[nn.Module], str],
+        device: torch.device,
+    ) -> None:
+        self._network = network
+        self._forward = forward
+        self._structure = structure
+        self._opaque_types = opaque_types
+        self._device = device
+        if device.type == "cpu":
+            # Tensors on a CPU name it without a number.
+            self._device = torch.device("cpu")
+        self.attribute_changes: list[Attribute] = []
+
+    def record(self, module: nn.Module) -> Traced:
+        """Run the forward, and return its calls.
+
+        Args:
+            module: Module whose state is restored afterwards.
+
+        Raises:
+            NotTraceable: If the network's own code cannot be traced.
+        """
+
+        def record() -> Traced:
+            with preserve_state(module, containers=True), preserved_hooks(module):
+                return self._record()
+
+        return without_saved_tensors(record)
+
+    def make_first_call(self, module: nn.Module) -> None:
+        """Run the forward, and keep the attributes that it sets.
+
+        Args:
+            module: Module whose other state is restored afterwards.
+        """
+
+        def call() -> dict[Attribute, Any]:
+            with preserve_state(module, containers=True):
+                args, kwargs = self._structure.fill(self._copies())
+                with ExitStack() as stack:
+                    self._lend_layers(stack)
+                    self._forward(*args, **kwargs)
+                return values_of(self.attribute_changes)
+
+        values = without_saved_tensors(call)
+        for attribute, value in values.items():
+            set_value(attribute, value)
+
+    def _record(self) -> Traced:
+        """Run the forward, and return its calls."""
+        # 1. One call for each tensor of the arguments.
+        root = _Root(self._network)
+        graph = fx.Graph()
+        placeholder = graph.placeholder("tensors")
+        tensors = self._copies()
+        inputs: list[tuple[Tensor, fx.Node]] = []
+        for index, tensor in enumerate(tensors):
+            node = graph.call_function(operator.getitem, (placeholder, index))
+            inputs.append((tensor, node))
+        recorder = Recorder(
+            graph,
+            root,
+            inputs,
+            self._device,
+            self._opaque_types,
+        )
+
+        # 2. Run the forward.
+        forward = self._forward
+        function = getattr(forward, "__func__", None)
+        # A subclass may have a forward of its own.
+        if isinstance(self._network, nn.TransformerEncoder) and function is _ENCODER_FORWARD:
+            forward = partial(encoded, self._network)
+        args, kwargs = self._structure.fill(tensors)
+        with self._watched_by(recorder):
+            output = forward(*args, **kwargs)
+            with recorder.paused():
+                return self._finished(recorder, root, graph, output)
+
+    def _finished(self, recorder: Recorder, root: nn.Module, graph: fx.Graph, output: Any) -> Traced:
+        """Return the calls, if they are the forward.
+
+        Args:
+            recorder: The recorder.
+            root: Root of the graph.
+            graph: The calls.
+            output: The network's output.
+
+        Raises:
+            NotTraceable: If the calls are not the forward.
+        """
+        # 1. Refuse what cannot be followed.
+        self.attribute_changes = recorder.effects.attribute_changes()
+        kind = type(self._network).__name__
+        obstacle = recorder.obstacle
+        change = recorder.effects.describe(self._network)
+        if not obstacle and change:
+            obstacle = f"{kind}.forward {change}"
+        if obstacle:
+            raise NotTraceable(obstacle)
+
+        # 2. Return the output.
+        output_structure = OutputStructure.of(output)
+        try:
+            values = [recorder.arguments_of(tensor) for tensor in output_structure.tensors]
+        except Obstacle as error:
+            raise NotTraceable(f"{kind}.forward {error}") from error
+        graph.output(tuple(values))
+        conditions: list[Condition] = recorder.questions.conditions()
+        for submodule in recorder.followed:
+            attributes = attributes_read(submodule)
+            if attributes:
+                conditions.append(AttributeCondition(submodule, attributes))
+        traced = Traced(
+            root,
+            graph,
+            recorder.opaque,
+            output_structure.without_tensors(),
+            conditions,
+        )
+        traced.writing.update(recorder.calls.changing)
+        return traced
+
+    def _copies(self) -> list[Tensor]:
+        """Return copies of the call's tensors, which the forward may change."""
+        copies = []
+        for tensor in self._structure.tensors:
+            copy = tensor.detach().clone().to(self._device)
+            copy.requires_grad_(tensor.requires_grad)
+            copies.append(copy)
+        return copies
+
+    @contextmanager
+    def _watched_by(self, recorder: Recorder) -> Iterator[None]:
+        """Report everything that the forward calls to a recorder within the context."""
+        patches = (
+            call_patches.patched_module_calls(self._network, recorder.on_module_call),
+            call_patches.patched_autograd_functions(recorder.on_function_call),
+            call_patches.patched_saved_tensor_hooks(recorder.on_saved_tensor_hooks),
+            call_patches.patched_logging(recorder.on_log),
+        )
+        with ExitStack() as stack:
+            self._lend_layers(stack, recorder.on_operation)
+            for patch in patches:
+                stack.enter_context(patch)
+            stack.enter_context(recorder)
+            yield
+
+    def _lend_layers(self, stack: ExitStack, on_operation: OnOperation | None = None) -> None:
+        """Lend layers to the device of the recording, and report every operation.
+
+        Args:
+            stack: Ends both.
+            on_operation: See `OperationWatch`. Default: no operation is reported.
+        """
+        network = self._network
+        tensors = [*network.parameters(), *network.buffers()]
+        is_elsewhere = any(tensor.device != self._device for tensor in tensors)
+        device = None
+        if is_elsewhere:
+            lending = lent_when_called(network, self._device)
+            stack.enter_context(lending)
+            # The watch also moves tensors outside of layers to the device.
+            device = self._device
+        if on_operation is None and device is None:
+            return
+        if on_operation is None:
+            on_operation = _ignore
+        watch = OperationWatch(on_operation, device)
+        watch.start()
+        stack.callback(watch.stop)
+
+
+def _ignore(name: str, result: Any, args: Any) -> None:
+    """Do nothing for an operation."""
+
+
+def values_of(attributes: Iterable[Attribute]) -> dict[Attribute, Any]:
+    """Return the values of attributes of modules; `_MISSING` for those that do not exist."""
+    values: dict[Attribute, Any] = {}
+    for owner, name in attributes:
+        value = vars(owner).get(name, _MISSING)
+        values[(owner, name)] = value
+    return values
+
+
+def set_value(attribute: Attribute, value: Any) -> None:
+    """Set an attribute of a module, or remove it if the value is `_MISSING`."""
+    owner, name = attribute
+    if value is _MISSING:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value

@@ -1,0 +1,122 @@
+"""A small twin of a library's language model, unedited, in stages: as on one device."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import ignoring
+from tests.support.pipelines import fit, pipelined
+from tests.test_transparency import TOKENS, VOCABULARY, Base, assert_same
+
+pytestmark = ignoring("\\w+ has a `validation_step`, but")
+
+SIZES = [8, 8, 5]
+WIDTH = 8
+
+
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """A mapping whose items are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.query, self.key = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None, cache: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        residual = hidden
+        hidden = self.norm(hidden)
+        size, length = hidden.shape[:-1]
+        query = self.query(hidden).view(size, length, 2, -1).transpose(1, 2)
+        key = self.key(hidden).view(size, length, 2, -1).transpose(1, 2)
+        if cache is not None:
+            cache.append(key)
+        attended = nn.functional.scaled_dot_product_attention(query, key, key, attn_mask=mask, is_causal=mask is None)
+        attended = attended.transpose(1, 2).reshape(size, length, -1)
+        return residual + self.dropout(attended), attended
+
+
+class Twin(nn.Module):
+    """Asks for sizes, dtypes, masks and values of its arguments; returns a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def mask_of(self, attention_mask: Tensor | None, length: int, dtype: torch.dtype) -> Tensor | None:
+        if attention_mask is None or (attention_mask.ndim == 2 and bool(attention_mask.all())):
+            return None
+        future = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype, device=attention_mask.device).triu(1)
+        hidden = torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, torch.finfo(dtype).min)
+        return torch.maximum(future + hidden[:, None, None, :], torch.tensor(torch.finfo(dtype).min, dtype=dtype))
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Output:
+        if not isinstance(tokens, Tensor) or tokens.dtype != torch.long:
+            raise TypeError("tokens are integers")
+        length = tokens.shape[1]
+        ids = torch.arange(length, device=tokens.device)
+        hidden = self.embedding(tokens) + self.positions(ids)
+        mask = self.mask_of(attention_mask, length, hidden.dtype)
+        cache: list[Tensor] = []
+        for layer in self.layers:
+            hidden, *_ = layer(hidden, mask, cache=cache)
+        output = Output(logits=self.head(hidden), cache=tuple(cache[-1:]))
+        if labels is not None:
+            output["losses"] = nn.functional.cross_entropy(
+                output.logits.flatten(0, 1), labels.flatten(), reduction="none"
+            ).view(labels.shape)
+        return output
+
+
+class Task(Base):
+    masks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Twin()
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Any:
+        return self.net(tokens, attention_mask=mask if self.masks else None, labels=tokens)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self(batch["tokens"], batch["mask"])
+        weight = batch["mask"].to(output.losses.dtype)
+        loss = (output.losses * weight).sum() / weight.sum().clamp(min=1)
+        return {"loss": loss, "loss_weight": weight.sum()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch["tokens"], batch["mask"]).losses.mean())
+
+
+class Unmasked(Task):
+    masks = False
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("threads", [None, True])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("task", [Task, Unmasked])
+def test_a_language_model_in_stages(task, stages, threads):
+    cut = fit(task, SIZES, val=[5], **pipelined(stages, micro_batches=2, threads=threads))
+    assert_same(fit(task, SIZES, val=[5]), cut)
+
+
+@pytest.mark.parametrize("task", [Task, Unmasked])
+def test_a_language_model_in_processes(task):
+    cut, _, trainer = fit(task, SIZES, val=[5], **pipelined(2, micro_batches=2, engine="processes", timeout=300.0))
+    expected, _, other = fit(task, SIZES, val=[5])
+    torch.testing.assert_close(dict(cut.state_dict()), dict(expected.state_dict()), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(trainer.callback_metrics, other.callback_metrics, rtol=1e-12, atol=1e-12)
