@@ -1,0 +1,116 @@
+"""The campaign of real models trains those of torch itself, and its verdicts are right."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.benchmarks.conftest import Scripts
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MODULES = ("catalogue", "libraries", "networks", "training", "transformers_models", "other_models", "main")
+CUT = {"names": ["net.layers.2"], "to_mean": 1.05, "opaque": {"gate": "it asks for values"}}
+
+
+@pytest.fixture
+def campaign(scripts: Scripts) -> dict[str, ModuleType]:
+    """The benchmark's scripts, by name."""
+    return scripts("real_models", *MODULES)
+
+
+@pytest.mark.slow
+def test_models_of_torch(campaign: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.md"
+    command = ["--sections", "torch", "--records", str(tmp_path), "--markdown", str(table)]
+    assert campaign["main"].main([*command, "--engines", "threads"]) == 0, capsys.readouterr().out
+    assert campaign["main"].main([*command, "--reuse"]) == 0, capsys.readouterr().out
+    assert "| torch | 3 | 3 | 0 | 0 |" in table.read_text()
+
+
+def test_an_absent_library_is_skipped(
+    campaign: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.md"
+    with mock.patch.object(campaign["main"], "absence", lambda library: f"{library} is absent"):
+        command = ["--sections", "timm", "--records", str(tmp_path), "--markdown", str(table)]
+        assert campaign["main"].main(command) == 0
+    assert "timm: skipped, timm is absent" in capsys.readouterr().out
+    assert "- timm: skipped, timm is absent" in table.read_text()
+
+
+@pytest.mark.parametrize(
+    ("found", "single_precision", "refusal", "is_wrong"),
+    [
+        ({"deviation": 1e-12, "cut": CUT}, False, "", False),
+        ({"deviation": 1e-9, "cut": CUT}, False, "", True),
+        ({"deviation": 1e-9, "cut": CUT}, True, "", False),
+        ({"deviation": 1e-4, "cut": CUT}, True, "", True),
+        ({"deviation": float("nan"), "cut": CUT}, True, "", True),
+        ({"refused": "it hands on a cache", "traceback": ""}, False, "", True),
+        ({"refused": "it hands on a cache", "traceback": ""}, False, "a cache", False),
+        ({"refused": "it hands on a cache", "traceback": ""}, False, "a graph", True),
+        ({"failed": "KeyError: 1", "traceback": "KeyError: 1"}, False, "", True),
+        (None, False, "", True),
+    ],
+)
+def test_verdicts(
+    found: dict[str, Any] | None,
+    single_precision: bool,
+    refusal: str,
+    is_wrong: bool,
+    campaign: dict[str, ModuleType],
+) -> None:
+    model = campaign["catalogue"].Model("a", "torch", torch.nn.Identity, lambda count, generator: {}, refusal=refusal)
+    engines = {} if found is None else {"threads": found}
+    row = campaign["main"].Row("torch", model, {"engines": engines, "single_precision": single_precision})
+    row.weigh(["threads"], 120.0)
+    assert bool(row.wrong) == is_wrong
+    assert len(row.cells()) == len(campaign["main"].COLUMNS)
+
+
+def test_a_deviation_is_a_share_of_the_way(campaign: dict[str, ModuleType]) -> None:
+    layers = [torch.nn.Linear(1, 1) for _ in range(3)]
+    for layer, weight in zip(layers, (1.0, 3.0, 3.5), strict=True):
+        torch.nn.init.constant_(layer.weight, weight)
+        torch.nn.init.zeros_(layer.bias)
+    assert campaign["training"].deviation(*layers) == pytest.approx(0.25)
+    assert campaign["training"].deviation(layers[0], layers[0], layers[1]) == float("inf")
+
+
+def test_single_precision_is_noticed(campaign: dict[str, ModuleType]) -> None:
+    class Single(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).float().exp().double()
+
+    def batch(count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(count, 2, dtype=torch.float64)}
+
+    class Double(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.ones(1, dtype=torch.float32)
+
+    for kind, is_single in ((Single, True), (Double, False)):
+        model = campaign["catalogue"].Model("a", "torch", lambda kind=kind: kind(2, 2), batch)
+        assert campaign["training"].begin(model)[1] is is_single
+
+
+def test_an_unknown_name_is_an_error(campaign: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        campaign["main"].main(["--only", "berd"])
+    assert "no model 'berd'" in capsys.readouterr().err
+
+
+def test_every_name_of_a_section_is_its_own(campaign: dict[str, ModuleType]) -> None:
+    counts = {}
+    for section, make in campaign["main"].SECTIONS.items():
+        names = [model.name for model in make()]
+        assert len(names) == len(set(names))
+        counts[section] = len(names)
+    assert counts["transformers"] >= 40
+    assert counts["transformers-tasks"] >= 15
+    assert counts["timm"] == 37
+    assert counts["torchvision"] == 17
