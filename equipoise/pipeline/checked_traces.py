@@ -31,8 +31,13 @@ def key_of_call(name: str, network: nn.Module, structure: CallStructure) -> tupl
         network: The network.
         structure: The call.
     """
-    kinds = tuple((tensor.dtype, tensor.requires_grad) for tensor in structure.tensors)
-    return name, structure.key, kinds, tuple(modes_of(network)), present_modes()
+    # A tensor may be passed twice.
+    indices: dict[int, int] = {}
+    kinds = []
+    for index, tensor in enumerate(structure.tensors):
+        first_index = indices.setdefault(id(tensor), index)
+        kinds.append((tensor.dtype, tensor.layout, tensor.requires_grad, first_index))
+    return name, structure.key, tuple(kinds), tuple(modes_of(network)), present_modes()
 
 
 class CheckedTraces:

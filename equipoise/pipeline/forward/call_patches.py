@@ -10,7 +10,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["patched_autograd_functions", "patched_logging", "patched_module_calls", "patched_saved_tensor_hooks"]
+__all__ = [
+    "patched_autograd_functions",
+    "patched_logging",
+    "patched_module_calls",
+    "patched_progress",
+    "patched_saved_tensor_hooks",
+]
 
 # Receives the original, and what it was called with.
 OnModuleCall = Callable[[Callable[..., Any], nn.Module, Any, Any], Any]
@@ -108,3 +114,33 @@ def patched_logging(on_log: Callable[..., None]) -> Iterator[None]:
 
     with patch.object(LightningModule, "log", log):
         yield
+
+
+@contextmanager
+def patched_progress(on_read: Callable[[str], None]) -> Iterator[None]:
+    """Report that a module reads its trainer, its epoch or its step within the context.
+
+    Args:
+        on_read: Receives the name of the property.
+    """
+    with ExitStack() as stack:
+        for name in ("current_epoch", "global_step", "trainer"):
+            original = vars(LightningModule)[name]
+            stack.enter_context(patch.object(LightningModule, name, _noticed(name, original, on_read)))
+        yield
+
+
+def _noticed(name: str, original: property, on_read: Callable[[str], None]) -> property:
+    """Return a property that reports when it is read.
+
+    Args:
+        name: Its name.
+        original: The property that it replaces for a while.
+        on_read: Receives the name.
+    """
+
+    def read(module: LightningModule) -> Any:
+        on_read(name)
+        return original.__get__(module)
+
+    return property(read, original.fset)

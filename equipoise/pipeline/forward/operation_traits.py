@@ -24,7 +24,7 @@ class Traits(Flag):
 
 
 # Operations with dynamic sizes that have no tag in torch.
-_DYNAMIC = {"_pack_padded_sequence", "_pad_packed_sequence"}
+_DYNAMIC = {"_coalesce", "_pack_padded_sequence", "_pad_packed_sequence", "_to_sparse", "coalesce", "to_sparse"}
 # Types of tensors that act as masks where they are an index.
 _MASKS = (torch.bool, torch.uint8)
 
@@ -54,7 +54,8 @@ def _traits_of_name(name: str) -> Traits:
         traits |= Traits.DYNAMIC
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
-        return traits
+        # An operation of a library may do anything.
+        return Traits.RANDOM | Traits.DYNAMIC
     # Overloads of an operation share its name; here they also share their traits.
     for overload in packet.overloads():
         tags = getattr(packet, overload).tags

@@ -1,6 +1,6 @@
 """Conditions under which a recorded forward serves for other calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,14 @@ from torch import Tensor, fx, nn
 
 from equipoise.pipeline.graph.traced import copy_call
 
-__all__ = ["AttributeCondition", "ShapeCondition", "TrainableCondition", "ValueCondition", "program_of"]
+__all__ = [
+    "AttributeCondition",
+    "IdentityCondition",
+    "ShapeCondition",
+    "TrainableCondition",
+    "ValueCondition",
+    "program_of",
+]
 
 # Computes the answer to a question from the tensors of a call.
 Program = Callable[[Any], Any]
@@ -49,6 +56,26 @@ class TrainableCondition:
 
     def _present_flags(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
+
+
+class IdentityCondition:
+    """Attributes of modules, such as parameters and buffers, are the same tensors.
+
+    Args:
+        root: The module to which paths refer.
+        paths: Paths of the attributes.
+    """
+
+    def __init__(self, root: nn.Module, paths: Iterable[str]) -> None:
+        self._attributes: list[tuple[nn.Module, str, Any]] = []
+        for path in sorted(set(paths)):
+            owner_path, _, name = path.rpartition(".")
+            owner = root.get_submodule(owner_path)
+            self._attributes.append((owner, name, getattr(owner, name)))
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if the attributes are the same objects."""
+        return all(getattr(owner, name, None) is value for owner, name, value in self._attributes)
 
 
 class AttributeCondition:

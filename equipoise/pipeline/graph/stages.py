@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from equipoise.errors import StepError
 from equipoise.pipeline.graph.call_names import owners
 from equipoise.pipeline.graph.output_structure import OutputStructure
-from equipoise.pipeline.graph.traced import STAYS, Traced, copy_call, writes_in_place
+from equipoise.pipeline.graph.traced import FOLLOWS, STAYS, Traced, copy_call, writes_in_place
 from equipoise.tree import map_leaves, tensors_in
 
 __all__ = [
@@ -137,7 +137,9 @@ def may_cut(traced: Traced) -> list[bool]:
         passing = set(cuts[index])
         changed_later = {value for value, changed_at in changes if changed_at > index}
         must_stay = any(node.meta.get(STAYS) for node in passing)
-        is_allowed = index >= first_end and not must_stay and passing.isdisjoint(changed_later)
+        is_followed = index + 1 < len(calls) and bool(calls[index + 1].meta.get(FOLLOWS))
+        is_free = not must_stay and not is_followed
+        is_allowed = index >= first_end and is_free and passing.isdisjoint(changed_later)
         allowed.append(is_allowed)
     return allowed
 

@@ -8,11 +8,23 @@ from torch import Tensor, fx, nn
 
 from equipoise.pipeline.graph.output_structure import OutputStructure
 
-__all__ = ["STAGE_DEVICE", "STAYS", "Condition", "Traced", "copy_call", "map_arguments", "on_device", "writes_in_place"]
+__all__ = [
+    "FOLLOWS",
+    "STAGE_DEVICE",
+    "STAYS",
+    "Condition",
+    "Traced",
+    "copy_call",
+    "map_arguments",
+    "on_device",
+    "writes_in_place",
+]
 
 # Key in a call's `meta`: True if its value stays in its stage. That is a container, whose tensors are values of other
 # calls; or a tensor that is not on the device of the stage, such as the sizes of a packed sequence.
 STAYS = "stays"
+# Key in a call's `meta`: True if the call belongs to the stage of the call before it, such as a check of that one.
+FOLLOWS = "follows"
 # Methods that change their first argument, beside those whose names end with one underscore.
 _IN_PLACE = {"__setitem__", "assigned"}
 

@@ -16,7 +16,7 @@ from equipoise.pipeline.forward.attribute_reads import attributes_read
 from equipoise.pipeline.forward.module_hooks import preserved_hooks
 from equipoise.pipeline.forward.saved_tensors import without_saved_tensors
 from equipoise.pipeline.graph.call_structure import CallStructure
-from equipoise.pipeline.graph.conditions import AttributeCondition
+from equipoise.pipeline.graph.conditions import AttributeCondition, IdentityCondition
 from equipoise.pipeline.graph.output_structure import OutputStructure
 from equipoise.pipeline.graph.traced import Condition, Traced
 from equipoise.pipeline.recording.recorder import Recorder
@@ -96,7 +96,12 @@ class ForwardRecording:
         """
 
         def record() -> Traced:
-            with preserve_state(module, containers=True), preserved_hooks(module):
+            # Tensors of inference mode do not show that they are changed in place.
+            has_gradients = torch.is_grad_enabled()
+            outside_of_inference = torch.inference_mode(False)
+            same_gradients = torch.set_grad_enabled(has_gradients)
+            same_state = preserve_state(module, containers=True)
+            with outside_of_inference, same_gradients, same_state, preserved_hooks(module):
                 return self._record()
 
         return without_saved_tensors(record)
@@ -185,6 +190,9 @@ class ForwardRecording:
             attributes = attributes_read(submodule)
             if attributes:
                 conditions.append(AttributeCondition(submodule, attributes))
+        looked_up = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+        if looked_up:
+            conditions.append(IdentityCondition(root, looked_up))
         traced = Traced(
             root,
             graph,
@@ -197,12 +205,13 @@ class ForwardRecording:
 
     def _copies(self) -> list[Tensor]:
         """Return copies of the call's tensors, which the forward may change."""
-        copies = []
+        # A tensor that is passed twice is one tensor.
+        copies: dict[int, Tensor] = {}
         for tensor in self._structure.tensors:
-            copy = tensor.detach().clone().to(self._device)
-            copy.requires_grad_(tensor.requires_grad)
-            copies.append(copy)
-        return copies
+            if id(tensor) not in copies:
+                copy = tensor.detach().clone().to(self._device)
+                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+        return [copies[id(tensor)] for tensor in self._structure.tensors]
 
     @contextmanager
     def _watched_by(self, recorder: Recorder) -> Iterator[None]:
@@ -212,6 +221,7 @@ class ForwardRecording:
             call_patches.patched_autograd_functions(recorder.on_function_call),
             call_patches.patched_saved_tensor_hooks(recorder.on_saved_tensor_hooks),
             call_patches.patched_logging(recorder.on_log),
+            call_patches.patched_progress(recorder.on_progress),
         )
         with ExitStack() as stack:
             self._lend_layers(stack, recorder.on_operation)

@@ -14,7 +14,7 @@ from equipoise.pipeline.forward.packed_sequences import is_asked_by_padding
 from equipoise.pipeline.forward.user_lines import is_assertion
 from equipoise.pipeline.graph.conditions import ShapeCondition, TrainableCondition, ValueCondition, program_of
 from equipoise.pipeline.graph.output_structure import items_of_output
-from equipoise.pipeline.graph.traced import Condition, on_device
+from equipoise.pipeline.graph.traced import FOLLOWS, Condition, on_device
 from equipoise.pipeline.recording.arguments import Arguments
 from equipoise.pipeline.recording.targets import check_size, holds, target_of
 from equipoise.pipeline.recording.tensor_nodes import Facts, Obstacle, Sizes, TensorNodes, inputs_of, sizes_of
@@ -31,7 +31,7 @@ _KIND |= {"is_cpu", "is_cuda", "is_floating_point", "is_inference", "is_meta", "
 _KIND |= {"is_quantized", "is_signed", "is_sparse", "is_sparse_csr", "is_xla", "is_xpu", "itemsize", "layout", "names"}
 _KIND |= {"promote_types", "result_type", "sparse_dim", "type"}
 # The answers depend on the parameters that require gradients.
-_TRAINABLE = {"grad_fn", "is_leaf", "requires_grad", "retains_grad"}
+_TRAINABLE = {"is_leaf", "requires_grad", "retains_grad"}
 # The answers are others in every call.
 _IDENTITY = {"_version", "data_ptr"}
 # The answers decide nothing.
@@ -175,6 +175,23 @@ class Questions:
         condition = TrainableCondition(parameters)
         self._noted.append(condition)
 
+    def note_length(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Note that a function has returned a number of tensors that follows from the sizes of its arguments.
+
+        Args:
+            arguments: The tensors that it has received.
+            results: The tensors that it has returned.
+
+        Raises:
+            Obstacle: If the number depends on values.
+        """
+        facts = self._facts_of(arguments)
+        # One tensor is returned as it is, of any size.
+        if len(results) > 1 and sizes_of(self._facts_of([*arguments, *results])) is Sizes.DYNAMIC:
+            raise Obstacle("returns a number of tensors that may depend on values")
+        self._noted.append(inputs_of(facts))
+        self._record_size_checks(arguments)
+
     def _record_size_checks(self, tensors: Sequence[Tensor]) -> None:
         """Record calls that check sizes which are only assumed to follow from those of the network's tensors."""
         for tensor in tensors:
@@ -185,6 +202,7 @@ class Questions:
             if is_checked:
                 continue
             check = self._graph.call_function(check_size, (node, tuple(tensor.shape)))
+            check.meta[FOLLOWS] = True
             self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
 
     def _record_assertion(self, tensor: Tensor) -> None:

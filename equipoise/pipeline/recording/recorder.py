@@ -21,6 +21,7 @@ from equipoise.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.pipeline.forward.operation_traits import Traits, traits_of
 from equipoise.pipeline.forward.packed_sequences import padded_call
 from equipoise.pipeline.graph.output_structure import items_of_output
+from equipoise.pipeline.graph.traced import FOLLOWS
 from equipoise.pipeline.recording.arguments import Arguments
 from equipoise.pipeline.recording.questions import Question, Questions
 from equipoise.pipeline.recording.recorded_calls import ArgumentVersions, Computed, RecordedCalls
@@ -29,9 +30,11 @@ from equipoise.pipeline.recording.targets import (
     Target,
     applied,
     assigned,
+    check_structure,
     encoded,
     name_of,
     present_modes,
+    structure_of,
     target_of,
     under_modes,
 )
@@ -51,6 +54,11 @@ _FOLLOWED = (
 )
 # Functions that run backward, and the attribute that holds what a backward has left.
 _BACKWARDS = {"backward", "grad"}
+# Functions that divide a tensor at the numbers in another one.
+_SPLITS = {"dsplit", "hsplit", "tensor_split", "vsplit"}
+# Functions that return as many tensors as follows from sizes.
+_LISTS = _SPLITS | {"chunk", "split", "split_with_sizes", "unbind", "unsafe_chunk", "unsafe_split"}
+_LISTS |= {"unsafe_split_with_sizes"}
 # What an opaque submodule may return beside tensors; it is taken for a constant.
 _CONSTANTS = (str, torch.dtype, torch.device, type(None))
 _CHECKPOINTING = "activation checkpointing, or another hook on saved tensors, cannot be followed"
@@ -103,6 +111,7 @@ class Recorder(_Base):  # type: ignore[misc]
             facts = Facts(frozenset([index]), is_pure=True)
             self._tensors.add(tensor, node)
             self._tensors.set_facts(node, facts)
+            self._tensors.note_operation(tensor, ())
         self._arguments = Arguments(graph, self._tensors, device)
         self.questions = Questions(root, self._tensors, self._arguments, inputs)
         self.calls = RecordedCalls(graph, self._tensors, device)
@@ -173,6 +182,15 @@ class Recorder(_Base):  # type: ignore[misc]
         """Note that a value is logged: the calls would not log it."""
         if not self._is_off:
             self._running.note_obstacle("logs a value, which only the step itself may do")
+
+    def on_progress(self, name: str) -> None:
+        """Note that the forward asks how far the run is: the calls would keep the answer.
+
+        Args:
+            name: Name of the property that it reads.
+        """
+        if not self._is_off:
+            self._running.note_obstacle(f"reads `{name}`, which changes in the run")
 
     def on_operation(self, name: str, result: Any, args: Any) -> None:
         """Note an operation of torch, below its functions.
@@ -254,8 +272,21 @@ class Recorder(_Base):  # type: ignore[misc]
         # 4. Record the call.
         graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
         node = target.add_to(self._graph, graph_args, graph_kwargs)
+        if name in _SPLITS and self._has_several_tensors(args, kwargs):
+            # Torch computes these by slices, whose bounds are values of the second tensor.
+            computed = computed._replace(traits=computed.traits | Traits.DYNAMIC)
         computed = computed._replace(is_pure=not is_in_place)
         self.calls.finish(node, computed, self._running.place())
+
+        # 5. The number of tensors that they return is a size.
+        if name in _LISTS:
+            arguments = list(tensors_in((args, kwargs), items_of_output))
+            self.questions.note_length(arguments, results)
+
+    def _has_several_tensors(self, args: Any, kwargs: Any) -> bool:
+        """Return True if a function receives more than one tensor."""
+        tensors = list(tensors_in((args, kwargs), items_of_output))
+        return len(tensors) > 1
 
     def on_function_call(self, original: Callable[..., Any], kind: Any, args: Any, kwargs: Any) -> Any:
         """Record the call of an autograd function.
@@ -277,6 +308,7 @@ class Recorder(_Base):  # type: ignore[misc]
             self._check_modes()
             graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
             node = applied(kind).add_to(self._graph, graph_args, graph_kwargs)
+            _check_result(kind.__name__, computed.result)
             self.calls.finish(node, computed, self._running.place())
         return computed.result
 
@@ -356,9 +388,25 @@ class Recorder(_Base):  # type: ignore[misc]
         with self._obstacles_noted():
             computed = self._compute(original, (module, *args), kwargs)
             self.effects.accept(module)
+            _check_result(type(module).__name__, computed.result)
             node = self._graph.create_node("call_module", path, graph_args, graph_kwargs)
-            self.calls.finish(node, computed, self._running.place())
+            self._finish_whole(module, node, computed)
         return computed.result
+
+    def _finish_whole(self, module: nn.Module, node: fx.Node, computed: Computed) -> None:
+        """Note facts about the call of a submodule that stays whole, and check what it returns in later calls.
+
+        Args:
+            module: The submodule.
+            node: Its call.
+            computed: What it has computed.
+        """
+        self.calls.finish(node, computed, self._running.place())
+        # Torch's own layers return the same structure in all calls.
+        if not type(module).__module__.startswith("torch.nn."):
+            check = self._graph.call_function(check_structure, (node, structure_of(computed.result)))
+            check.meta[FOLLOWS] = True
+            self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
 
     def _call_followed(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         """Call a submodule, and record its calls; or its own, if these would not be its forward.
@@ -427,9 +475,9 @@ class Recorder(_Base):  # type: ignore[misc]
         """
         self._check_modes()
         graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
+        _check_result(type(module).__name__, computed.result)
         node = self._graph.create_node("call_module", path, graph_args, graph_kwargs)
-        self.calls.finish(node, computed, self._running.place())
-        _check_result(module, computed.result)
+        self._finish_whole(module, node, computed)
 
     def _recorded_of(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, fx.Node]]:
         """Return those of some tensors that are values of calls, and these calls."""
@@ -501,8 +549,12 @@ def _check_function_arguments(args: Any) -> None:
             raise Obstacle("calls an autograd function with a function, which cannot be followed")
 
 
-def _check_result(module: nn.Module, result: Any) -> None:
-    """Check that a module that stays whole returns nothing but tensors, in containers.
+def _check_result(name: str, result: Any) -> None:
+    """Check that what stays whole returns nothing but tensors, in containers.
+
+    Args:
+        name: Name of the class of the module or autograd function.
+        result: What it returns.
 
     Raises:
         Obstacle: If it returns something that it may compute anew in each call.
@@ -511,6 +563,5 @@ def _check_result(module: nn.Module, result: Any) -> None:
         is_constant = isinstance(leaf, _CONSTANTS)
         if is_constant or isinstance(leaf, Tensor):
             continue
-        name_of_module = type(module).__name__
         name_of_leaf = type(leaf).__name__
-        raise Obstacle(f"{name_of_module} returns a {name_of_leaf}, which may change")
+        raise Obstacle(f"{name} returns a {name_of_leaf}, which may change")

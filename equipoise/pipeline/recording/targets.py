@@ -1,6 +1,6 @@
 """Functions of torch as calls of a graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.errors import StepError
-from equipoise.pipeline.graph.output_structure import OutputStructure
+from equipoise.pipeline.graph.output_structure import OutputStructure, items_of_output
 
 __all__ = [
     "Modes",
@@ -16,11 +16,13 @@ __all__ = [
     "applied",
     "assigned",
     "check_size",
+    "check_structure",
     "encoded",
     "holds",
     "name_of",
     "present_modes",
     "rebuilt",
+    "structure_of",
     "target_of",
     "under_modes",
 ]
@@ -260,3 +262,41 @@ def check_size(tensor: Tensor, size: tuple[int, ...]) -> None:
             " and the code around it asks for them. Let a submodule ask that stays whole, too; or choose another"
             " strategy."
         )
+
+
+def structure_of(value: Any) -> Any:
+    """Return a description of what a submodule returns: types, lengths, keys, dtypes, and what is no tensor."""
+    if isinstance(value, Tensor):
+        return ("tensor", str(value.dtype))
+    items = items_of_output(value)
+    kind = type(value).__name__
+    if items is None:
+        return (kind, repr(value))
+    keys = list(map(str, value)) if isinstance(value, Mapping) else []
+    return (kind, keys, [structure_of(item) for item in items])
+
+
+def check_structure(value: Any, structure: Any) -> None:
+    """Check that a submodule that stays whole returns the same structure as when the forward was recorded.
+
+    Args:
+        value: What it returns.
+        structure: The description of what it returned.
+
+    Raises:
+        StepError: If it returns another structure.
+    """
+    present = _as_lists(structure_of(value))
+    if present != _as_lists(structure):
+        raise StepError(
+            f"A submodule that stays whole returns {present}; in an earlier call with tensors of the same sizes it"
+            f" returned {_as_lists(structure)}. The code around it was recorded with that. Let that code be in a"
+            " submodule that stays whole, too; or choose another strategy."
+        )
+
+
+def _as_lists(value: Any) -> Any:
+    """Return nested lists in the place of tuples and of the lists of torch.fx."""
+    if isinstance(value, tuple | list):
+        return [_as_lists(item) for item in value]
+    return value

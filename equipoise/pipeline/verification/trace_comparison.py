@@ -149,13 +149,13 @@ class Comparison:
 
     def _tensors(self) -> list[Tensor]:
         """Return copies of the call's tensors, which the forward may change."""
-        copies = []
+        # A tensor that is passed twice is one tensor.
+        copies: dict[int, Tensor] = {}
         for tensor in self._structure.tensors:
-            copy = tensor.detach().clone()
-            copy = copy.to(self._device)
-            copy.requires_grad_(tensor.requires_grad)
-            copies.append(copy)
-        return copies
+            if id(tensor) not in copies:
+                copy = tensor.detach().clone().to(self._device)
+                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+        return [copies[id(tensor)] for tensor in self._structure.tensors]
 
     def _call_traced(self, traced: Traced, on_value: Callable[[fx.Node, Any], None] | None = None) -> Any:
         return compute_uncut(

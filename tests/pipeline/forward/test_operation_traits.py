@@ -22,7 +22,7 @@ NONE, RANDOM, DYNAMIC = Traits(0), Traits.RANDOM, Traits.DYNAMIC
         ("_local_scalar_dense", DYNAMIC),
         ("equal", DYNAMIC),
         ("_pack_padded_sequence", DYNAMIC),
-        ("no_operation_of_torch", NONE),
+        ("no_operation_of_torch", RANDOM | DYNAMIC),
     ],
 )
 def test_traits_by_names(name, traits):
