@@ -1,5 +1,6 @@
 """What may differ in other calls is noticed: a recorded forward that no longer fits is recorded anew, or refused."""
 
+import threading
 from typing import Any
 
 import lightning as L
@@ -201,3 +202,62 @@ def test_a_tensor_that_is_passed_twice():
     made = traced(network, x, x)
     one, other = x.clone(), x.clone()
     assert torch.equal(run(made, one, one), network(other, other))
+
+
+def test_a_part_of_a_tensor_of_any_size_is_no_constant_number_of_parts():
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = x[x[:, 0] > 0]
+            return self.layer(torch.stack([part.sum(0) for part in chosen.split(2)]).sum(0))
+
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Halves()).double()
+    made = traced(network, values(3, WIDTH))
+    assert "a number of tensors which depends on values" in made.opaque["1"]
+
+
+def test_values_of_other_threads_are_logged_during_a_recording(monkeypatch):
+    logged: list[str] = []
+    monkeypatch.setattr(L.LightningModule, "log", lambda module, name, value: logged.append(name))
+    other = L.LightningModule()
+
+    class Starts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            thread = threading.Thread(target=lambda: other.log("elsewhere", 1.0))
+            thread.start()
+            thread.join()
+            return x * 2
+
+    traced(Starts(), values(2, WIDTH))
+    assert logged == ["elsewhere"]
+
+
+def test_a_first_call_that_sets_an_attribute_logs_nothing(monkeypatch):
+    logged: list[str] = []
+    monkeypatch.setattr(L.LightningModule, "log", lambda module, name, value: logged.append(name))
+
+    class Logs(L.LightningModule):
+        def forward(self, x: Tensor) -> Tensor:
+            self.is_ready = True
+            self.log("mean", x.mean())
+            return x
+
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Logs()).double()
+    traced(network, values(2, WIDTH))
+    assert logged == []
+
+
+def test_a_network_without_tensors_among_its_arguments():
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Parameter(torch.ones(2, WIDTH))
+
+        def forward(self) -> Tensor:
+            return self.tokens * 2
+
+    network = Learned()
+    assert torch.equal(run(traced(network)), network())
