@@ -100,9 +100,9 @@ class CheckedTraces:
         except NotTraceable as error:
             kind = type(network).__name__
             raise ConfigurationError(
-                f"{kind} cannot be cut into stages: {error.obstacle}. Move what asks for values into a submodule, which"
-                " stays whole; or write the network as a sequence of blocks (nn.Sequential); or place its parts by"
-                " hand and train with strategy='single_device'."
+                f"{kind} cannot be cut into stages: {error.obstacle}. Move that out of the network's forward, or into a"
+                " submodule, which stays whole; or write the network as a sequence of blocks (nn.Sequential); or place"
+                " its parts by hand and train with strategy='single_device'."
             ) from error
 
     def checked(self, name: str, structure: CallStructure) -> Traced:

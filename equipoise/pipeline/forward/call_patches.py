@@ -1,5 +1,6 @@
 """Patches of torch for the time of a recording: calls of modules, of autograd functions, and of checkpointing."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ OnModuleCall = Callable[[Callable[..., Any], nn.Module, Any, Any], Any]
 OnFunctionCall = Callable[[Callable[..., Any], type, Any, Any], Any]
 
 
-def module_calls(network: nn.Module) -> set[type]:
+def _classes_with_calls(network: nn.Module) -> set[type]:
     """Return the classes among those of a network's modules that define how a module is called."""
     classes: set[type] = set()
     for module in network.modules():
@@ -43,7 +44,7 @@ def patched_module_calls(network: nn.Module, on_call: OnModuleCall) -> Iterator[
         on_call: Called in place of each module, and of its base class's call within a call of its own.
     """
     with ExitStack() as stack:
-        for kind in module_calls(network):
+        for kind in _classes_with_calls(network):
             # An instance has no call of its own: Python looks it up in the class.
             original = vars(kind)["__call__"]
             replacement = _reporting(original, on_call)
@@ -106,11 +107,16 @@ def patched_logging(on_log: Callable[..., None]) -> Iterator[None]:
     """Report values that a module logs, in place of logging them, within the context.
 
     Args:
-        on_log: Receives the arguments of `log`, without the module.
+        on_log: Receives the arguments of `log`, without the module. Values of other threads are logged as ever.
     """
+    original = LightningModule.log
+    thread = threading.get_ident()
 
     def log(module: LightningModule, /, *args: Any, **kwargs: Any) -> None:
-        on_log(*args, **kwargs)
+        if threading.get_ident() == thread:
+            on_log(*args, **kwargs)
+        else:
+            original(module, *args, **kwargs)
 
     with patch.object(LightningModule, "log", log):
         yield
@@ -126,7 +132,9 @@ def patched_progress(on_read: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("current_epoch", "global_step", "trainer"):
             original = vars(LightningModule)[name]
-            stack.enter_context(patch.object(LightningModule, name, _noticed(name, original, on_read)))
+            replacement = _noticed(name, original, on_read)
+            property_patch = patch.object(LightningModule, name, replacement)
+            stack.enter_context(property_patch)
         yield
 
 

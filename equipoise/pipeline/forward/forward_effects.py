@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -103,11 +102,15 @@ class _NotedModule:
             module, name = changed_buffer
             return f"sets the buffer {name!r} of {type(module).__name__}"
 
-        # 2. Other contents of the same lists and buffers.
-        for name, items in _contents_of(self._module).items():
-            if name in self._contents and not _are_same(items, self._contents[name]):
-                kind = type(vars(self._module)[name]).__name__
+        # 2. Other contents of the same lists and the like.
+        attributes = vars(self._module)
+        for name, earlier_items in self._contents.items():
+            container = attributes.get(name)
+            if not _are_same(_items_of(container), earlier_items):
+                kind = type(container).__name__
                 return f"changes the {kind} {name!r} of {type(self._module).__name__}"
+
+        # 3. Other values in the same buffers.
         for noted in self._noted_buffers:
             if noted.has_changed():
                 return f"changes the buffer {noted.name!r} of {type(noted.module).__name__}"
@@ -118,17 +121,24 @@ def _contents_of(module: nn.Module) -> dict[str, list[Any]]:
     """Return the items of the containers in a module's attributes, by the attributes' names."""
     contents: dict[str, list[Any]] = {}
     for name, value in vars(module).items():
-        if type(value) not in _CONTAINERS or name in _OF_EVERY_MODULE:
-            continue
-        if isinstance(value, dict):
-            contents[name] = list(chain(value.keys(), value.values()))
-        else:
-            contents[name] = list(value)
+        is_container = type(value) in _CONTAINERS
+        if is_container and name not in _OF_EVERY_MODULE:
+            contents[name] = _items_of(value)
     return contents
+
+
+def _items_of(container: Any) -> list[Any]:
+    """Return the items of a container: of a dictionary its keys, then its values. None has no items."""
+    if container is None:
+        return []
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return list(container)
 
 
 def _are_same(items: Sequence[Any], earlier_items: Sequence[Any]) -> bool:
     """Return True if two lists have the same objects."""
     if len(items) != len(earlier_items):
         return False
-    return all(item is earlier for item, earlier in zip(items, earlier_items, strict=True))
+    pairs = zip(items, earlier_items, strict=True)
+    return all(item is earlier_item for item, earlier_item in pairs)

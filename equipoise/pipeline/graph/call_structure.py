@@ -43,6 +43,21 @@ class CallStructure:
         structure.tensors = []
         return structure
 
+    def copies_on(self, device: torch.device) -> list[Tensor]:
+        """Return copies of the tensors, which a forward may change. A tensor that is passed twice has one copy.
+
+        Args:
+            device: Device of the copies.
+        """
+        copies: dict[int, Tensor] = {}
+        for tensor in self.tensors:
+            if id(tensor) in copies:
+                continue
+            copy_of_tensor = tensor.detach().clone().to(device)
+            copy_of_tensor.requires_grad_(tensor.requires_grad)
+            copies[id(tensor)] = copy_of_tensor
+        return [copies[id(tensor)] for tensor in self.tensors]
+
     def fill(self, tensors: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other tensors.
 

@@ -80,9 +80,7 @@ class Arguments:
         if kind in (tuple, list):
             items = [self.of(item) for item in value]
             return kind(items)
-        # A graph holds no dictionaries with other keys.
-        has_names_as_keys = kind is dict and all(isinstance(key, str) for key in value)
-        if has_names_as_keys:
+        if kind is dict and _has_names_as_keys(value):
             return {key: self.of(item) for key, item in value.items()}
 
         # 3. Anything else.
@@ -119,3 +117,8 @@ class Arguments:
         facts_of_node = Facts(inputs, is_pure=False, sizes=sizes_of(facts))
         self._tensors.set_facts(node, facts_of_node)
         return node
+
+
+def _has_names_as_keys(mapping: Mapping[Any, Any]) -> bool:
+    """Return True for a mapping that a graph can hold."""
+    return all(isinstance(key, str) for key in mapping)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.interop.torch.dispatch import OnOperation, OperationWatch
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.pipeline.forward import call_patches
 from equipoise.pipeline.forward.attribute_reads import attributes_read
@@ -22,7 +21,7 @@ from equipoise.pipeline.graph.traced import Condition, Traced
 from equipoise.pipeline.recording.recorder import Recorder
 from equipoise.pipeline.recording.targets import encoded
 from equipoise.pipeline.recording.tensor_nodes import Obstacle
-from equipoise.pipeline.verification.layer_lending import lent_when_called
+from equipoise.pipeline.verification.layer_lending import computed_on
 
 __all__ = ["Attribute", "ForwardRecording", "NotTraceable", "set_value", "values_of"]
 
@@ -61,7 +60,7 @@ class ForwardRecording:
     """One recording of a forward.
 
     Args:
-        network, forward, structure, opaque_types, device: See `trace`.
+        network, forward, structure, opaque_types, module, device: See `trace`.
 
     Attributes:
         attribute_changes: Modules and names of attributes that the last recorded call has set.
@@ -73,23 +72,22 @@ class ForwardRecording:
         forward: Callable[..., Any],
         structure: CallStructure,
         opaque_types: Mapping[type[nn.Module], str],
+        module: nn.Module,
         device: torch.device,
     ) -> None:
         self._network = network
         self._forward = forward
         self._structure = structure
         self._opaque_types = opaque_types
+        self._module = module
         self._device = device
         if device.type == "cpu":
             # Tensors on a CPU name it without a number.
             self._device = torch.device("cpu")
         self.attribute_changes: list[Attribute] = []
 
-    def record(self, module: nn.Module) -> Traced:
-        """Run the forward, and return its calls.
-
-        Args:
-            module: Module whose state is restored afterwards.
+    def record(self) -> Traced:
+        """Run the forward, restore the module's state, and return the calls.
 
         Raises:
             NotTraceable: If the network's own code cannot be traced.
@@ -100,24 +98,19 @@ class ForwardRecording:
             has_gradients = torch.is_grad_enabled()
             outside_of_inference = torch.inference_mode(False)
             same_gradients = torch.set_grad_enabled(has_gradients)
-            same_state = preserve_state(module, containers=True)
-            with outside_of_inference, same_gradients, same_state, preserved_hooks(module):
+            same_state = preserve_state(self._module, containers=True)
+            with outside_of_inference, same_gradients, same_state, preserved_hooks(self._module):
                 return self._record()
 
         return without_saved_tensors(record)
 
-    def make_first_call(self, module: nn.Module) -> None:
-        """Run the forward, and keep the attributes that it sets.
-
-        Args:
-            module: Module whose other state is restored afterwards.
-        """
+    def make_first_call(self) -> None:
+        """Run the forward, and restore the module's state but the attributes that it sets."""
 
         def call() -> dict[Attribute, Any]:
-            with preserve_state(module, containers=True):
-                args, kwargs = self._structure.fill(self._copies())
-                with ExitStack() as stack:
-                    self._lend_layers(stack)
+            with preserve_state(self._module, containers=True):
+                args, kwargs = self._structure.fill(self._structure.copies_on(self._device))
+                with computed_on(self._device, self._network, self._module), call_patches.patched_logging(_ignore):
                     self._forward(*args, **kwargs)
                 return values_of(self.attribute_changes)
 
@@ -131,7 +124,7 @@ class ForwardRecording:
         root = _Root(self._network)
         graph = fx.Graph()
         placeholder = graph.placeholder("tensors")
-        tensors = self._copies()
+        tensors = self._structure.copies_on(self._device)
         inputs: list[tuple[Tensor, fx.Node]] = []
         for index, tensor in enumerate(tensors):
             node = graph.call_function(operator.getitem, (placeholder, index))
@@ -185,14 +178,10 @@ class ForwardRecording:
         except Obstacle as error:
             raise NotTraceable(f"{kind}.forward {error}") from error
         graph.output(tuple(values))
-        conditions: list[Condition] = recorder.questions.conditions()
-        for submodule in recorder.followed:
-            attributes = attributes_read(submodule)
-            if attributes:
-                conditions.append(AttributeCondition(submodule, attributes))
-        looked_up = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
-        if looked_up:
-            conditions.append(IdentityCondition(root, looked_up))
+
+        # 3. Note under which conditions the calls serve for other tensors.
+        conditions = recorder.questions.conditions()
+        conditions += _conditions_of_modules(recorder.followed, root, graph)
         traced = Traced(
             root,
             graph,
@@ -202,16 +191,6 @@ class ForwardRecording:
         )
         traced.writing.update(recorder.calls.changing)
         return traced
-
-    def _copies(self) -> list[Tensor]:
-        """Return copies of the call's tensors, which the forward may change."""
-        # A tensor that is passed twice is one tensor.
-        copies: dict[int, Tensor] = {}
-        for tensor in self._structure.tensors:
-            if id(tensor) not in copies:
-                copy = tensor.detach().clone().to(self._device)
-                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
-        return [copies[id(tensor)] for tensor in self._structure.tensors]
 
     @contextmanager
     def _watched_by(self, recorder: Recorder) -> Iterator[None]:
@@ -224,39 +203,43 @@ class ForwardRecording:
             call_patches.patched_progress(recorder.on_progress),
         )
         with ExitStack() as stack:
-            self._lend_layers(stack, recorder.on_operation)
+            computation = computed_on(self._device, self._network, self._module, recorder.on_operation)
+            stack.enter_context(computation)
             for patch in patches:
                 stack.enter_context(patch)
             stack.enter_context(recorder)
             yield
 
-    def _lend_layers(self, stack: ExitStack, on_operation: OnOperation | None = None) -> None:
-        """Lend layers to the device of the recording, and report every operation.
 
-        Args:
-            stack: Ends both.
-            on_operation: See `OperationWatch`. Default: no operation is reported.
-        """
-        network = self._network
-        tensors = [*network.parameters(), *network.buffers()]
-        is_elsewhere = any(tensor.device != self._device for tensor in tensors)
-        device = None
-        if is_elsewhere:
-            lending = lent_when_called(network, self._device)
-            stack.enter_context(lending)
-            # The watch also moves tensors outside of layers to the device.
-            device = self._device
-        if on_operation is None and device is None:
-            return
-        if on_operation is None:
-            on_operation = _ignore
-        watch = OperationWatch(on_operation, device)
-        watch.start()
-        stack.callback(watch.stop)
+def _conditions_of_modules(followed: Iterable[nn.Module], root: nn.Module, graph: fx.Graph) -> list[Condition]:
+    """Return the conditions about attributes of modules.
+
+    Args:
+        followed: The modules whose calls were recorded.
+        root: Root of the graph.
+        graph: The calls.
+    """
+    # 1. Numbers, texts and truth values, by which a forward may decide.
+    conditions: list[Condition] = []
+    for submodule in followed:
+        attributes = attributes_read(submodule)
+        if attributes:
+            condition = AttributeCondition(submodule, attributes)
+            conditions.append(condition)
+
+    # 2. Tensors. Constants of the recording are attributes of the root alone, and stay the same.
+    paths = []
+    for node in graph.nodes:
+        path = str(node.target)
+        if node.op == "get_attr" and path.startswith("network."):
+            paths.append(path)
+    if paths:
+        conditions.append(IdentityCondition(root, paths))
+    return conditions
 
 
-def _ignore(name: str, result: Any, args: Any) -> None:
-    """Do nothing for an operation."""
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Do nothing for a value that is logged."""
 
 
 def values_of(attributes: Iterable[Attribute]) -> dict[Attribute, Any]:

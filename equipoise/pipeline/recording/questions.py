@@ -68,27 +68,26 @@ class Questions:
     """Collect the conditions under which a recorded forward serves for other calls.
 
     Args:
-        root: Root of the recorded forward.
+        graph: The graph of the recorded forward.
+        root: Its root.
         tensors: The calls that compute tensors.
         arguments: Turns arguments of a question into those of a call.
-        inputs: The network's tensors, and the calls that take them from its arguments.
+        inputs: The network's tensors.
     """
 
     def __init__(
         self,
+        graph: fx.Graph,
         root: nn.Module,
         tensors: TensorNodes,
         arguments: Arguments,
-        inputs: Sequence[tuple[Tensor, fx.Node]],
+        inputs: Sequence[Tensor],
     ) -> None:
         self._root = root
         self._tensors = tensors
         self._arguments = arguments
-        self._shapes = [tensor.shape for tensor, _ in inputs]
-        self._graph = fx.Graph()
-        if inputs:
-            _, first_node = inputs[0]
-            self._graph = first_node.graph
+        self._shapes = [tensor.shape for tensor in inputs]
+        self._graph = graph
         # Indices of tensors whose shapes were asked for, or another condition; in the order of the questions.
         self._noted: list[frozenset[int] | Condition] = []
 
@@ -185,11 +184,11 @@ class Questions:
         Raises:
             Obstacle: If the number depends on values.
         """
-        facts = self._facts_of(arguments)
-        # One tensor is returned as it is, of any size.
-        if len(results) > 1 and sizes_of(self._facts_of([*arguments, *results])) is Sizes.DYNAMIC:
-            raise Obstacle("returns a number of tensors that may depend on values")
-        self._noted.append(inputs_of(facts))
+        facts = self._facts_of([*arguments, *results])
+        if sizes_of(facts) is Sizes.DYNAMIC:
+            raise Obstacle("uses a function that returns a number of tensors which depends on values")
+        inputs = inputs_of(facts)
+        self._noted.append(inputs)
         self._record_size_checks(arguments)
 
     def _record_size_checks(self, tensors: Sequence[Tensor]) -> None:
@@ -201,7 +200,8 @@ class Questions:
             is_checked = any(user.target is check_size for user in node.users)
             if is_checked:
                 continue
-            check = self._graph.call_function(check_size, (node, tuple(tensor.shape)))
+            size = tuple(tensor.shape)
+            check = self._graph.call_function(check_size, (node, size))
             check.meta[FOLLOWS] = True
             self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
 

@@ -23,7 +23,7 @@ Place = Mapping[str, type[nn.Module]]
 
 
 class Computed(NamedTuple):
-    """What a call has computed.
+    """Value and effects of a call.
 
     Attributes:
         result: Its value.
@@ -130,9 +130,11 @@ class RecordedCalls:
         is_pure = computed.is_pure and not computed.changed and not is_random
         sizes = sizes_of(facts_of_arguments)
         if Traits.DYNAMIC in computed.traits:
-            # A submodule that reads values rarely returns other sizes.
-            own_sizes = Sizes.ASSUMED if node.op == "call_module" else Sizes.DYNAMIC
-            sizes = max(sizes, own_sizes)
+            # A submodule that reads values rarely returns other sizes; its sizes are checked in each call.
+            sizes_of_call = Sizes.DYNAMIC
+            if node.op == "call_module":
+                sizes_of_call = Sizes.ASSUMED
+            sizes = max(sizes, sizes_of_call)
         return Facts(
             inputs_of(facts_of_arguments),
             is_pure=is_pure and has_pure_arguments,

@@ -9,7 +9,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -68,6 +68,32 @@ _OTHER_MODES = "computed under torch.no_grad, torch.autocast or their like, whic
 _Base: Any = TorchFunctionMode
 
 
+class _ModuleCall(NamedTuple):
+    """A call of a submodule.
+
+    Attributes:
+        original: The call that its class defines.
+        module: The submodule.
+        path: Its path in the root.
+        args, kwargs: The arguments.
+    """
+
+    original: Callable[..., Any]
+    module: nn.Module
+    path: str
+    args: Any
+    kwargs: Any
+
+    def run(self) -> Any:
+        """Run the forward, and return its result."""
+        return self.original(self.module, *self.args, **self.kwargs)
+
+    @property
+    def class_name(self) -> str:
+        """Name of the submodule's class."""
+        return type(self.module).__name__
+
+
 class Recorder(_Base):  # type: ignore[misc]
     """Record the calls of a network's forward, within a context.
 
@@ -107,13 +133,14 @@ class Recorder(_Base):  # type: ignore[misc]
 
         # 2. The calls so far, which take the network's tensors from its arguments.
         self._tensors = TensorNodes(graph, root)
+        tensors = [tensor for tensor, _ in inputs]
         for index, (tensor, node) in enumerate(inputs):
             facts = Facts(frozenset([index]), is_pure=True)
             self._tensors.add(tensor, node)
             self._tensors.set_facts(node, facts)
             self._tensors.note_operation(tensor, ())
         self._arguments = Arguments(graph, self._tensors, device)
-        self.questions = Questions(root, self._tensors, self._arguments, inputs)
+        self.questions = Questions(graph, root, self._tensors, self._arguments, tensors)
         self.calls = RecordedCalls(graph, self._tensors, device)
 
         # 3. The state of the recording. Other threads may call modules meanwhile.
@@ -125,7 +152,7 @@ class Recorder(_Base):  # type: ignore[misc]
 
     @property
     def obstacle(self) -> str:
-        """Why the network's calls alone would not be its forward; empty if there is no reason."""
+        """Reason why the network's calls alone would not be its forward; empty if there is none."""
         return self._running.network.obstacle
 
     def arguments_of(self, value: Any) -> Any:
@@ -174,9 +201,7 @@ class Recorder(_Base):  # type: ignore[misc]
     def on_saved_tensor_hooks(self) -> None:
         """Note that activation checkpointing begins: the calls would be without it."""
         if not self._is_off:
-            self._running.note_obstacle(
-                "activation checkpointing, or another hook on saved tensors, cannot be followed"
-            )
+            self._running.note_obstacle(_CHECKPOINTING)
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         """Note that a value is logged: the calls would not log it."""
@@ -272,21 +297,17 @@ class Recorder(_Base):  # type: ignore[misc]
         # 4. Record the call.
         graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
         node = target.add_to(self._graph, graph_args, graph_kwargs)
-        if name in _SPLITS and self._has_several_tensors(args, kwargs):
+        arguments = list(tensors_in((args, kwargs), items_of_output))
+        if name in _SPLITS and len(arguments) > 1:
             # Torch computes these by slices, whose bounds are values of the second tensor.
-            computed = computed._replace(traits=computed.traits | Traits.DYNAMIC)
+            traits = computed.traits | Traits.DYNAMIC
+            computed = computed._replace(traits=traits)
         computed = computed._replace(is_pure=not is_in_place)
         self.calls.finish(node, computed, self._running.place())
 
-        # 5. The number of tensors that they return is a size.
+        # 5. The number of tensors in a list is a size, for which the forward need not ask.
         if name in _LISTS:
-            arguments = list(tensors_in((args, kwargs), items_of_output))
             self.questions.note_length(arguments, results)
-
-    def _has_several_tensors(self, args: Any, kwargs: Any) -> bool:
-        """Return True if a function receives more than one tensor."""
-        tensors = list(tensors_in((args, kwargs), items_of_output))
-        return len(tensors) > 1
 
     def on_function_call(self, original: Callable[..., Any], kind: Any, args: Any, kwargs: Any) -> Any:
         """Record the call of an autograd function.
@@ -350,13 +371,14 @@ class Recorder(_Base):  # type: ignore[misc]
         if is_opaque:
             reason = self._opaque_types[kind]
             self._note_opaque(path, reason)
+        call = _ModuleCall(original, module, path, args, kwargs)
         if is_opaque or self._is_leaf(module):
-            return self._call_whole(original, module, path, args, kwargs)
+            return self._call_whole(call)
 
         # 3. The others are followed.
         if isinstance(module, nn.TransformerEncoder):
-            original = encoded
-        return self._call_followed(original, module, path, args, kwargs)
+            call = call._replace(original=encoded)
+        return self._call_followed(call)
 
     def _is_leaf(self, module: nn.Module) -> bool:
         """Return True for a module that is one call: torch's own layers, modules with hooks, checkpointed modules."""
@@ -366,63 +388,30 @@ class Recorder(_Base):  # type: ignore[misc]
         is_of_torch = name_of_library.startswith("torch.")
         return is_of_torch and not isinstance(module, _FOLLOWED)
 
-    def _call_whole(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """Call a submodule, and record the call.
-
-        Args:
-            original: The call of its class.
-            module: The submodule.
-            path: Its path in the root.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-        """
+    def _call_whole(self, call: _ModuleCall) -> Any:
+        """Call a submodule, and record the call."""
         # 1. The arguments, before the module may change them.
         with self._obstacles_noted():
             self._check_modes()
-            graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
+            graph_args, graph_kwargs = self._arguments.of_call(call.args, call.kwargs)
         if self._is_off:
             # An obstacle was noted just now.
-            return original(module, *args, **kwargs)
+            return call.run()
 
         # 2. The call.
         with self._obstacles_noted():
-            computed = self._compute(original, (module, *args), kwargs)
-            self.effects.accept(module)
-            _check_result(type(module).__name__, computed.result)
-            node = self._graph.create_node("call_module", path, graph_args, graph_kwargs)
-            self._finish_whole(module, node, computed)
+            computed = self._compute(call.original, (call.module, *call.args), call.kwargs)
+            self.effects.accept(call.module)
+            self._add_whole(call, graph_args, graph_kwargs, computed)
         return computed.result
 
-    def _finish_whole(self, module: nn.Module, node: fx.Node, computed: Computed) -> None:
-        """Note facts about the call of a submodule that stays whole, and check what it returns in later calls.
-
-        Args:
-            module: The submodule.
-            node: Its call.
-            computed: What it has computed.
-        """
-        self.calls.finish(node, computed, self._running.place())
-        # Torch's own layers return the same structure in all calls.
-        if not type(module).__module__.startswith("torch.nn."):
-            check = self._graph.call_function(check_structure, (node, structure_of(computed.result)))
-            check.meta[FOLLOWS] = True
-            self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
-
-    def _call_followed(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """Call a submodule, and record its calls; or its own, if these would not be its forward.
-
-        Args:
-            original: The call of its class.
-            module: The submodule.
-            path: Its path in the root.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-        """
+    def _call_followed(self, call: _ModuleCall) -> Any:
+        """Call a submodule, and record its calls; or its own, if these would not be its forward."""
         # 1. Note the state of the recording before its calls.
         with self.paused():
-            argument_versions = ArgumentVersions((args, kwargs))
+            argument_versions = ArgumentVersions((call.args, call.kwargs))
             running = RunningModule(
-                module,
+                call.module,
                 self.calls.count,
                 self.questions.count,
                 len(self.followed),
@@ -431,53 +420,64 @@ class Recorder(_Base):  # type: ignore[misc]
 
         # 2. Run the forward.
         self._running.push(running)
-        self.followed.append(module)
+        self.followed.append(call.module)
         try:
-            result = original(module, *args, **kwargs)
-        except Exception as error:
+            result = call.run()
+        except BaseException as error:
             self._running.pop()
             # The user's code may catch it, and go on in another way than in the next call.
             with self.paused():
-                self._running.note_obstacle(f"{type(module).__name__} raises {type(error).__name__}")
-            raise
-        except BaseException:
-            self._running.pop()
+                self._running.note_obstacle(f"{call.class_name} raises {type(error).__name__}")
             raise
         self._running.pop()
 
         # 3. Keep its calls, or record its own instead.
         with self._obstacles_noted():
-            obstacle = running.obstacle or self.effects.describe(module)
+            obstacle = running.obstacle or self.effects.describe(call.module)
             if obstacle:
                 changed = argument_versions.changed()
                 computed = Computed(result, changed, running.traits)
-                self._remove_calls_of(running, path)
-                self._note_opaque(path, obstacle)
+                self._remove_calls_of(running, call.path)
+                self._note_opaque(call.path, obstacle)
                 try:
-                    self._record_whole(module, path, args, kwargs, computed)
+                    self._record_whole(call, computed)
                 except Obstacle as outer:
-                    class_name = type(module).__name__
-                    raise Obstacle(f"{outer}; and {class_name} cannot be followed: {obstacle}") from None
+                    raise Obstacle(f"{outer}; and {call.class_name} cannot be followed: {obstacle}") from None
         return result
 
-    def _record_whole(self, module: nn.Module, path: str, args: Any, kwargs: Any, computed: Computed) -> None:
+    def _record_whole(self, call: _ModuleCall, computed: Computed) -> None:
         """Record the call of a submodule in the place of its calls.
-
-        Args:
-            module: The submodule.
-            path: Its path in the root.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            computed: What it has computed.
 
         Raises:
             Obstacle: If its call cannot be recorded either.
         """
         self._check_modes()
-        graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
-        _check_result(type(module).__name__, computed.result)
-        node = self._graph.create_node("call_module", path, graph_args, graph_kwargs)
-        self._finish_whole(module, node, computed)
+        graph_args, graph_kwargs = self._arguments.of_call(call.args, call.kwargs)
+        self._add_whole(call, graph_args, graph_kwargs, computed)
+
+    def _add_whole(self, call: _ModuleCall, graph_args: Any, graph_kwargs: Any, computed: Computed) -> None:
+        """Add the call of a submodule to the graph, and a check of what it returns in later calls.
+
+        Args:
+            call: The call.
+            graph_args: Its arguments in the graph.
+            graph_kwargs: Its keyword arguments in the graph.
+            computed: What it has computed.
+
+        Raises:
+            Obstacle: If it returns something that may change from call to call.
+        """
+        # 1. The call.
+        _check_result(call.class_name, computed.result)
+        node = self._graph.create_node("call_module", call.path, graph_args, graph_kwargs)
+        self.calls.finish(node, computed, self._running.place())
+
+        # 2. The check. Torch's own layers return the same structure in all calls.
+        if not type(call.module).__module__.startswith("torch.nn."):
+            structure = structure_of(computed.result)
+            check = self._graph.call_function(check_structure, (node, structure))
+            check.meta[FOLLOWS] = True
+            self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
 
     def _recorded_of(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, fx.Node]]:
         """Return those of some tensors that are values of calls, and these calls."""

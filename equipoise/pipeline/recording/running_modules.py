@@ -23,7 +23,7 @@ class RunningModule:
 
     Attributes:
         traits: Traits of the operations that it has run.
-        obstacle: Why its calls alone would not be its forward; empty if there is no reason.
+        obstacle: Reason why its calls alone would not be its forward; empty if there is none.
     """
 
     def __init__(

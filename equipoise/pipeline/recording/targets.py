@@ -268,12 +268,16 @@ def structure_of(value: Any) -> Any:
     """Return a description of what a submodule returns: types, lengths, keys, dtypes, and what is no tensor."""
     if isinstance(value, Tensor):
         return ("tensor", str(value.dtype))
-    items = items_of_output(value)
     kind = type(value).__name__
+    items = items_of_output(value)
     if items is None:
         return (kind, repr(value))
-    keys = list(map(str, value)) if isinstance(value, Mapping) else []
-    return (kind, keys, [structure_of(item) for item in items])
+    keys: tuple[str, ...] = ()
+    if isinstance(value, Mapping):
+        keys = tuple(map(str, value))
+    # Tuples alone: a graph turns lists into lists of its own.
+    structures = tuple(structure_of(item) for item in items)
+    return (kind, keys, structures)
 
 
 def check_structure(value: Any, structure: Any) -> None:
@@ -286,17 +290,10 @@ def check_structure(value: Any, structure: Any) -> None:
     Raises:
         StepError: If it returns another structure.
     """
-    present = _as_lists(structure_of(value))
-    if present != _as_lists(structure):
+    present_structure = structure_of(value)
+    if present_structure != structure:
         raise StepError(
-            f"A submodule that stays whole returns {present}; in an earlier call with tensors of the same sizes it"
-            f" returned {_as_lists(structure)}. The code around it was recorded with that. Let that code be in a"
+            f"A submodule that stays whole returns {present_structure}; in an earlier call with tensors of the same"
+            f" sizes it returned {structure}. The code around it was recorded with that. Let that code be in a"
             " submodule that stays whole, too; or choose another strategy."
         )
-
-
-def _as_lists(value: Any) -> Any:
-    """Return nested lists in the place of tuples and of the lists of torch.fx."""
-    if isinstance(value, tuple | list):
-        return [_as_lists(item) for item in value]
-    return value

@@ -52,12 +52,12 @@ def trace(
         forward,
         structure,
         opaque_types or {},
+        module or network,
         device,
     )
-    module = module or network
 
     # 1. Most forwards are recorded at their first call.
-    traced, obstacle = _recorded(recording, module)
+    traced, obstacle = _recorded(recording)
     reasons = [obstacle]
     if traced is not None:
         reasons = list(traced.opaque.values())
@@ -66,8 +66,8 @@ def trace(
 
     # 2. Some libraries set attributes at the first call alone. That call is made now, and the second one is recorded.
     originals = values_of(recording.attribute_changes)
-    recording.make_first_call(module)
-    second_traced, second_obstacle = _recorded(recording, module)
+    recording.make_first_call()
+    second_traced, second_obstacle = _recorded(recording)
 
     # 3. Attributes that every call sets keep the values that they had.
     changed_again = set(recording.attribute_changes)
@@ -77,16 +77,11 @@ def trace(
     return _traced(second_traced or traced, second_obstacle)
 
 
-def _recorded(recording: ForwardRecording, module: nn.Module) -> tuple[Traced | None, str]:
-    """Return the calls of a forward, or None and the obstacle that has prevented their recording.
-
-    Args:
-        recording: The recording.
-        module: Module whose state is restored afterwards.
-    """
+def _recorded(recording: ForwardRecording) -> tuple[Traced | None, str]:
+    """Return the calls of a forward, or None and the obstacle that has prevented their recording."""
     # The error itself would keep the tensors of the recording alive.
     try:
-        return recording.record(module), ""
+        return recording.record(), ""
     except NotTraceable as error:
         return None, error.obstacle
 

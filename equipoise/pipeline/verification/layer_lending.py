@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["is_of_torch", "lent", "lent_when_called"]
+from equipoise.interop.torch.dispatch import OnOperation, OperationWatch
+
+__all__ = ["computed_on", "is_of_torch", "lent"]
 
 
 @contextmanager
@@ -83,6 +85,40 @@ def lent_when_called(network: nn.Module, device: torch.device) -> Iterator[None]
         # After an error some calls have not ended.
         while loans:
             loans.pop().close()
+
+
+@contextmanager
+def computed_on(
+    device: torch.device,
+    network: nn.Module,
+    module: nn.Module,
+    on_operation: OnOperation | None = None,
+) -> Iterator[None]:
+    """Compute the forward of a network on a device within the context, wherever its layers are.
+
+    Args:
+        device: The device.
+        network: The network.
+        module: The module to which it belongs.
+        on_operation: See `OperationWatch`. Default: no operation is reported.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    is_elsewhere = any(tensor.device != device for tensor in tensors)
+    with ExitStack() as stack:
+        if is_elsewhere:
+            lending = lent_when_called(network, device)
+            stack.enter_context(lending)
+            # The watch also moves tensors outside of layers to the device.
+            on_operation = on_operation or _ignore
+        if on_operation is not None:
+            watch = OperationWatch(on_operation, device if is_elsewhere else None)
+            watch.start()
+            stack.callback(watch.stop)
+        yield
+
+
+def _ignore(name: str, result: Any, args: Any) -> None:
+    """Do nothing for an operation."""
 
 
 def _is_container(module: nn.Module) -> bool:

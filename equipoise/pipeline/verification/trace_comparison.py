@@ -6,7 +6,6 @@ buffers. The state is restored afterwards.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from inspect import currentframe
@@ -14,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from equipoise.interop.torch.dispatch import OperationWatch
+from equipoise.interop.torch.dispatch import OnOperation
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.pipeline.forward.call_patches import patched_logging
@@ -26,7 +25,7 @@ from equipoise.pipeline.forward.user_lines import line_of_user
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.planning.traced_calls import compute_uncut
-from equipoise.pipeline.verification.layer_lending import is_of_torch, lent, lent_when_called
+from equipoise.pipeline.verification.layer_lending import computed_on, is_of_torch, lent
 from equipoise.pipeline.verification.output_comparison import Output, fingerprints_of
 
 __all__ = ["Comparison", "Parting"]
@@ -147,39 +146,19 @@ class Comparison:
             value = compute()
             return Output(value, with_graph=self._compares_graphs)
 
-    def _tensors(self) -> list[Tensor]:
-        """Return copies of the call's tensors, which the forward may change."""
-        # A tensor that is passed twice is one tensor.
-        copies: dict[int, Tensor] = {}
-        for tensor in self._structure.tensors:
-            if id(tensor) not in copies:
-                copy = tensor.detach().clone().to(self._device)
-                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
-        return [copies[id(tensor)] for tensor in self._structure.tensors]
-
     def _call_traced(self, traced: Traced, on_value: Callable[[fx.Node, Any], None] | None = None) -> Any:
         return compute_uncut(
             traced,
-            self._tensors(),
+            self._structure.copies_on(self._device),
             self._device,
             place_layer=lent,
             on_value=on_value,
         )
 
-    def _call_forward(self, on_operation: Callable[[str, Any, Any], None] | None = None) -> Any:
-        inputs = self._tensors()
-        args, kwargs = self._structure.fill(inputs)
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        with ExitStack() as stack:
-            is_elsewhere = any(tensor.device != self._device for tensor in tensors)
-            if is_elsewhere:
-                stack.enter_context(lent_when_called(self._network, self._device))
-                # The watch also moves tensors outside of layers to the device.
-                on_operation = on_operation or _ignore
-            if on_operation is not None:
-                watch = OperationWatch(on_operation, self._device)
-                watch.start()
-                stack.callback(watch.stop)
+    def _call_forward(self, on_operation: OnOperation | None = None) -> Any:
+        tensors = self._structure.copies_on(self._device)
+        args, kwargs = self._structure.fill(tensors)
+        with computed_on(self._device, self._network, self._module, on_operation):
             return self._forward(*args, **kwargs)
 
     # The first difference.
@@ -316,4 +295,4 @@ def _first_line(error: Exception) -> str:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Do nothing for an operation, or for a value that is logged."""
+    """Do nothing for a value that is logged."""

@@ -239,14 +239,22 @@ def test_a_first_call_that_sets_an_attribute_logs_nothing(monkeypatch):
     logged: list[str] = []
     monkeypatch.setattr(L.LightningModule, "log", lambda module, name, value: logged.append(name))
 
+    class Prepares(nn.Module):
+        is_ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_ready:
+                self.is_ready = True
+            return x
+
     class Logs(L.LightningModule):
         def forward(self, x: Tensor) -> Tensor:
-            self.is_ready = True
             self.log("mean", x.mean())
             return x
 
-    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Logs()).double()
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Prepares(), Logs()).double()
     traced(network, values(2, WIDTH))
+    assert network[1].is_ready
     assert logged == []
 
 
