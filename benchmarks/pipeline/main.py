@@ -52,6 +52,24 @@ def schedules(
     return table, broken
 
 
+def replicas(steps: int, devices: list[int], micro_batches: list[int]) -> tuple[Table, list[str]]:
+    """Lost time of two replicas, which exchange their gradients at the end of every step."""
+    columns = ("replicas", "devices of each", "micro-batches", "step, ms", "lost", "in theory", "beyond")
+    table = Table(*columns, title="Lost time of two replicas under 1f1b, share")
+    broken = []
+    for p, m in product(devices, micro_batches):
+        cut = [f"net.{stage}" for stage in range(1, p)]
+        strategy = PipelineStrategy(engine="processes", micro_batches=m, cut_before=cut, replicas=2)
+        seconds, lost = step_seconds(Sleeper(p, FORWARD, BACKWARD, [1.0] * p), strategy, 2 * p, m, steps)
+        theory = simulate("1f1b", [FORWARD] * p, [BACKWARD] * p, m, 1).idle
+        table.add_row(
+            "2", str(p), str(m), f"{seconds * 1e3:.0f}", f"{lost:.1%}", f"{theory:.1%}", f"{lost - theory:+.1%}"
+        )
+        if lost - theory > MOST_BEYOND_THEORY:
+            broken.append(f"2 replicas of {p} devices, {m} micro-batches: {lost - theory:.1%} beyond theory")
+    return table, broken
+
+
 def cuts(small: bool, rounds: int) -> tuple[list[Table], list[str]]:
     """Automatic cuts beside the best."""
     table = Table(
@@ -108,6 +126,7 @@ def arguments(command: list[str] | None) -> argparse.Namespace:
         "--engines", nargs="+", default=["threads", "processes"], help="of sleeping stages (default: threads processes)"
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4], help="of sleeping stages (default: 2 4)")
+    parser.add_argument("--replica-devices", type=int, nargs="*", default=[2, 3], help="of each replica (default: 2 3)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
     parser.add_argument("--only-schedules", action="store_true", help="lost time alone")
     parser.add_argument("--small", action="store_true", help="cut small networks")
@@ -120,6 +139,8 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[list[Table], list[str
     """Everything, one after another."""
     names, engines = options.schedules, options.engines
     lost, broken = schedules(names, engines, options.steps, options.devices, options.micro_batches)
+    yield [lost], broken
+    lost, broken = replicas(options.steps, options.replica_devices, options.micro_batches)
     yield [lost], broken
     if options.only_schedules:
         return

@@ -111,8 +111,17 @@ class Sleeper(L.LightningModule):
 
 
 def step_seconds(module: Sleeper, strategy: PipelineStrategy, devices: int, micro_batches: int, steps: int) -> Times:
-    """Times whole steps of the trainer; the first one, in which the network is cut, is left out."""
-    data = DataLoader([torch.ones(micro_batches, 2) for _ in range(steps + 1)], batch_size=None)
+    """Time whole steps of the trainer; the first one, in which the network is cut, is left out.
+
+    Args:
+        module: The module, for the devices of one replica.
+        strategy: The strategy. Each of its replicas has a batch in every step.
+        devices: Number of devices of all replicas.
+        micro_batches: Number of micro-batches of a batch.
+        steps: Number of steps that count.
+    """
+    batches = [torch.ones(micro_batches, 2) for _ in range((steps + 1) * strategy.replicas)]
+    data = DataLoader(batches, batch_size=None)
     trainer = Trainer(
         strategy=strategy,
         devices=["cpu"] * devices,

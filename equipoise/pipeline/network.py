@@ -12,6 +12,7 @@ from torch import nn
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 from equipoise.pipeline.checked_traces import CheckedTraces, key_of_call
+from equipoise.pipeline.common_cut import CommonCut
 from equipoise.pipeline.execution.placement import Placement
 from equipoise.pipeline.execution.suspended_step import SuspendedStep, current_step, is_inside_stage
 from equipoise.pipeline.execution.threaded_engine import Pipeline
@@ -58,6 +59,7 @@ class StagedNetwork:
             comes from a validation.
         pinned: The cut of an earlier run. It is used if the user names no cut, and the network still has it.
         processes: Processes of the stages but the last; None: this process computes all stages.
+        common_cut: Cut that all replicas of the pipeline take; None: there is one replica.
 
     Attributes:
         cut: The cut; None before the first call.
@@ -76,6 +78,7 @@ class StagedNetwork:
         training: bool,
         pinned: PinnedCut | None = None,
         processes: StageClient | None = None,
+        common_cut: CommonCut | None = None,
     ) -> None:
         self.module = module
         self.options = options
@@ -83,6 +86,7 @@ class StagedNetwork:
         self.threads = threads
         self.training = training
         self.processes = processes
+        self._common_cut = common_cut
         self.cut: Cut | None = None
         self.running: Pipeline | ProcessPipeline | None = None
         self.rest: LossProfile | None = None
@@ -225,7 +229,7 @@ class StagedNetwork:
         if not self.training or torch.is_grad_enabled():
             return False
         names_are_given = self.names is not None or callable(getattr(self.module, "pipeline_cuts", None))
-        has_cut = self.cut is not None or self.pinned is not None
+        has_cut = self.cut is not None or self._earlier_cut() is not None
         return not names_are_given and not has_cut
 
     # Stages.
@@ -373,14 +377,24 @@ class StagedNetwork:
                     tensors = micro_batch
             with self._patch.removed():
                 cut = cut_automatically(traced, self.module, tensors, self.options, name, self.rest)
+            cut = self._as_others(traced, name, cut)
         sizes = self.placement.place(network, traced, cut.ends)
         self.cut = cut
         self._signature = traced.signature
         table = table_of(cut, self.options, sizes)
         rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table}")
 
+    def _as_others(self, traced: Traced, name: str, cut: Cut) -> Cut:
+        """Return the cut that another replica has measured earlier, where this forward can be cut there."""
+        if self._common_cut is None:
+            return cut
+        first_cut = self._common_cut.publish(cut.pinned)
+        if first_cut == cut.pinned:
+            return cut
+        return cut_as_pinned(traced, first_cut, name, len(self.options.devices)) or cut
+
     def _unmeasured_cut(self, traced: Traced, name: str) -> Cut | None:
-        """Return the cut that the user names, or that of an earlier run; None if there is neither."""
+        """Return the cut that the user names, that of an earlier run or of another replica; None if there is none."""
         stages = len(self.options.devices)
         names = self.names
         if names is None:
@@ -389,6 +403,13 @@ class StagedNetwork:
                 names = list(pipeline_cuts())
         if names is not None:
             return cut_by_names(traced, names, name, stages)
-        if self.pinned is not None:
-            return cut_as_pinned(traced, self.pinned, name, stages)
-        return None
+        pinned = self._earlier_cut()
+        if pinned is None:
+            return None
+        return cut_as_pinned(traced, pinned, name, stages)
+
+    def _earlier_cut(self) -> PinnedCut | None:
+        """Return the cut of an earlier run or of another replica; None if there is none."""
+        if self.pinned is None and self._common_cut is not None:
+            return self._common_cut.read()
+        return self.pinned

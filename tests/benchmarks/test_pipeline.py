@@ -26,13 +26,13 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
 @pytest.mark.slow
 def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, main = tmp_path / "tables.md", benchmark["main"]
-    command = "--steps 1 --rounds 1 --devices 2 --micro-batches 1 2 --small"
+    command = "--steps 1 --rounds 1 --devices 2 --replica-devices 2 --micro-batches 1 2 --small"
     with mock.patch.object(main, "FORWARD", 1e-4), mock.patch.object(main, "BACKWARD", 1e-4):
         assert main.main([*command.split(), "--markdown", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "What measuring and choosing take" in printed
     tables = page.read_text().split("\n\n")[1::2]
-    assert [len(table.splitlines()) - 2 for table in tables] == [20, 6, 2, 2]
+    assert [len(table.splitlines()) - 2 for table in tables] == [20, 2, 6, 2, 2]
 
 
 def test_the_search_tries_everything(benchmark: dict[str, ModuleType]) -> None:
@@ -96,7 +96,8 @@ def test_verdicts(
         if strategy.cut_before == ["net.6"]:
             strategy.load_state_dict({"cut_before": ["net.6"], "calls": ["net_6"]})
         each = strategy.stages_per_device
-        times = [[one] * devices * each for one in (main.FORWARD, main.BACKWARD)]
+        stages = devices // strategy.replicas * each
+        times = [[one] * stages for one in (main.FORWARD, main.BACKWARD)]
         return sleeping.Times(1.0, simulate(strategy.schedule, *times, micro_batches, each).idle + beyond)
 
     measured = cuts.Measured(calls=9, seconds=1.0, step=1.0, found=[found])

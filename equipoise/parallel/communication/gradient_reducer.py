@@ -131,6 +131,7 @@ class GradientReducer:
     Args:
         parameters: Parameters in the same order in all processes. Those that require no gradient are left out.
         bucket_megabytes: Size of a bucket in MiB. Default: 25.
+        at_end: True exchanges gradients at the end of a window alone, and watches no parameter. Default: False.
 
     Example:
         >>> reducer = GradientReducer(module.parameters())  # doctest: +SKIP
@@ -139,13 +140,16 @@ class GradientReducer:
         >>> reducer.finish()  # doctest: +SKIP
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], bucket_megabytes: float = 25.0) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], bucket_megabytes: float = 25.0, *, at_end: bool = False
+    ) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         bucket_size = int(bucket_megabytes * 2**20)
         groups = _group_into_buckets(trainable, bucket_size)
         self._buckets = [_Bucket(group) for group in groups]
         self._handles: list[Any] = []
-        self._register_hooks()
+        if not at_end:
+            self._register_hooks()
         # The weight travels with gradients if they are of float32 or wider: 257 would become 256 in bfloat16.
         # Without such a bucket it is a tensor of its own.
         self._weight_bucket = self._first_wide_bucket()

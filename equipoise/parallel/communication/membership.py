@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
@@ -111,8 +112,14 @@ def place_of_worker(rank: int, size: int, device: torch.device) -> Rank:
 
 @contextmanager
 def in_group(
-    place: Rank, device: torch.device, *, timeout: float, port: int | None = None, backend: str | None = None
-) -> Iterator[None]:
+    place: Rank,
+    device: torch.device,
+    *,
+    timeout: float,
+    port: int | None = None,
+    backend: str | None = None,
+    columns: int = 1,
+) -> Iterator[Store | None]:
     """Join the process group during a block; see `process_group.joined`.
 
     Args:
@@ -121,14 +128,18 @@ def in_group(
         timeout: Seconds for which processes wait for one another.
         port: Port of a store on this machine. Default: None, the environment states where to meet.
         backend: Torch's backend. Default: "nccl" for CUDA, else "gloo".
+        columns: Number of groups into which the processes are divided. Default: 1.
+
+    Yields:
+        The store at which all processes have met; None if another program began the group.
     """
     # Lightning's messages for rank 0 read the rank from this attribute.
     vars(rank_zero_only)["rank"] = place.global_rank
     if device.type == "cuda":
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
-    with joined(place, device, timeout=limit, port=port, backend=backend):
-        yield
+    with joined(place, device, timeout=limit, port=port, backend=backend, columns=columns) as store:
+        yield store
 
 
 def compute_metrics_alone(module: nn.Module) -> Callable[[], None]:

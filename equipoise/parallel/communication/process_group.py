@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.payload.authentication import key_of_environment, use_key
 
-__all__ = ["StoreServer", "another_group", "follows_from_another", "group_store", "host_group", "joined"]
+__all__ = ["StoreServer", "another_group", "follows_from_another", "group_apart", "group_store", "host_group", "joined"]
 
 LOOPBACK = "127.0.0.1"
 # Number of groups joined so far, the same in every process.
@@ -63,8 +64,14 @@ class StoreServer:
 
 @contextlib.contextmanager
 def joined(
-    place: Rank, device: torch.device, *, timeout: timedelta, port: int | None = None, backend: str | None = None
-) -> Iterator[None]:
+    place: Rank,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    port: int | None = None,
+    backend: str | None = None,
+    columns: int = 1,
+) -> Iterator[Store | None]:
     """Join the process group, and leave it in order if no error occurs.
 
     A group that another program began is used as it is and not ended.
@@ -75,6 +82,11 @@ def joined(
         timeout: Time for which processes wait for one another.
         port: Port of a store on this machine. Default: None, the environment states where to meet.
         backend: Torch's backend. Default: "nccl" for CUDA, else "gloo".
+        columns: Number of groups into which the processes are divided: rank r joins group r % columns, in which its
+            rank is r // columns. Default: 1.
+
+    Yields:
+        The store at which all processes have met; None if another program began the group.
 
     Raises:
         ConfigurationError: If the environment does not state where to meet, or another program uses the port.
@@ -83,20 +95,26 @@ def joined(
         # With a port, the parent has sent this process a key.
         use_key(key_of_environment())
     if dist.is_initialized():
+        if columns > 1:
+            raise ConfigurationError(
+                "Another program has begun a process group of all processes, but replicas of a pipeline need groups of"
+                " their own. Let the strategy begin them, or leave `replicas` out."
+            )
         with _with_host_group(timeout):
-            yield
+            yield None
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     with contextlib.ExitStack() as cleanup:
         # 1. Meet and begin the groups.
         with _loopback(only=port is not None):
             store = _connect(place, timeout, port)
-            dist.init_process_group(
-                backend, store=store, rank=place.global_rank, world_size=place.world_size, timeout=timeout
-            )
+            rank, column = divmod(place.global_rank, columns)
+            column_store = PrefixStore(f"column/{column}", store)
+            size = place.world_size // columns
+            dist.init_process_group(backend, store=column_store, rank=rank, world_size=size, timeout=timeout)
             cleanup.enter_context(_with_host_group(timeout))
-        cleanup.enter_context(_registered(store))
-        yield
+        cleanup.enter_context(_registered(column_store))
+        yield store
         # 2. Wait for all, so that no process leaves while another still exchanges with it.
         device_ids = [device.index or 0] if backend == "nccl" else None
         dist.barrier(device_ids=device_ids)
@@ -181,6 +199,24 @@ def another_group(timeout: timedelta, *, local: bool) -> Iterator[dist.ProcessGr
         group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
     yield group
     dist.destroy_process_group(group)
+
+
+def group_apart(store: Store, name: str, rank: int, size: int, timeout: timedelta, *, local: bool) -> dist.ProcessGroup:
+    """Return a group of processes that need not belong to the same default group, for tensors on the host.
+
+    Torch's functions know the group only as far as they take ranks within it: `isend` and `irecv`.
+
+    Args:
+        store: Store of all these processes.
+        name: Name of the group, by which its processes find one another in the store.
+        rank: Rank of this process in the group.
+        size: Number of processes in the group.
+        timeout: Time for which processes wait for one another in it.
+        local: True if all processes are on this machine and meet over the loopback interface only.
+    """
+    with _loopback(only=local):
+        group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
+    return group  # type: ignore[no-any-return]
 
 
 # By address, port, rank and number of processes.

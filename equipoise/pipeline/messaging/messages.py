@@ -113,14 +113,16 @@ class Messenger:
 
     Args:
         timeout: Longest time in seconds for which a value is awaited that is due.
+        group: The processes, whose ranks in it name them. Default: torch's default group.
 
     Attributes:
         broken: True after a message was interrupted, so that nothing after it could be understood.
         waits: True while this process waits for a value to arrive or to leave; both end after the timeout.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, group: dist.ProcessGroup | None = None) -> None:
         self._timeout = timedelta(seconds=timeout)
+        self._group = group
         self._sent: dict[Way, _LastHeader] = {}
         self._received: dict[Way, _LastHeader] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
@@ -154,7 +156,7 @@ class Messenger:
         contents = self._messages(way, header, body, size)
         with self._unbroken():
             for content in contents:
-                work = dist.isend(content, to, tag=tag)
+                work = dist.isend(content, group=self._group, group_dst=to, tag=tag)
                 self._leaving.append((work, content))
 
         # 4. Drop what has left.
@@ -243,7 +245,7 @@ class Messenger:
         last = self._received.get(way, _NO_HEADER)
         buffer = torch.empty(_LENGTH_BYTES + last.body_size, dtype=torch.uint8)
         with self._unbroken():
-            self._coming[way] = (dist.irecv(buffer, source, tag=tag), buffer)
+            self._coming[way] = (self._begin_receiving(buffer, way), buffer)
 
     def receive(self, source: int, tag: int, *, idle: bool = False) -> Any:
         """Wait for a value.
@@ -294,11 +296,16 @@ class Messenger:
 
     def _await(self, buffer: Tensor, way: Way) -> Tensor:
         """Receive one message into a buffer, and return it."""
-        source, tag = way
-        work = dist.irecv(buffer, source, tag=tag)
-        assert work is not None
+        work = self._begin_receiving(buffer, way)
         work.wait(self._timeout)
         return buffer
+
+    def _begin_receiving(self, buffer: Tensor, way: Way) -> dist.Work:
+        """Let the next message of a way arrive in a buffer."""
+        source, tag = way
+        work = dist.irecv(buffer, group=self._group, group_src=source, tag=tag)
+        assert work is not None
+        return work
 
     # State of the connection.
 

@@ -54,8 +54,8 @@ class ProcessStep(ABC):
         input_gradients: bool = False,
     ) -> None:
         self._messenger = messenger
-        self._rank_before = (rank - 1) % count
-        self._rank_after = (rank + 1) % count
+        self._rank_before = (rank + 1) % count
+        self._rank_after = (rank - 1) % count
         self._device = device
         self._graphs = graphs
         self._last_stage = last_stage

@@ -22,8 +22,8 @@ from equipoise.pipeline.schedule.timeline import Span, Timeline
 
 __all__ = ["ProcessPipeline"]
 
-# The worker with the first stage.
-_FIRST_WORKER = 1
+# The worker with the stage before the main process's.
+_WORKER_BEFORE = 1
 
 
 class ProcessPipeline:
@@ -58,6 +58,8 @@ class ProcessPipeline:
         self._count = len(self._commands.devices)
         self._stages_per_device = len(programs)
         self._last = self._count * self._stages_per_device - 1
+        # Rank of the worker with the first stage.
+        self._first_worker = self._count - 1
         self._device = self._commands.devices[-1]
         self._device_before = self._commands.devices[-2]
         self.timeline = Timeline((), self._last + 1, self._stages_per_device)
@@ -90,7 +92,7 @@ class ProcessPipeline:
             output = self._forward_stage(stage, program)
             if stage < self._last:
                 tag = message_tag(stage + 1, FORWARD)
-                self._messenger.send_result(_FIRST_WORKER, tag, output, stage=stage, device=self._device)
+                self._messenger.send_result(self._first_worker, tag, output, stage=stage, device=self._device)
         self._messenger.flush()
 
         # 3. Return the output, or raise the error that came in its place.
@@ -103,7 +105,7 @@ class ProcessPipeline:
     def _forward_stage(self, stage: int, program: StageProgram) -> Any:
         """Return the output of a stage of this process, or the error to pass on."""
         is_last = stage == self._last
-        received = self._messenger.receive(self._count - 1, message_tag(stage, FORWARD))
+        received = self._messenger.receive(_WORKER_BEFORE, message_tag(stage, FORWARD))
         if isinstance(received, StageError):
             return received
         try:
@@ -132,7 +134,7 @@ class ProcessPipeline:
             order_of_worker = order._replace(seed=seed, stages_per_device=self._stages_per_device)
             self._commands.send_command(stage, "step", *order_of_worker)
         for tensors in inputs:
-            self._messenger.send(_FIRST_WORKER, message_tag(0, FORWARD), [tuple(tensors)])
+            self._messenger.send(self._first_worker, message_tag(0, FORWARD), [tuple(tensors)])
 
     def run(
         self,
@@ -212,7 +214,7 @@ class ProcessPipeline:
             The first error; None if there is none.
         """
         for tensors in inputs:
-            gradients = self._messenger.receive(_FIRST_WORKER, INPUT_GRADIENT)
+            gradients = self._messenger.receive(self._first_worker, INPUT_GRADIENT)
             if isinstance(gradients, StageError):
                 error = error or self._commands.as_error(gradients)
             elif error is None:

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from equipoise.errors import StepError
-from equipoise.parallel.communication.heartbeat import await_end, heard, sending
-from equipoise.parallel.communication.membership import check_alone, check_count, in_group, place_of_worker
-from equipoise.parallel.communication.object_exchange import gather_objects
-from equipoise.parallel.communication.process_group import StoreServer, another_group, follows_from_another
-from equipoise.parallel.communication.processes import SingleProcess
+from equipoise.parallel.communication.connected_processes import ConnectedProcesses
+from equipoise.parallel.communication.membership import check_alone, check_count, place_of_worker
+from equipoise.parallel.communication.process_group import StoreServer, follows_from_another
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.payload.shared_payload import dumps, loads
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
+from equipoise.pipeline.messaging.heartbeat import await_end, heard, sending
+from equipoise.pipeline.messaging.links import in_replica, index_of_device, processes_of_replica
 from equipoise.pipeline.messaging.messages import Messenger
 from equipoise.pipeline.processes.main_process.client import StageClient
 from equipoise.pipeline.processes.workers.stage_worker import StageWorker
@@ -63,20 +62,25 @@ class _Connection:
         return (_Connection, ())
 
 
-class StageLaunch(SingleProcess):
-    """A process for each device and its stages; the main process has the last device.
+class StageLaunch(ConnectedProcesses):
+    """A process for each device and its stages; the main process of each replica has the last device.
 
-    The main process has all data and computes all values of a run, so nothing is exchanged for these.
+    A main process has all data of its replica and computes all values of a run. The main processes of all replicas
+    exchange these values, and their number is `world_size`.
 
     Args:
-        devices: The devices of this machine, in the order of their stages.
+        devices: The devices of this machine, in the order of their stages, one replica after the other.
         num_nodes: Number of machines.
         timeout: Longest time in seconds for which a process waits for a value that is due.
+        replicas: Number of replicas. Default: 1.
         on_joined: Function that is called in the main process after the workers have started.
 
     Attributes:
-        count: Number of processes on all machines.
+        count: Number of processes of a replica, on all machines.
         device: Device of this process; before the processes start, that of the main process.
+
+    Raises:
+        ConfigurationError: If the number of processes does not fit the devices or the replicas.
     """
 
     def __init__(
@@ -84,22 +88,28 @@ class StageLaunch(SingleProcess):
         devices: Sequence[torch.device],
         num_nodes: int,
         timeout: float,
+        replicas: int = 1,
         *,
         on_joined: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._devices = tuple(devices)
         self._timeout = timeout
         self._on_joined = on_joined
-        self.count = len(devices) * num_nodes
-        self.spawns = self.count > 1
+        self.world_size = replicas
+        self._total = len(devices) * num_nodes
         # Rank that a launcher such as torchrun has given this process; None without a launcher.
         self._launched_rank = find_rank()
+        if self._launched_rank is not None:
+            check_count(self._launched_rank, devices, num_nodes)
+            self._total = self._launched_rank.world_size
+        self.count = processes_of_replica(self._total, replicas)
+        self.spawns = self._total > 1
+        self.device = self._device_of(0)
         if self._launched_rank is None:
             check_alone(num_nodes)
         else:
-            check_count(self._launched_rank, devices, num_nodes)
             self._take_rank(self._launched_rank)
-        self.device = self._device_of(self.local_rank)
         self._connection = _Connection()
 
     @property
@@ -108,13 +118,15 @@ class StageLaunch(SingleProcess):
         return self._connection.client
 
     def _take_rank(self, rank: Rank) -> None:
-        self.rank = rank.global_rank
-        self.local_rank = rank.local_rank
+        """Set the device of this process, and its rank among those with the same stages of other replicas."""
+        self.rank = rank.global_rank // self.count
+        self.local_rank = rank.local_rank // self.count
         self.node_rank = rank.node_rank
+        self.device = self._device_of(rank.local_rank)
 
     def _device_of(self, local_rank: int) -> torch.device:
-        # The main process has the last device, the workers have those before.
-        return self._devices[(local_rank - 1) % len(self._devices)]
+        index = index_of_device(local_rank, self.count, len(self._devices))
+        return self._devices[index]
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Run a function in the main process while the workers serve.
@@ -126,13 +138,13 @@ class StageLaunch(SingleProcess):
         Returns:
             The result of the function, in all processes that a launcher has started.
         """
-        if self.count == 1:
+        if self._total == 1:
             return function()
         if self._launched_rank is not None:
             return self.run(self._launched_rank, None, function, known)
         with StoreServer() as store:
             start = partial(_run_in_process, self, function, store.port)
-            result: T = launch(start, self.count, known=known, is_consequence=follows_from_another)
+            result: T = launch(start, self._total, known=known, is_consequence=follows_from_another)
         return result
 
     def place_in_worker(self, rank: int) -> Rank:
@@ -141,7 +153,7 @@ class StageLaunch(SingleProcess):
         Args:
             rank: Its global rank.
         """
-        return place_of_worker(rank, self.count, self._devices[0])
+        return place_of_worker(rank, self._total, self._devices[0])
 
     def run(
         self,
@@ -158,39 +170,34 @@ class StageLaunch(SingleProcess):
             function: Function of the main process.
             shared_objects: Objects of this process to which the result may refer; None: workers return None.
         """
-        # 1. Join the group, and exchange devices.
-        self.device = self._device_of(rank.local_rank)
+        # 1. Join the other processes.
         self._take_rank(rank)
-        limit = timedelta(seconds=self._timeout)
-        with (
-            in_group(rank, self.device, timeout=self._timeout, port=port, backend="gloo"),
-            another_group(limit, local=port is not None) as beats,
-        ):
-            names = gather_objects(str(self.device))
-            devices = [torch.device(name) for name in names]
-            messenger = Messenger(self._timeout)
+        with in_replica(rank, self.count, self.device, timeout=self._timeout, port=port) as links:
+            messenger = Messenger(self._timeout, links.stages)
+            rank_in_replica = rank.global_rank % self.count
 
             # 2. Serve as a worker until the run ends.
-            if rank.global_rank > 0:
-                with _signals_ignored(), heard(beats, self._timeout):
-                    content = self._serve(messenger, rank.global_rank, devices)
+            if rank_in_replica > 0:
+                with _signals_ignored(), heard(links.beats, self._timeout):
+                    content = self._serve(messenger, rank_in_replica, links.devices)
                 if content is None and port is None:
                     # Launchers such as torchrun report the process that ends first: the one that names the cause.
-                    await_end(beats, _FAREWELL)
+                    await_end(links.beats, _FAREWELL)
                 return _result_of(content, shared_objects)  # type: ignore[no-any-return]
 
             # 3. Lead as the main process, whose stages come last.
-            client = StageClient(messenger, [*devices[1:], devices[0]])
+            client = StageClient(messenger, links.devices[::-1], self.rank)
             self._connection.open(client)
             self._on_joined()
-            with sending(beats, self.count, self._timeout, lambda: messenger.waits):
+            with sending(links.beats, self.count, self._timeout, lambda: messenger.waits):
                 return self._lead(client, function, shared_objects)
 
     def _serve(self, messenger: Messenger, rank: int, devices: Sequence[torch.device]) -> bytes | None:
         """Serve as a worker, and return the pickled result of the run; None if the main process has failed."""
-        stage = rank - 1
+        stage = self.count - 1 - rank
         # The first stage receives its inputs from the main process.
-        worker = StageWorker(messenger, stage, self.count, self.device, devices[rank - 1])
+        rank_before = (rank + 1) % self.count
+        worker = StageWorker(messenger, stage, self.count, self.device, devices[rank_before])
         content: bytes | None = worker.serve()
         return content
 

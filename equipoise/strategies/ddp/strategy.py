@@ -1,6 +1,5 @@
 """DDPStrategy: a process for each device, with its share of the data and a replica of the module."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,20 +11,20 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.calibration import SimulatedDevice
-from equipoise.parallel.batches.dealing import is_dealt
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange, check_engine_options
-from equipoise.strategies.ddp.loaders import refuse_missing_batch, share_loader
-from equipoise.strategies.ddp.metric_sync import synchronise_metrics
-from equipoise.strategies.ddp.module_sync import check_same_modules, copy_from_first, share_batch_statistics
 from equipoise.strategies.ddp.processes import ProcessGroup
 from equipoise.strategies.ddp.recovery import DDPRecovery
-from equipoise.strategies.ddp.sample_shares import ProcessShares, check_shares, check_shares_count
+from equipoise.strategies.distributed.loaders import refuse_missing_batch, shard_of_process
+from equipoise.strategies.distributed.metric_sync import synchronise_metrics
+from equipoise.strategies.distributed.module_sync import check_same_modules, share_batch_statistics
+from equipoise.strategies.distributed.sample_shares import ProcessShares, check_shares, check_shares_count
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
 
@@ -212,19 +211,7 @@ class DDPStrategy(Strategy):
 
     def shard(self, loader: Any, stage: str) -> Shard:
         """Return this process's part of a loader; see `Strategy.shard`."""
-        rank = self.processes.rank
-        world_size = self.processes.world_size
-        if world_size == 1:
-            return Shard(loader)
-        # `seed_everything` sets this variable. All processes draw the same order from it.
-        seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)
-        training = stage == "train"
-        # Shares of samples are for training. Evaluations deal whole batches in turn.
-        sizes = None
-        if training:
-            sizes = self._current_shares.sizes_for(loader)
-        part = share_loader(loader, rank, world_size, seed, training=training, sizes=sizes)
-        return Shard(part, rank, world_size, in_turn=is_dealt(part))
+        return shard_of_process(loader, stage, self.processes, self._current_shares.sizes_for)
 
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy a batch to the device; see `Strategy.batch_to_devices`."""

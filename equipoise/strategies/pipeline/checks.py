@@ -8,13 +8,22 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import is_compiled
+from equipoise.parallel.batches.shares import are_shares
 from equipoise.validation import check_whole
 
 __all__ = ["all_are", "check_arguments", "check_entries", "check_module"]
 
 
 def check_arguments(
-    *, micro_batches: Any, cut_before: Any, speeds: Any, threads: Any, engine: Any, timeout: Any
+    *,
+    micro_batches: Any,
+    cut_before: Any,
+    speeds: Any,
+    threads: Any,
+    engine: Any,
+    timeout: Any,
+    replicas: Any,
+    shares: Any,
 ) -> None:
     """Check the arguments of the strategy, each by itself.
 
@@ -34,7 +43,19 @@ def check_arguments(
         raise ConfigurationError(f"engine must be 'threads' or 'processes', not {engine!r}.")
     if not _are_positive([timeout]):
         raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
+    check_whole("replicas", replicas, least=1)
+    if shares is not None and not are_shares(shares):
+        raise ConfigurationError(
+            f"shares must be a number from 0 for each replica, not all of them 0, such as [2, 3]; not {shares!r}."
+        )
+
     # 2. Combinations.
+    if replicas > 1 and engine != "processes":
+        raise ConfigurationError("replicas are for engine='processes': take that engine, or leave them out.")
+    if shares is not None and len(shares) != replicas:
+        raise ConfigurationError(
+            f"shares={list(shares)} are {len(shares)} numbers, but there are {replicas} replicas. Give one for each."
+        )
     if engine == "processes" and threads is not None:
         raise ConfigurationError("threads are for engine='threads': leave them out, or take that engine.")
 

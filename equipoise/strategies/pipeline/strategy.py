@@ -1,7 +1,6 @@
 """PipelineStrategy: the network cut into stages on several devices, computed by micro-batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,6 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.interop.torch.modules import set_device_of
+from equipoise.parallel.batches.sampling import NO_BATCH
+from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
@@ -17,53 +18,23 @@ from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.pipeline.network import StagedNetwork
 from equipoise.pipeline.planning.cut import CutOptions, PinnedCut
 from equipoise.pipeline.processes.launch import StageLaunch
-from equipoise.pipeline.processes.main_process.client import StageClient
 from equipoise.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.pipeline.processes.optimizers.process_optimizer import ProcessOptimizer
 from equipoise.pipeline.schedule.schedule import check_schedule, check_stages, splits
 from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.precision import Precision
+from equipoise.strategies.distributed.loaders import refuse_missing_batch, shard_of_process
+from equipoise.strategies.distributed.sample_shares import ProcessShares
 from equipoise.strategies.pipeline.checks import all_are, check_arguments, check_entries, check_module
 from equipoise.strategies.pipeline.pipelined_batch import PipelinedBatch
 from equipoise.strategies.pipeline.portable_state import PipelineState
 from equipoise.strategies.pipeline.recovery import FinerBatch, PipelineRecovery
+from equipoise.strategies.pipeline.run import PipelineRun, ProcessParts
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
 
 __all__ = ["PipelineStrategy"]
-
-
-@dataclass
-class _Run:
-    """State of a run.
-
-    Attributes:
-        network: The network in stages.
-        splitter: The splitter of batches.
-        backend: Optimisers and states in other processes; None if all stages are in this process.
-        batch: The batch that is computed now; None between batches.
-    """
-
-    network: StagedNetwork
-    splitter: Splitter
-    backend: ProcessBackend | None
-    batch: PipelinedBatch | None = None
-
-    @property
-    def client(self) -> StageClient | None:
-        """The processes of other stages."""
-        if self.backend is None:
-            return None
-        return self.backend.processes
-
-    def begin_batch(self, batch: PipelinedBatch) -> None:
-        """Note the batch whose backwards follow."""
-        self.batch = batch
-
-    def end_batch(self) -> None:
-        """Refer to the batch no more."""
-        self.batch = None
 
 
 class PipelineStrategy(Strategy):
@@ -96,6 +67,12 @@ class PipelineStrategy(Strategy):
             memory.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. The first
             process counts as hung, too, if a callback or loader sleeps for so long and computes nothing. Default: 1800.
+        replicas: Number of replicas of the network, for engine="processes". The devices are divided among them: the
+            first replica has the first ones. Each trains on its part of every step's samples, as processes do under
+            DDP, and gradients are those of one device on all samples of a step. Evaluations compute what one device
+            computes. Default: 1.
+        shares: A number above or equal to 0 for each replica, relative to one another, by which the samples of a step
+            are shared out. Default: evenly.
 
     Attributes:
         timeline: The last training step as it ran; None before the first.
@@ -123,6 +100,8 @@ class PipelineStrategy(Strategy):
         engine: Literal["threads", "processes"] = "threads",
         threads: bool | None = None,
         timeout: float = 1800.0,
+        replicas: int = 1,
+        shares: Sequence[float] | None = None,
     ) -> None:
         check_arguments(
             micro_batches=micro_batches,
@@ -131,8 +110,11 @@ class PipelineStrategy(Strategy):
             threads=threads,
             engine=engine,
             timeout=timeout,
+            replicas=replicas,
+            shares=shares,
         )
         self.engine = engine
+        self.replicas = replicas
         self.timeout = timeout
         self.micro_batches = micro_batches
         self.schedule = check_schedule(schedule)
@@ -142,6 +124,8 @@ class PipelineStrategy(Strategy):
             self.cut_before = list(cut_before)
         self.speeds = speeds
         self.threads = threads
+        self._user_shares = shares
+        self._shares: ProcessShares | None = None
         self.timeline: Timeline | None = None
         # The processes, once the devices are known; None for threads.
         self._launch: StageLaunch | None = None
@@ -150,7 +134,7 @@ class PipelineStrategy(Strategy):
         # processes follow from the number.
         self._pinned: PinnedCut | None = None
         self._steps = 0
-        self._run: _Run | None = None
+        self._run: PipelineRun | None = None
 
     # Where it runs.
 
@@ -167,11 +151,11 @@ class PipelineStrategy(Strategy):
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use the devices, each for one stage or for several; see `Strategy.connect`."""
         if self.engine == "processes":
-            launch = StageLaunch(devices, num_nodes, self.timeout, on_joined=self._use_device_of_process)
+            launch = StageLaunch(devices, num_nodes, self.timeout, self.replicas, on_joined=self._use_device_of_process)
             self._launch = launch
             self.processes = launch
             self._use_device_of_process()
-            # One device for each process, on all machines.
+            # One device for each process of a replica, on all machines.
             num_devices = launch.count
         else:
             super().connect(devices, num_nodes)
@@ -184,6 +168,10 @@ class PipelineStrategy(Strategy):
     def _use_device_of_process(self) -> None:
         assert self._launch is not None
         self.devices = (self._launch.device,)
+        if self.replicas > 1:
+            self._shares = ProcessShares(
+                self._user_shares, self.replicas, self.processes.rank, self.root_device, simulated={}
+            )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse a module whose backward does not run by micro-batches; see `Strategy.check_module`."""
@@ -197,14 +185,14 @@ class PipelineStrategy(Strategy):
         set_device_of(module, self.root_device)
         self._module = module
 
-        # 2. Connect with the processes of other stages.
+        # 2. Connect with the processes of other stages and of other replicas.
         client = None
-        backend = None
+        parts = None
         devices = tuple(self.devices)
         measured_on = None
         if self._launch is not None and self._launch.processes is not None:
             client = self._launch.processes
-            backend = ProcessBackend(client, module)
+            parts = ProcessParts.connect(client, module, has_replicas=self.replicas > 1)
             client.seeds.steps = self._steps
             devices = tuple(client.commands.devices)
             # The devices of other processes cannot be measured from here.
@@ -228,8 +216,9 @@ class PipelineStrategy(Strategy):
             training=self._is_training,
             pinned=self._pinned,
             processes=client,
+            common_cut=None if parts is None else parts.common_cut,
         )
-        self._run = _Run(network, Splitter(module, self.dim), backend)
+        self._run = PipelineRun(network, Splitter(module, self.dim), parts)
         network.cover()
 
     def _num_micro_batches(self, num_devices: int) -> int:
@@ -243,11 +232,14 @@ class PipelineStrategy(Strategy):
         # The field is reset first, so that an error below leaves no state of the run behind.
         run = self._run
         self._run = None
+        if self._launch is not None:
+            self._launch.forget_failure()
         if run is not None:
             run.network.release()
             self._keep_cut(run.network)
-            if run.backend is not None:
-                self._end_backend(run.backend)
+            if run.processes is not None:
+                run.processes.restore_metrics()
+                self._end_backend(run.processes.backend)
         super().teardown(error)
 
     def _keep_cut(self, network: StagedNetwork) -> None:
@@ -257,7 +249,6 @@ class PipelineStrategy(Strategy):
 
     def _end_backend(self, backend: ProcessBackend) -> None:
         """Take the states of other processes back, if these still answer."""
-        backend.release()
         self._steps = backend.processes.seeds.steps
         # After a failure of another process nothing arrives any more.
         if not backend.processes.commands.messenger.broken:
@@ -280,18 +271,37 @@ class PipelineStrategy(Strategy):
     # Computation.
 
     @property
-    def _current_run(self) -> _Run:
+    def _current_run(self) -> PipelineRun:
         assert self._run is not None
         return self._run
 
+    def shard(self, loader: Any, stage: str) -> Shard:
+        """Return this replica's part of a loader; see `Strategy.shard`."""
+        if self._shares is None:
+            return super().shard(loader, stage)
+        return shard_of_process(loader, stage, self.processes, self._shares.sizes_for)
+
+    def sync_buffers(self) -> None:
+        """Copy the buffers of the first replica, which checkpoints hold, to all replicas; see the interface."""
+        if self._run is None or self._run.exchange is None:
+            return
+        if self._launch is not None and self._launch.is_connected:
+            self._run.exchange.copy_buffers()
+
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy a batch to the last device; see `Strategy.batch_to_devices`."""
+        refuse_missing_batch(batch, shares_statistics=False)
+        # This replica joins the exchange of the step without a batch.
+        if batch is NO_BATCH:
+            return ()
         return (transfer(batch, self.root_device),)
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Compute a batch in micro-batches; see `Strategy.forward_backward`."""
         run = self._current_run
         assert self._module is not None
+        if not parts:
+            return run.pass_by(step)
         run.network.begin_step()
         sizes = self._micro_batch_sizes(parts)
         micro_batches = [parts[0]]
@@ -342,6 +352,8 @@ class PipelineStrategy(Strategy):
         run = self._current_run
         # Parameters may have moved to the devices of their stages since the optimiser was constructed.
         run.network.placement.settle_optimizer(optimizer)
+        if run.exchange is not None:
+            return run.exchange.finish(window, optimizer)
         if run.backend is not None:
             run.backend.gather(optimizer, window.correction())
         return super().finish_gradients(window, optimizer)

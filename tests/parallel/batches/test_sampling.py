@@ -21,7 +21,7 @@ from equipoise.parallel.batches.sampling import (
     UnpaddedDistributedSampler,
 )
 from equipoise.parallel.batches.shares import sizes_by_shares
-from equipoise.strategies.ddp.loaders import share_loader
+from equipoise.strategies.distributed.loaders import share_loader
 
 
 class Numbers(Dataset[int]):

@@ -104,7 +104,7 @@ def test_an_error(place: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_process_that_is_killed(place: str, stage: int) -> None:
-    with pytest.raises(WorkerError, match=f"rank {stage + 1} of 3 was killed by SIGKILL"):
+    with pytest.raises(WorkerError, match=f"rank {2 - stage} of 3 was killed by SIGKILL"):
         make_trainer().fit(Faulty(place, is_killed, stage), loader())
     nobody_is_left()
 
@@ -119,7 +119,7 @@ def test_the_first_process_is_killed() -> None:
 def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait no longer than they were told, and the one that hangs is named, with the place."""
     blame_early(monkeypatch)
-    with pytest.raises(WorkerError, match=r"rank 1 of 3 hung(?s:.*)in hangs"):
+    with pytest.raises(WorkerError, match=r"rank 2 of 3 hung(?s:.*)in hangs"):
         make_trainer(timeout=10.0).fit(Faulty("forward", hangs, 0), loader())
     nobody_is_left()
 

@@ -26,6 +26,7 @@ class StageClient:
     Args:
         messenger: Connection to the workers.
         devices: The device of each process, in the order of their first stages; the last is the main process's.
+        replica: Number of this replica of the pipeline. Default: 0.
 
     Attributes:
         commands: Commands to the workers, and their failures.
@@ -39,9 +40,9 @@ class StageClient:
     transfer: TensorTransfer
     stages: StageSender
 
-    def __init__(self, messenger: Messenger, devices: Sequence[torch.device]) -> None:
+    def __init__(self, messenger: Messenger, devices: Sequence[torch.device], replica: int = 0) -> None:
         self.commands = WorkerCommands(messenger, devices)
-        self.seeds = StepSeeds()
+        self.seeds = StepSeeds(replica)
 
     def begin(self, module: nn.Module, before_move: Callable[[], None]) -> None:
         """Begin with a module, all of which is still in this process.

@@ -10,6 +10,9 @@ __all__ = ["StepSeeds"]
 class StepSeeds:
     """Seeds that follow from torch's seed and from the number of steps so far.
 
+    Args:
+        replica: Number of the replica; replicas have different seeds. Default: 0.
+
     Attributes:
         steps: Number of training steps so far.
 
@@ -22,20 +25,23 @@ class StepSeeds:
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replica: int = 0) -> None:
         self.steps = 0
+        self._suffix = ""
+        if replica:
+            self._suffix = f", replica {replica}"
         self._evaluations = 0
 
     def next_training_seed(self) -> int:
         """Count a training step, and return its seed. It is the same in a run that was interrupted and resumed."""
         self.steps += 1
         self._evaluations += 1
-        return _seed_of(f"{self.steps}")
+        return _seed_of(f"{self.steps}{self._suffix}")
 
     def next_evaluation_seed(self) -> int:
         """Return the seed of a call of the network outside of training steps."""
         self._evaluations += 1
-        return _seed_of(f"{self.steps}, {self._evaluations}")
+        return _seed_of(f"{self.steps}, {self._evaluations}{self._suffix}")
 
 
 def _seed_of(count: str) -> int:

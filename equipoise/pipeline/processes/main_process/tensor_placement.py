@@ -128,6 +128,15 @@ class TensorPlacement:
                 keys.append(key)
         return keys
 
+    def places(self) -> list[list[int]]:
+        """Return the keys of the tensors of each worker, and last those that the main process needs as well."""
+        places = []
+        for stage in range(self._last):
+            keys = self.keys_of_worker(stage)
+            places.append(sorted(keys))
+        places.append(sorted(self.needed_here))
+        return places
+
     def tied_parameters(self) -> dict[int, list[int]]:
         """Return for the key of each trainable parameter of several processes the workers that have it."""
         tied = {}

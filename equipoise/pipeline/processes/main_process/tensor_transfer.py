@@ -1,7 +1,7 @@
 """Parameters and buffers sent to the workers of a pipeline, and fetched where the whole module is needed.
 
 Of tensors that only workers use, the main process keeps the shapes. Reading the values of such a parameter is an error
-(`parallel/communication/remote_parameters.py`).
+(`pipeline.messaging.remote_parameters.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_hooks
-from equipoise.parallel.communication.remote_parameters import bring_back, send_elsewhere
 from equipoise.pipeline.messaging.commands import placeholder
+from equipoise.pipeline.messaging.remote_parameters import bring_back, send_elsewhere
 from equipoise.pipeline.processes.main_process.tensor_placement import TensorPlacement
 from equipoise.pipeline.processes.main_process.worker_commands import WorkerCommands
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.parallel.communication.membership import compute_metrics_alone
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.processes.main_process.client import StageClient
@@ -28,9 +27,6 @@ class ProcessBackend:
     Args:
         processes: The workers.
         module: The user's module, all of which is still in this process.
-
-    Attributes:
-        release: Restores the module's metrics.
     """
 
     def __init__(self, processes: StageClient, module: nn.Module) -> None:
@@ -39,7 +35,6 @@ class ProcessBackend:
         self._optimizers: list[Optimizer] = []
         # For the number of an optimiser the groups of parameters that the workers have received.
         self._sent: dict[int, list[list[int]]] = {}
-        self.release = compute_metrics_alone(module)
         processes.begin(module, before_move=self._recall_states)
         self._commands = processes.commands
         self._placement = processes.placement
@@ -52,7 +47,7 @@ class ProcessBackend:
 
     # Optimisers.
 
-    def _number_of(self, optimizer: Optimizer) -> int:
+    def number_of(self, optimizer: Optimizer) -> int:
         """Return the number by which the workers know an optimiser; send it if they lack it or its parameters."""
         index = self._find(optimizer)
         if index is None:
@@ -124,7 +119,7 @@ class ProcessBackend:
         return self._placement.has_tensor(stage, key)
 
     def _recall_states(self) -> None:
-        """Fetch the state of the workers' optimisers; `_number_of` sends it again when it is needed."""
+        """Fetch the state of the workers' optimisers; `number_of` sends it again when it is needed."""
         for index in self._sent:
             optimizer = self._optimizers[index]
             states_of_stages = self._commands.request_all("optimizer_state", index)
@@ -172,7 +167,7 @@ class ProcessBackend:
             result = optimizer.step(closure=checked_closure, **kwargs)
 
         # 2. Step those of the workers, with the current options of this optimiser.
-        index = self._number_of(optimizer)
+        index = self.number_of(optimizer)
         options = [_options_of(group) for group in optimizer.param_groups]
         self._commands.send_to_all("optimize", index, options, kwargs)
         # Options may be tensors, which schedulers change in place.
@@ -225,7 +220,7 @@ class ProcessBackend:
             StepError: If the step has used a parameter of a worker outside the network's forward.
         """
         # 1. Check that no gradient was computed beside the network.
-        index = self._number_of(optimizer)
+        index = self.number_of(optimizer)
         parameters = optimizer_parameters(optimizer)
         for parameter in parameters:
             if parameter.grad is not None and self._is_elsewhere(parameter):
@@ -257,7 +252,7 @@ class ProcessBackend:
         Raises:
             ConfigurationError: If the algorithm is another one.
         """
-        index = self._number_of(optimizer)
+        index = self.number_of(optimizer)
         parameters = optimizer_parameters(optimizer)
         if algorithm == "value":
             self._commands.send_to_all("clip", index, value, None)
@@ -272,7 +267,7 @@ class ProcessBackend:
 
     def unscale_workers(self, optimizer: Optimizer, scale: float) -> bool:
         """Divide the gradients of the workers by a loss scale, and return True if all of them are finite."""
-        index = self._number_of(optimizer)
+        index = self.number_of(optimizer)
         are_finite = self._commands.request_all("unscale", index, scale)
         return all(are_finite)
 

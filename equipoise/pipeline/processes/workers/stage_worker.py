@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import WorkerError
 from equipoise.interop.torch.modules import buffers_of
+from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.payload.shared_payload import loads
 from equipoise.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.pipeline.graph.stage_spec import StageSpec, rebuild
@@ -126,6 +127,9 @@ class StageWorker:
             "zero": self._begin_window,
             "gradients": self._tensors.gradients_of,
             "set_gradients": self._tensors.set_gradients,
+            "clear": self._tensors.clear_gradients,
+            "copy_buffers": self._copy_buffers,
+            "sum": self._optimizers.sum_gradients,
             "scale": self._optimizers.scale_gradients,
             "unscale": self._optimizers.unscale_gradients,
             "norms": self._optimizers.norms,
@@ -292,6 +296,11 @@ class StageWorker:
             if current is not tensor and current is not None:
                 self._tensors.set_values(key, current)
                 buffers[name] = tensor
+
+    def _copy_buffers(self) -> None:
+        """Take the buffers of the first replica."""
+        buffers = self._tensors.buffers()
+        copy_from_first(buffers.values())
 
     def _optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         """Step an optimiser; see `WorkerOptimizers.step`.

@@ -89,14 +89,19 @@ class TensorStore:
             keys[id(tensor)] = key
         return keys
 
+    def buffers(self) -> dict[int, Tensor]:
+        """Return all buffers in this process, in the order of their keys."""
+        buffers = {}
+        for key in sorted(self.present):
+            spec = self._specs[key]
+            if not spec.is_parameter:
+                buffers[key] = self[key]
+        return buffers
+
     def copy_buffers(self) -> dict[int, Tensor]:
         """Return copies of the values of all buffers in this process."""
         copies = {}
-        for key in self.present:
-            spec = self._specs[key]
-            if spec.is_parameter:
-                continue
-            buffer = self[key]
+        for key, buffer in self.buffers().items():
             values = buffer.detach()
             copies[key] = values.clone()
         return copies

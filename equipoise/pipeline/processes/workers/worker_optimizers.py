@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import loads
+from equipoise.pipeline.processes.optimizers.replica_sums import ReplicaSums
 from equipoise.pipeline.processes.workers.tensor_store import TensorStore
 
 __all__ = ["WorkerOptimizers", "unscale"]
@@ -27,6 +28,7 @@ class WorkerOptimizers:
         self._tensors = tensors
         self._device = device
         self._optimizers: dict[int, Optimizer] = {}
+        self._replica_sums = ReplicaSums()
 
     def load(self, index: int, content: bytes) -> None:
         """Load an optimiser, for the parameters that are in this process.
@@ -98,8 +100,8 @@ class WorkerOptimizers:
 
     # Gradients.
 
-    def _parameters_of(self, index: int) -> dict[int, Tensor]:
-        """Return the parameters of an optimiser that are in this process and have a gradient, by key."""
+    def _parameters_here(self, index: int) -> dict[int, nn.Parameter]:
+        """Return the parameters of an optimiser that are in this process, by key."""
         optimizer = self._optimizers[index]
         identities = set()
         for parameter in optimizer_parameters(optimizer):
@@ -107,11 +109,20 @@ class WorkerOptimizers:
         parameters = {}
         for key in sorted(self._tensors.present):
             tensor = self._tensors[key]
-            if tensor.grad is None:
-                continue
             if id(tensor) in identities:
+                assert isinstance(tensor, nn.Parameter)
                 parameters[key] = tensor
         return parameters
+
+    def _parameters_of(self, index: int) -> dict[int, nn.Parameter]:
+        """Return those parameters of an optimiser in this process that have a gradient, by key."""
+        parameters = self._parameters_here(index)
+        return {key: parameter for key, parameter in parameters.items() if parameter.grad is not None}
+
+    def sum_gradients(self, index: int) -> None:
+        """Sum gradients over the same stages of all replicas."""
+        parameters = self._parameters_here(index)
+        self._replica_sums.sum(list(parameters.values()))
 
     def scale_gradients(self, index: int, factor: float | Tensor) -> None:
         """Multiply gradients by a factor."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 __all__ = ["Progress", "await_end", "heard", "sending"]
 
@@ -92,8 +93,8 @@ def sending(group: dist.ProcessGroup, count: int, timeout: float, waits: Callabl
         with contextlib.suppress(RuntimeError):
             while not ended.wait(timeout / _BEATS):
                 if progress.has_gone_on():
-                    dist.send(torch.tensor([_GOES_ON]), rank, group=group)
-            dist.send(torch.tensor([_LAST]), rank, group=group)
+                    _send_beat(_GOES_ON, rank, group)
+            _send_beat(_LAST, rank, group)
 
     # One thread for each process: a send returns when the receiver takes the beat, and the receiver may hang.
     threads = []
@@ -122,7 +123,7 @@ def heard(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
         value = torch.ones(1, dtype=torch.int64)
         try:
             while int(value) != _LAST:
-                dist.recv(value, 0, group=group)
+                _receive_beat(value, group)
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 _abort(timeout)
@@ -144,11 +145,26 @@ def await_end(group: dist.ProcessGroup, seconds: float) -> None:
     def run() -> None:
         # Nothing more is sent, so only the end of the main process ends this.
         with contextlib.suppress(RuntimeError):
-            dist.recv(torch.ones(1, dtype=torch.int64), 0, group=group)
+            _receive_beat(torch.ones(1, dtype=torch.int64), group)
 
     thread = threading.Thread(target=run, name="heartbeat", daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def _send_beat(value: int, rank: int, group: dist.ProcessGroup) -> None:
+    """Send a beat, and wait until the receiver takes it."""
+    # `send` knows only groups within the default group.
+    work = dist.isend(torch.tensor([value]), group=group, group_dst=rank)
+    assert work is not None
+    work.wait()
+
+
+def _receive_beat(value: Tensor, group: dist.ProcessGroup) -> None:
+    """Wait for a beat of the main process, and write it into a tensor."""
+    work = dist.irecv(value, group=group, group_src=0)
+    assert work is not None
+    work.wait()
 
 
 def _abort(timeout: float) -> None:

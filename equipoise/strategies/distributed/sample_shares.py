@@ -21,7 +21,7 @@ from equipoise.parallel.batches.shares import (
     sizes_by_shares,
 )
 from equipoise.parallel.batches.splitting import infer_batch_size
-from equipoise.strategies.ddp.loaders import Sizes, why_not_by_shares
+from equipoise.strategies.distributed.loaders import Sizes, why_not_by_shares
 
 __all__ = ["ProcessShares", "check_shares", "check_shares_count"]
 

@@ -10,16 +10,17 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from equipoise.parallel.communication import heartbeat
-from equipoise.parallel.communication.heartbeat import Progress, await_end
 from equipoise.parallel.communication.process_group import StoreServer, another_group, joined
 from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.workers.preloading import preloading
+from equipoise.pipeline.messaging import heartbeat
+from equipoise.pipeline.messaging.heartbeat import Progress, await_end
 
 PATIENCE = timedelta(seconds=120)
 
@@ -80,10 +81,11 @@ def test_other_threads_do_not_count(idle: threading.Thread) -> None:
 def test_beats_come_as_long_as_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[tuple[int, int]] = []
 
-    def send(content: torch.Tensor, rank: int, group: Any) -> None:
-        beats.append((rank, int(content)))
+    def isend(content: torch.Tensor, *, group: Any, group_dst: int) -> Any:
+        beats.append((group_dst, int(content)))
+        return Mock()
 
-    monkeypatch.setattr(heartbeat.dist, "send", send)
+    monkeypatch.setattr(heartbeat.dist, "isend", isend)
     group: Any = None
     with heartbeat.sending(group, 3, 0.01, lambda: False):
         while not all(beats.count((rank, 1)) >= 3 for rank in (1, 2)):

@@ -1,5 +1,6 @@
 """Loaders under DDP: the part of each process."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.torch.loaders import with_dataset, with_sampler
-from equipoise.parallel.batches.dealing import Turns, deal_batches
+from equipoise.parallel.batches.dealing import Turns, deal_batches, is_dealt
 from equipoise.parallel.batches.sampling import (
     NO_BATCH,
     BatchesInTurn,
@@ -21,12 +22,36 @@ from equipoise.parallel.batches.sampling import (
     SharedBatches,
     UnpaddedDistributedSampler,
 )
-from equipoise.parallel.batches.shard import count_of_rank
+from equipoise.parallel.batches.shard import Shard, count_of_rank
+from equipoise.parallel.communication.processes import Processes
 
-__all__ = ["Sizes", "refuse_missing_batch", "share_loader", "why_not_by_shares"]
+__all__ = ["Sizes", "refuse_missing_batch", "shard_of_process", "share_loader", "why_not_by_shares"]
 
 # Return the samples of each process, from the number of samples of a step and the number of the step in its epoch.
 Sizes = Callable[[int, int], list[int]]
+
+
+def shard_of_process(loader: Any, stage: str, processes: Processes, sizes_for: Callable[[Any], Sizes | None]) -> Shard:
+    """Return one process's part of a loader.
+
+    Args:
+        loader: The loader, the same in all processes.
+        stage: "train", "validate", "test" or "predict".
+        processes: The processes that share the loader.
+        sizes_for: Function that returns how the steps of a training loader are divided; see `share_loader`.
+    """
+    if processes.world_size == 1:
+        return Shard(loader)
+    # `seed_everything` sets this variable. All processes draw the same order from it.
+    seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)
+    training = stage == "train"
+    # Shares of samples are for training. Evaluations deal whole batches in turn.
+    sizes = None
+    if training:
+        sizes = sizes_for(loader)
+    rank = processes.rank
+    part = share_loader(loader, rank, processes.world_size, seed, training=training, sizes=sizes)
+    return Shard(part, rank, processes.world_size, in_turn=is_dealt(part))
 
 
 def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: bool, sizes: Sizes | None = None) -> Any:

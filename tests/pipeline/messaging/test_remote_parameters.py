@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
-from equipoise.parallel.communication.remote_parameters import ElsewhereParameter, bring_back, send_elsewhere
+from equipoise.pipeline.messaging.remote_parameters import ElsewhereParameter, bring_back, send_elsewhere
 
 
 @pytest.mark.parametrize(

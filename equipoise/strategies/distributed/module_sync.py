@@ -1,17 +1,16 @@
-"""Synchronise a module over processes: the same parameters, and BatchNorm over all processes."""
+"""Checks that processes have the same module, and BatchNorm layers that compute over all processes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.object_exchange import gather_objects
 
-__all__ = ["check_same_modules", "copy_from_first", "share_batch_statistics"]
+__all__ = ["check_same_modules", "share_batch_statistics"]
 
 # The name, shape, dtype and `requires_grad` of a parameter or buffer.
 _Description = tuple[str, tuple[int, ...], str, bool]
@@ -89,21 +88,6 @@ def _text_of(description: _Description) -> str:
     if not trainable:
         text += ", frozen or a buffer"
     return text
-
-
-def copy_from_first(tensors: Iterable[Tensor]) -> None:
-    """Copy the values of rank 0 to all processes.
-
-    Args:
-        tensors: Parameters or buffers, the same in all processes.
-    """
-    with torch.no_grad():
-        for tensor in tensors:
-            # A broadcast needs contiguous memory; where that is a copy, the values are copied back.
-            contiguous = tensor.detach().contiguous()
-            dist.broadcast(contiguous, 0)
-            if contiguous.data_ptr() != tensor.data_ptr():
-                tensor.copy_(contiguous)
 
 
 def share_batch_statistics(module: nn.Module, device: torch.device) -> Callable[[], None]:

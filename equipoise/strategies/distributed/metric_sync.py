@@ -58,28 +58,28 @@ class _MetricSettings:
 
     def change(self) -> None:
         """Let the metric gather its states from all processes."""
-        metric = self._metric
-        if self._uses_our_gather:
-            self._configure(_gather_states, dist.is_initialized)
-            # `Metric` has no setting for its method `sync`; an attribute of the object comes before the method.
-            attributes = vars(metric)
-            attributes["sync"] = partial(_fill_and_sync, metric)
         # Processes have unequal numbers of batches, so a step must not wait for other processes.
-        metric.dist_sync_on_step = False
+        on_step = False
+        if not self._uses_our_gather:
+            self._configure(self._gather_before, self._available_before, on_step)
+            return
+        self._configure(_gather_states, dist.is_initialized, on_step)
+        # `Metric` has no setting for its method `sync`; an attribute of the object comes before the method.
+        attributes = vars(self._metric)
+        attributes["sync"] = partial(_fill_and_sync, self._metric)
 
     def restore(self) -> None:
         """Give the metric its former settings."""
-        metric = self._metric
-        self._configure(self._gather_before, self._available_before)
-        metric.dist_sync_on_step = self._on_step_before
+        self._configure(self._gather_before, self._available_before, self._on_step_before)
         if self._uses_our_gather:
-            attributes = vars(metric)
+            attributes = vars(self._metric)
             attributes.pop("sync", None)
 
-    def _configure(self, gather: Any, available: Any) -> None:
-        """Set the functions by which the metric gathers states, and decides whether it does."""
+    def _configure(self, gather: Any, available: Any, on_step: bool) -> None:
+        """Set the functions by which the metric gathers states and decides to do so, and whether it does in steps."""
         self._metric.dist_sync_fn = gather
         self._metric.distributed_available_fn = available
+        self._metric.dist_sync_on_step = on_step
 
 
 def _fill_and_sync(

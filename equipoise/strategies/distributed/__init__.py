@@ -1,0 +1,1 @@
+"""Strategies of several processes: what they share of data, modules and metrics."""
