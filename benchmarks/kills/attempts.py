@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
-from programs import Case, Kill, train
+from programs import IN_PROCESSES, Case, Kill, train
 
 __all__ = ["Outcome", "killed_and_resumed", "undisturbed"]
 
@@ -69,9 +69,9 @@ def killed_and_resumed(case: Case, folder: Path, calls: dict[int, int], limit: f
     kills = 0
     for number in range(planned):
         moment = choose.uniform(0.1, 1.0) / (number + 1)
-        rank = choose.randrange(2) if case.mode == "ddp" else 0
+        rank = choose.randrange(2) if case.mode in ("ddp", "replicas") else 0
         at = int(calls[rank] * moment)
-        kills_caller = case.mode in ("ddp", "pipeline") and choose.random() < 0.3
+        kills_caller = case.mode in IN_PROCESSES and choose.random() < 0.3
 
         def run(at: int = at, rank: int = rank, kills_caller: bool = kills_caller, resume: bool = number > 0) -> None:
             kill = Kill(at, rank, os.getpid() if kills_caller else None)

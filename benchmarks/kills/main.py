@@ -22,8 +22,8 @@ from rich.table import Table
 
 __all__ = ["compare", "main"]
 
-CASES = {"persistent": 100, "single": 48, "ddp": 30, "pipeline": 20}
-LIMITS = {"persistent": 120.0, "single": 120.0, "ddp": 400.0, "pipeline": 400.0}
+CASES = {"persistent": 100, "single": 48, "ddp": 30, "pipeline": 20, "replicas": 20}
+LIMITS = {"persistent": 120.0, "single": 120.0, "ddp": 400.0, "pipeline": 400.0, "replicas": 400.0}
 COLUMNS = ("mode", "programs", "kills", "not killed in time", "equal to the bit", "failed", "seconds")
 
 

@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from equipoise import DDPStrategy, PipelineStrategy, Trainer
 
-__all__ = ["MODES", "Case", "Kill", "draw", "train"]
+__all__ = ["IN_PROCESSES", "MODES", "Case", "Kill", "draw", "train"]
 
-MODES = ("single", "persistent", "ddp", "pipeline")
+MODES = ("single", "persistent", "ddp", "pipeline", "replicas")
+IN_PROCESSES = ("ddp", "pipeline", "replicas")
 FEATURES, CLASSES = 5, 3
 
 
@@ -79,7 +80,7 @@ def draw(seed: int, mode: str) -> Case:
     choose = random.Random(f"{mode} {seed}")
     in_process = mode in ("single", "persistent")
     loaders = choose.choice(["one", "one", "two", "unsized"] if mode == "single" else ["one", "one", "two"])
-    if mode in ("ddp", "pipeline"):
+    if mode in IN_PROCESSES:
         loaders = "one"
     workers = {"single": choose.choice([0, 0, 1]), "persistent": choose.choice([1, 1, 2])}.get(mode, 0)
     batch_size = choose.choice([2, 4])
@@ -293,9 +294,10 @@ def _callbacks(case: Case, folder: Path, kill: Kill) -> list[Callback]:
 def _strategy(case: Case) -> dict[str, Any]:
     if case.mode == "ddp":
         return {"strategy": DDPStrategy(timeout=120), "devices": 2}
-    if case.mode == "pipeline":
-        strategy = PipelineStrategy(engine="processes", cut_before=["net.4"], micro_batches=2, timeout=120)
-        return {"strategy": strategy, "devices": 2}
+    if case.mode in ("pipeline", "replicas"):
+        replicas = 2 if case.mode == "replicas" else 1
+        options: dict[str, Any] = {"cut_before": ["net.4"], "micro_batches": 2, "timeout": 120, "replicas": replicas}
+        return {"strategy": PipelineStrategy(engine="processes", **options), "devices": 2 * replicas}
     return {"strategy": "single_device"}
 
 

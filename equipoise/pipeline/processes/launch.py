@@ -118,9 +118,14 @@ class StageLaunch(ConnectedProcesses):
         return self._connection.client
 
     def _take_rank(self, rank: Rank) -> None:
-        """Set the device of this process, and its rank among those with the same stages of other replicas."""
-        self.rank = rank.global_rank // self.count
+        """Set the device and the ranks of this process. Main processes have the first ranks."""
+        replica, rank_in_replica = divmod(rank.global_rank, self.count)
+        self.rank = replica
         self.local_rank = rank.local_rank // self.count
+        if rank_in_replica > 0:
+            workers_before = replica * (self.count - 1) + rank_in_replica - 1
+            self.rank = self.world_size + workers_before
+            self.local_rank = rank.local_rank
         self.node_rank = rank.node_rank
         self.device = self._device_of(rank.local_rank)
 

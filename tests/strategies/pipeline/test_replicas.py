@@ -274,7 +274,7 @@ def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--standalone", "--nproc-per-node", "4"]
     assert not torchrun(monkeypatch, script, [str(tmp_path), "4", "1", "processes"], options)
     found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
-    assert [result["rank"] for result in found] == [0, 0, 1, 1]
+    assert [result["rank"] for result in found] == [0, 2, 1, 3]
     assert all(result["weights"] == found[0]["weights"] for result in found)
 
 
