@@ -17,10 +17,23 @@ from equipoise.pipeline.recording.targets import present_modes
 from equipoise.pipeline.recording.tracing import NotTraceable, trace
 from equipoise.pipeline.verification.trace_comparison import Comparison, Parting
 
-__all__ = ["CheckedTraces", "key_of_call"]
+__all__ = ["CheckedTraces", "NotFollowed", "key_of_call"]
 
 # Number of traces for one kind of call from which the user is warned.
 _MANY_TRACES = 20
+
+
+class NotFollowed(ConfigurationError):
+    """Raised if the forward of a network cannot be recorded.
+
+    Attributes:
+        reason: The reason, as a part of a sentence.
+    """
+
+    # An error that another process sends is built from the message alone.
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def key_of_call(name: str, network: nn.Module, structure: CallStructure) -> tuple[Any, ...]:
@@ -99,10 +112,11 @@ class CheckedTraces:
                 )
         except NotTraceable as error:
             kind = type(network).__name__
-            raise ConfigurationError(
+            raise NotFollowed(
                 f"{kind} cannot be cut into stages: {error.obstacle}. Move that out of the network's forward, or into a"
                 " submodule, which stays whole; or write the network as a sequence of blocks (nn.Sequential); or place"
-                " its parts by hand and train with strategy='single_device'."
+                " its parts by hand and train with strategy='single_device'.",
+                error.obstacle,
             ) from error
 
     def checked(self, name: str, structure: CallStructure) -> Traced:
@@ -134,7 +148,9 @@ class CheckedTraces:
             # 2. Keep the likeliest submodule whole.
             kinds = [type(module) for module in parting.owners if type(module) not in self._opaque_types]
             if not kinds:
-                raise ConfigurationError(_cannot_be_followed(network, parting)) from parting.error
+                raise NotFollowed(
+                    _cannot_be_followed(network, parting), f"what was followed of it {parting}"
+                ) from parting.error
             self._opaque_types[kinds[0]] = f"what was followed of it {parting}"
 
     def _warn_of_many(self, network: nn.Module, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.activation_checkpointing import is_checkpointed
-from equipoise.pipeline.checked_traces import CheckedTraces, key_of_call
+from equipoise.pipeline.checked_traces import CheckedTraces, NotFollowed, key_of_call
 from equipoise.pipeline.common_cut import CommonCut
+from equipoise.pipeline.cut_choice import CutChoice
 from equipoise.pipeline.execution.placement import Placement
 from equipoise.pipeline.execution.suspended_step import SuspendedStep, current_step, is_inside_stage
 from equipoise.pipeline.execution.threaded_engine import Pipeline
@@ -25,22 +27,26 @@ from equipoise.pipeline.planning.cut import (
     Cut,
     CutOptions,
     PinnedCut,
-    cut_as_pinned,
-    cut_by_names,
     table_of,
 )
 from equipoise.pipeline.planning.loss_profile import LossProfile
-from equipoise.pipeline.planning.measured_cut import cut_automatically, narrow_to_micro_batch
+from equipoise.pipeline.planning.measured_cut import TooFewBlocks
 from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.processes.engine import ProcessPipeline
 from equipoise.pipeline.processes.main_process.client import StageClient
 from equipoise.pipeline.schedule.schedule import splits
 from equipoise.pipeline.schedule.timeline import Timeline
+from equipoise.pipeline.stack.stack_pipeline import StackedForward, StackPipeline
+from equipoise.pipeline.stack.stacked_network import StackedNetwork
 
 __all__ = ["StagedNetwork"]
 
 # Number of forwards whose stages are kept.
 _MOST_PIPELINES = 64
+# Ratio of the slowest stage to the mean from which another way to cut is tried, and share of the slowest stage's time
+# with which that way is taken.
+_UNBALANCED = 1.5
+_MUCH_QUICKER = 0.8
 
 
 class StagedNetwork:
@@ -65,7 +71,6 @@ class StagedNetwork:
         cut: The cut; None before the first call.
         running: The stages of the last call; None before it.
         rest: Measures what a training step computes after the call; None if there is no such step.
-        pinned: The cut of an earlier run; None if there is none.
     """
 
     def __init__(
@@ -82,15 +87,13 @@ class StagedNetwork:
     ) -> None:
         self.module = module
         self.options = options
-        self.names = names
         self.threads = threads
         self.training = training
         self.processes = processes
-        self._common_cut = common_cut
+        self._choice = CutChoice(module, options, names, pinned, common_cut)
         self.cut: Cut | None = None
         self.running: Pipeline | ProcessPipeline | None = None
         self.rest: LossProfile | None = None
-        self.pinned = pinned
         self.placement = Placement(
             module,
             options.devices,
@@ -111,6 +114,9 @@ class StagedNetwork:
         # Forwards and their stages, for each kind of call.
         self._pipelines: dict[tuple[Any, ...], list[tuple[Traced, Pipeline | ProcessPipeline]]] = {}
         self._pipeline_count = 0
+        # For a network whose forward runs as it is; its stages by the name of the module that is called.
+        self._stacked: StackedNetwork | None = None
+        self._stack_pipelines: dict[str, StackPipeline] = {}
 
     # Interception of calls.
 
@@ -174,7 +180,7 @@ class StagedNetwork:
 
     def pin(self, cut: PinnedCut) -> None:
         """Use the cut of an earlier run, unless the network is cut already."""
-        self.pinned = cut
+        self._choice.pin(cut)
 
     @contextmanager
     def profiled_by(self, profile: LossProfile) -> Iterator[None]:
@@ -208,16 +214,20 @@ class StagedNetwork:
                 return self.rest.network_output()
             step = current_step()
             if step is not None:
-                return step.suspend(name, args, kwargs)
+                output = step.suspend(name, args, kwargs)
+                if isinstance(output, StackedForward):
+                    # The forward runs in this thread, and pauses between stages.
+                    return output.run(args, kwargs)
+                return output
 
             # 3. Any other call runs forward.
             structure = CallStructure(args, kwargs)
             if self._postpones_cut():
-                traced = self._traces.checked(name, structure)
-                with self._patch.removed():
-                    return compute_uncut(traced, structure.tensors, self.options.devices[-1])
+                return self._uncut_output(name, structure)
             pipeline = self.pipeline(name, structure, is_full_batch=True)
             self.running = pipeline
+            if isinstance(pipeline, StackPipeline):
+                return pipeline.call(structure)
             with self.placement.tied_copies.refreshed():
                 return pipeline.forward(structure.tensors)
 
@@ -228,9 +238,22 @@ class StagedNetwork:
         """Return True for a call before training, if the cut is measured: only a training step shows all costs."""
         if not self.training or torch.is_grad_enabled():
             return False
-        names_are_given = self.names is not None or callable(getattr(self.module, "pipeline_cuts", None))
-        has_cut = self.cut is not None or self._earlier_cut() is not None
-        return not names_are_given and not has_cut
+        return self.cut is None and self._choice.measures()
+
+    def _uncut_output(self, name: str, structure: CallStructure) -> Any:
+        """Return the output of a call before the network is placed."""
+        device = self.options.devices[-1]
+        try:
+            traced = self._traces.checked(name, structure)
+        except NotFollowed as error:
+            stacked = self._between_layers(name)
+            if stacked is None:
+                self._advise_threads(name, error)
+                raise
+            with self._patch.removed():
+                return stacked.uncut_output(self._patch.original(name), structure, device)
+        with self._patch.removed():
+            return compute_uncut(traced, structure.tensors, device)
 
     # Stages.
 
@@ -258,6 +281,8 @@ class StagedNetwork:
             with self._training_mode():
                 self._choose_cut(name, structure, is_full_batch=is_full_batch)
         assert self.cut is not None
+        if self._stacked is not None:
+            return self._stack_pipeline(name)
 
         # 2. Cut the same forward in the same places, and another one where its layers are.
         traced = self._traces.checked(name, structure)
@@ -277,6 +302,14 @@ class StagedNetwork:
             self._traces.forget()
         self._pipelines.setdefault(key, []).append((traced, pipeline))
         return pipeline
+
+    def _stack_pipeline(self, name: str) -> StackPipeline:
+        """Return the stages of a network whose forward runs as it is; they serve for calls of any structure."""
+        assert self._stacked is not None
+        if name not in self._stack_pipelines:
+            forward = self._patch.original(name)
+            self._stack_pipelines[name] = self._stacked.pipeline(forward, threads=self._allowed_threads())
+        return self._stack_pipelines[name]
 
     def begin_step(self) -> None:
         """Forget the stages of the last call, so that a failure before the next call is not taken for theirs."""
@@ -366,50 +399,119 @@ class StagedNetwork:
 
     def _choose_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
         """Cut the network, and place every layer on the device of its stage."""
-        network = self._modules[name]
-        traced = self._traces.checked(name, structure)
-        cut = self._unmeasured_cut(traced, name)
-        if cut is None:
-            tensors = structure.tensors
-            if is_full_batch and self.training:
-                micro_batch = narrow_to_micro_batch(tensors, self.options)
-                if traced.fits(micro_batch):
-                    tensors = micro_batch
-            with self._patch.removed():
-                cut = cut_automatically(traced, self.module, tensors, self.options, name, self.rest)
-            cut = self._as_others(traced, name, cut)
-        sizes = self.placement.place(network, traced, cut.ends)
+        cut, sizes = self._placed_cut(name, structure, is_full_batch=is_full_batch)
         self.cut = cut
-        self._signature = traced.signature
         table = table_of(cut, self.options, sizes)
         rank_zero_info(f"{type(self.module).__name__} is cut into stages:\n{table}")
 
-    def _as_others(self, traced: Traced, name: str, cut: Cut) -> Cut:
-        """Return the cut that another replica has measured earlier, where this forward can be cut there."""
-        if self._common_cut is None:
-            return cut
-        first_cut = self._common_cut.publish(cut.pinned)
-        if first_cut == cut.pinned:
-            return cut
-        return cut_as_pinned(traced, first_cut, name, len(self.options.devices)) or cut
+    def _placed_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> tuple[Cut, list[int]]:
+        """Cut and place the network, and return the cut and the bytes of each stage."""
+        # 1. Where its calls cannot be recorded and cut, stages begin at the layers of a stack.
+        try:
+            traced, cut = self._recorded_cut(name, structure, is_full_batch=is_full_batch)
+        except (NotFollowed, TooFewBlocks) as error:
+            candidate = self._cut_between_layers(name, structure)
+            if candidate is None:
+                self._advise_threads(name, error)
+                raise
+            return self._begin_at_layers(*candidate, _reason_of(error))
 
-    def _unmeasured_cut(self, traced: Traced, name: str) -> Cut | None:
-        """Return the cut that the user names, that of an earlier run or of another replica; None if there is none."""
-        stages = len(self.options.devices)
-        names = self.names
-        if names is None:
-            pipeline_cuts = getattr(self.module, "pipeline_cuts", None)
-            if callable(pipeline_cuts):
-                names = list(pipeline_cuts())
-        if names is not None:
-            return cut_by_names(traced, names, name, stages)
-        pinned = self._earlier_cut()
-        if pinned is None:
+        # 2. Also where that is much quicker.
+        reason = _imbalance(cut, traced)
+        if reason:
+            candidate = self._cut_between_layers(name, structure, quicker_than=cut)
+            if candidate is not None:
+                return self._begin_at_layers(*candidate, reason)
+
+        # 3. Usually stages consist of recorded calls.
+        self._signature = traced.signature
+        return cut, self.placement.place(self._modules[name], traced, cut.ends)
+
+    def _recorded_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> tuple[Traced, Cut]:
+        """Return the recorded calls of the network, and their cut."""
+        traced = self._traces.checked(name, structure)
+        cut = self._choice.unmeasured(traced, name)
+        if cut is None:
+            tensors = structure.tensors
+            if is_full_batch and self.training:
+                tensors = self._choice.narrowed(traced, tensors)
+            with self._patch.removed():
+                cut = self._choice.measured(traced, name, tensors, self.rest)
+        return traced, cut
+
+    def _cut_between_layers(
+        self, name: str, structure: CallStructure, *, quicker_than: Cut | None = None
+    ) -> tuple[StackedNetwork, Cut] | None:
+        """Return the network as it is cut between the layers of its largest stack, and the cut.
+
+        Args:
+            name: The network's name in the user's module.
+            structure: Its call.
+            quicker_than: A measured cut. Default: any cut is returned.
+
+        Returns:
+            None if it has too few layers, or if the cut is not much quicker than the other one.
+        """
+        stacked = self._between_layers(name)
+        if stacked is None:
             return None
-        return cut_as_pinned(traced, pinned, name, stages)
+        choice = self._choice
+        with self._patch.removed():
+            forward = self._patch.original(name)
+            cut = stacked.cut(forward, structure, choice.given_names(), choice.earlier(), self.rest)
+        if cut is None:
+            return None
+        if quicker_than is not None and _slowest(cut) > _MUCH_QUICKER * _slowest(quicker_than):
+            return None
+        return stacked, cut
 
-    def _earlier_cut(self) -> PinnedCut | None:
-        """Return the cut of an earlier run or of another replica; None if there is none."""
-        if self.pinned is None and self._common_cut is not None:
-            return self._common_cut.read()
-        return self.pinned
+    def _begin_at_layers(self, stacked: StackedNetwork, cut: Cut, reason: str) -> tuple[Cut, list[int]]:
+        """Place a network whose stages begin at layers, and return the cut with a note, and the bytes of each stage."""
+        self._stacked = stacked
+        sizes = stacked.place(cut, self.placement)
+        note = f"The forward runs as it is, and stages begin at its layers, since {reason}."
+        return replace(cut, note=note), sizes
+
+    def _advise_threads(self, name: str, error: ConfigurationError) -> None:
+        """Raise an error that names the engine which can cut the network, if there is one.
+
+        Args:
+            name: The network's name in the user's module.
+            error: The error that is raised otherwise.
+        """
+        stacked = StackedNetwork.of(self._modules[name], name, self.module, self.options)
+        if self.processes is not None and stacked is not None:
+            raise ConfigurationError(
+                f"{error} Or take engine='threads', which begins stages at the layers of a stack and lets the forward"
+                " run as it is."
+            ) from error
+
+    def _between_layers(self, name: str) -> StackedNetwork | None:
+        """Return the network as it is cut between layers; None if it has too few, or if other processes compute it."""
+        if self.processes is not None:
+            return None
+        return StackedNetwork.of(self._modules[name], name, self.module, self.options)
+
+
+def _reason_of(error: NotFollowed | TooFewBlocks) -> str:
+    """Return the reason why recorded calls cannot be cut, as a part of a sentence."""
+    if isinstance(error, NotFollowed):
+        return error.reason
+    return "its recorded calls are fewer blocks than stages"
+
+
+def _imbalance(cut: Cut, traced: Traced) -> str:
+    """Return the reason why the stages of a cut are unbalanced; empty if they are not, or if nothing was measured."""
+    if not cut.stages or not traced.opaque:
+        return ""
+    seconds = [stage.forward + stage.backward for stage in cut.stages]
+    mean = sum(seconds) / len(seconds)
+    if _slowest(cut) <= _UNBALANCED * mean:
+        return ""
+    name, obstacle = next(iter(traced.opaque.items()))
+    return f"stages of recorded calls are unbalanced: {name!r} stays whole, because {obstacle}"
+
+
+def _slowest(cut: Cut) -> float:
+    """Return the predicted seconds of the slowest stage for a micro-batch."""
+    return max(stage.forward + stage.backward for stage in cut.stages)

@@ -107,24 +107,39 @@ class Placement:
         Returns:
             For each stage the bytes of its parameters and buffers.
         """
-        self.stop_waiting()
-        sizes = [0] * len(ends)
-
-        # 1. A layer lies with the first stage that calls it.
-        placed: set[int] = set()
+        # A layer lies with the first stage that calls it.
         names_of_calls = owners(traced)
+        parts_of_stages = []
         begin = 0
-        for stage, end in enumerate(ends):
-            for name in chain.from_iterable(names_of_calls[begin:end]):
-                part = find_part(network, name)
+        for end in ends:
+            names = chain.from_iterable(names_of_calls[begin:end])
+            parts_of_stages.append([find_part(network, name) for name in names])
+            begin = end
+        return self.place_parts(parts_of_stages)
+
+    def place_parts(self, parts_of_stages: Sequence[Sequence[Any]]) -> list[int]:
+        """Move everything to its device.
+
+        Args:
+            parts_of_stages: For each stage its layers and tensors. A part of several stages lies with the first.
+
+        Returns:
+            For each stage the bytes of its parameters and buffers.
+        """
+        self.stop_waiting()
+        last_stage = len(parts_of_stages) - 1
+        sizes = [0] * len(parts_of_stages)
+
+        # 1. Parts lie with their stages.
+        placed: set[int] = set()
+        for stage, parts in enumerate(parts_of_stages):
+            for part in parts:
                 self._stages.setdefault(id(part), stage)
                 tensors = parameters_and_buffers(part)
                 sizes[stage] += self._place_tensors(tensors, stage, placed)
-            begin = end
 
         # 2. Everything else lies with the last stage.
         all_tensors = parameters_and_buffers(self.module)
-        last_stage = len(ends) - 1
         sizes[last_stage] += self._place_tensors(all_tensors, last_stage, placed)
 
         # 3. cuDNN needs the weights of a recurrent layer in one piece.

@@ -108,10 +108,10 @@ class SuspendedStep:
         self._wait()
 
     def resume(self, output: Any) -> None:
-        """Continue to the end.
+        """Continue to the next pause, or to the end.
 
         Args:
-            output: The network's output.
+            output: The network's output; the result of the pause.
 
         Raises:
             BaseException: Error of the function.
@@ -154,6 +154,10 @@ class SuspendedStep:
         self.inside = name
         self.call = (args, kwargs)
         self.state = ThreadState.capture(("cpu", "cuda"))
+        return self.pause()
+
+    def pause(self) -> Any:
+        """Stop until `resume`, and return its argument. Called in the step's thread."""
         self._caller_turn.release()
         self._step_turn.acquire()
         if self._is_abandoned:

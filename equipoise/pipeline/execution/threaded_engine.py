@@ -8,6 +8,7 @@ order: several would not be faster, and so random numbers are drawn in the same 
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from equipoise.pipeline.graph.stages import StageProgram
 from equipoise.pipeline.schedule.schedule import Action, Schedule, Task, actions_of, splits
 from equipoise.pipeline.schedule.timeline import Span, Timeline
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "StepRun"]
 
 
 class Pipeline:
@@ -59,7 +60,7 @@ class Pipeline:
         if threads is None:
             threads = len(set(devices)) == self.num_devices > 1
         self.threads = threads
-        self.timeline = Timeline((), len(stages), stages_per_device)
+        self.timeline = Timeline((), len(devices), stages_per_device)
         self.failed: torch.device | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
@@ -101,9 +102,8 @@ class Pipeline:
         self.failed = None
         if pipelines is None:
             pipelines = [self] * len(steps)
-        programs = [pipeline.stages for pipeline in pipelines]
         # A step that did not end waits in its thread, so every error must abandon it.
-        run = _Run(self, steps, inputs, backward, programs)
+        run = self._new_run(steps, inputs, backward, pipelines)
         try:
             if self.threads:
                 run.in_threads()
@@ -114,7 +114,18 @@ class Pipeline:
                 step.abandon()
             raise
         spans = sorted(run.spans, key=lambda span: span.begin)
-        self.timeline = Timeline(tuple(spans), len(self.stages), self.stages_per_device)
+        self.timeline = Timeline(tuple(spans), len(self.devices), self.stages_per_device)
+
+    def _new_run(
+        self,
+        steps: Sequence[SuspendedStep],
+        inputs: Sequence[Sequence[Tensor]],
+        backward: Callable[[int], None] | None,
+        pipelines: Sequence["Pipeline"],
+    ) -> "StepRun":
+        """Return a step in all stages; see `run`."""
+        programs = [pipeline.stages for pipeline in pipelines]
+        return _TracedRun(self, steps, inputs, backward, programs)
 
     def note_failure(self, device: torch.device) -> None:
         """Record the device of a failed stage. The first failure counts."""
@@ -122,13 +133,12 @@ class Pipeline:
             self.failed = device
 
 
-class _Run:
-    """One step in all stages.
+class StepRun(ABC):
+    """One step in all stages. Derived classes say how a stage computes.
 
     Args:
         pipeline: The stages.
         steps, inputs, backward: See `Pipeline.run`.
-        programs: For each micro-batch its stages.
 
     Attributes:
         spans: The actions as they ran.
@@ -140,29 +150,19 @@ class _Run:
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None] | None,
-        programs: Sequence[Sequence[StageProgram]],
     ) -> None:
         self._pipeline = pipeline
         self._steps = steps
-        self._inputs = inputs
         self._backward = backward
-        self._programs = programs
-        self._last = len(pipeline.stages) - 1
+        self._last = len(pipeline.devices) - 1
         self._errors: list[BaseException] = []
         self.spans: list[Span] = []
 
         # For each stage the values that it will receive, in the order of micro-batches. None ends its thread.
-        self._forwards = [queue.SimpleQueue[Any]() for _ in pipeline.stages]
-        self._backwards = [queue.SimpleQueue[Any]() for _ in pipeline.stages]
+        self._forwards = [queue.SimpleQueue[Any]() for _ in pipeline.devices]
+        self._backwards = [queue.SimpleQueue[Any]() for _ in pipeline.devices]
         for tensors in inputs:
             self._forwards[0].put([tuple(tensors)])
-
-        split = splits(pipeline.schedule)
-        self._graphs = []
-        before = pipeline.devices[0]
-        for device in pipeline.devices:
-            self._graphs.append(StageGraphs(device, before, split=split))
-            before = device
 
     def _actions_of(self, device: int) -> list[Task]:
         """Return the actions of a device, given its index."""
@@ -265,7 +265,7 @@ class _Run:
         try:
             with on_device(device):
                 if action.weights:
-                    self._graphs[stage].weights(action.micro_batch)
+                    self._run_weights(stage, action.micro_batch)
                 elif action.backward:
                     self._run_backward(stage, action.micro_batch, received)
                 else:
@@ -276,7 +276,60 @@ class _Run:
             raise
         self.spans.append(Span(stage, action, begin, perf_counter()))
 
-    def _run_forward(self, stage: int, index: int, inputs: list[Any]) -> None:
+    @abstractmethod
+    def _run_forward(self, stage: int, index: int, received: Any) -> None:
+        """Compute a stage for a micro-batch, and pass its values on.
+
+        Args:
+            stage: The stage.
+            index: Index of the micro-batch.
+            received: Value that the stage before has passed on.
+        """
+
+    @abstractmethod
+    def _run_backward(self, stage: int, index: int, received: Any) -> None:
+        """Run the backward of a stage, and pass gradients on to the stage before.
+
+        Args:
+            stage: The stage.
+            index: Index of the micro-batch.
+            received: Value that the next stage has passed on; None for the last stage.
+        """
+
+    @abstractmethod
+    def _run_weights(self, stage: int, index: int) -> None:
+        """Compute the gradients of a stage's weights, which a split backward leaves for later."""
+
+
+class _TracedRun(StepRun):
+    """One step in stages that consist of recorded calls.
+
+    Args:
+        pipeline, steps, inputs, backward: See `StepRun`.
+        programs: For each micro-batch its stages.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        steps: Sequence[SuspendedStep],
+        inputs: Sequence[Sequence[Tensor]],
+        backward: Callable[[int], None] | None,
+        programs: Sequence[Sequence[StageProgram]],
+    ) -> None:
+        super().__init__(pipeline, steps, inputs, backward)
+        self._inputs = inputs
+        self._programs = programs
+        split = splits(pipeline.schedule)
+        self._graphs = []
+        before = pipeline.devices[0]
+        for device in pipeline.devices:
+            self._graphs.append(StageGraphs(device, before, split=split))
+            before = device
+
+    def _run_forward(self, stage: int, index: int, received: Any) -> None:
+        """See `StepRun`: the values are the outputs of the stage."""
+        inputs: list[Any] = received
         step = self._steps[index]
         program = self._programs[index][stage]
         is_last = stage == self._last
@@ -290,15 +343,10 @@ class _Run:
         else:
             self._forwards[stage + 1].put(outputs)
 
-    def _run_backward(self, stage: int, index: int, gradients: Any) -> None:
-        """Run the backward of a stage.
-
-        Args:
-            stage: The stage.
-            index: Index of the micro-batch.
-            gradients: Gradients of its outputs; None for the last stage, where the loss provides them.
-        """
+    def _run_backward(self, stage: int, index: int, received: Any) -> None:
+        """See `StepRun`: the values are gradients of the stage's outputs; the loss provides those of the last stage."""
         assert self._backward is not None
+        gradients = received
         if gradients is None:
             gradients = partial(self._backward, index)
         input_gradients = self._graphs[stage].backward(index, gradients)
@@ -307,6 +355,10 @@ class _Run:
         else:
             # The step may have computed the inputs from parameters.
             run_backward(self._inputs[index], input_gradients)
+
+    def _run_weights(self, stage: int, index: int) -> None:
+        """See `StepRun`."""
+        self._graphs[stage].weights(index)
 
 
 class _Ended(Exception):

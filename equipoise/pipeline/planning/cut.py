@@ -100,6 +100,7 @@ class Cut:
         peaks: For each device the predicted bytes at the peak, all of its stages together; empty if not measured.
         beside: Seconds of the last stage in which a step computes what follows the network's call, for instance the
             loss; None if that was not measured.
+        note: Sentence that says how the network is cut; empty for recorded calls.
     """
 
     ends: list[int]
@@ -110,6 +111,7 @@ class Cut:
     samples: int | None = None
     peaks: Sequence[int] = ()
     beside: float | None = None
+    note: str = ""
 
     @property
     def pinned(self) -> PinnedCut:
@@ -344,6 +346,8 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
         lines.append(
             f"In the time of the last stage are {milliseconds:.2f} ms for what the step computes after the call."
         )
+    if cut.note:
+        lines.append(cut.note)
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ the output of the profile of the network's calls. Changes in the module are undo
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,10 +22,9 @@ from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.pipeline.execution.placement import move
 from equipoise.pipeline.graph.stages import map_tensors
-from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.planning.activation_memory import peak_bytes
 from equipoise.pipeline.planning.stage_costs import Block
-from equipoise.pipeline.planning.traced_calls import now, used_tensors
+from equipoise.pipeline.planning.traced_calls import now
 
 __all__ = ["LossProfile"]
 
@@ -76,14 +75,14 @@ class LossProfile:
         self._saved: dict[int, int] = {}
         self._watch = ExitStack()
 
-    def measure(self, traced: Traced, output: Any) -> None:
+    def measure(self, used: Set[int], output: Any) -> None:
         """Run the step several times and set `block`.
 
         Args:
-            traced: The network's forward. Tensors that it does not use are moved to the device.
-            output: Its output.
+            used: Identities of the tensors that the network uses. Others are moved to the device.
+            output: The network's output.
         """
-        self._place_beside(traced)
+        self._place_beside(used)
         self._output = output
         # The step that waits for the network's output has begun already, and may have changed the batch.
         present = self._contents.now()
@@ -108,9 +107,8 @@ class LossProfile:
             self._begun = None
             present.restore()
 
-    def _place_beside(self, traced: Traced) -> None:
+    def _place_beside(self, used: Set[int]) -> None:
         """Move tensors that the network does not use to the device of the step."""
-        used = used_tensors(traced)
         tensors = [*self._module.parameters(), *self._module.buffers()]
         self._beside = [tensor for tensor in tensors if id(tensor) not in used]
         for tensor in self._beside:

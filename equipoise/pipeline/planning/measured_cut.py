@@ -1,7 +1,7 @@
 """Measure the calls of a network, and choose the cut into stages."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,35 @@ from equipoise.pipeline.planning.stage_costs import Block, Stage, StageDevice
 from equipoise.pipeline.schedule.schedule import splits
 from equipoise.pipeline.schedule.timeline import simulate
 
-__all__ = ["cut_automatically", "narrow_to_micro_batch"]
+__all__ = [
+    "CutPrediction",
+    "TooFewBlocks",
+    "cut_automatically",
+    "narrow_to_micro_batch",
+    "predict_cut",
+    "samples_of",
+]
+
+
+class TooFewBlocks(ConfigurationError):
+    """Raised if a network has fewer blocks than stages."""
+
+
+@dataclass(frozen=True)
+class CutPrediction:
+    """A cut between blocks.
+
+    Attributes:
+        ends: For each stage the index of the block after its last.
+        stages: Predicted costs of each stage.
+        peaks: For each device the predicted bytes at the peak.
+        idle: Predicted share of time in which stages wait.
+    """
+
+    ends: list[int]
+    stages: list[Stage]
+    peaks: list[int]
+    idle: float
 
 
 def cut_automatically(
@@ -47,6 +75,39 @@ def cut_automatically(
     blocks, ends_of_blocks, loss_block = _measured_blocks(traced, module, tensors, options, rest)
 
     # 2. Choose the last block of each stage.
+    try:
+        prediction = predict_cut(blocks, options)
+    except ValueError:
+        message = _too_few_blocks(len(blocks), options, traced, prefix)
+        raise TooFewBlocks(message) from None
+
+    # 3. Describe the cut.
+    ends = [ends_of_blocks[end - 1] for end in prediction.ends]
+    cut = build_cut(traced, ends, prefix)
+    loss_seconds = None
+    if loss_block is not None:
+        loss_seconds = loss_block.forward + loss_block.backward
+    return replace(
+        cut,
+        stages=prediction.stages,
+        idle=prediction.idle,
+        samples=samples_of(tensors, options.dim),
+        peaks=prediction.peaks,
+        beside=loss_seconds,
+    )
+
+
+def predict_cut(blocks: Sequence[Block], options: CutOptions) -> CutPrediction:
+    """Return the best cut between measured blocks, with what it costs.
+
+    Args:
+        blocks: The blocks.
+        options: The user's options.
+
+    Raises:
+        ValueError: If there are more stages than places for a cut.
+        ConfigurationError: If nothing fits into memory.
+    """
     devices = options.stage_devices()
     plan: dict[str, Any] = {
         "schedule": options.schedule,
@@ -54,30 +115,13 @@ def cut_automatically(
         "stages_per_device": options.stages_per_device,
     }
     try:
-        chosen = choose_cuts(blocks, devices, **plan)
-    except ValueError:
-        message = _too_few_blocks(len(blocks), options, traced, prefix)
-        raise ConfigurationError(message) from None
+        ends = choose_cuts(blocks, devices, **plan)
     except DoesNotFit as error:
         _, peaks = describe_stages(blocks, devices, error.best, **plan)
         message = _does_not_fit(options, devices, peaks)
         raise ConfigurationError(message) from None
-
-    # 3. Describe the cut.
-    stages, peaks = describe_stages(blocks, devices, chosen, **plan)
-    ends = [ends_of_blocks[end - 1] for end in chosen]
-    cut = build_cut(traced, ends, prefix)
-    loss_seconds = None
-    if loss_block is not None:
-        loss_seconds = loss_block.forward + loss_block.backward
-    return replace(
-        cut,
-        stages=stages,
-        idle=_idle(stages, options),
-        samples=_samples(tensors, options.dim),
-        peaks=peaks,
-        beside=loss_seconds,
-    )
+    stages, peaks = describe_stages(blocks, devices, ends, **plan)
+    return CutPrediction(ends, stages, peaks, _idle(stages, options))
 
 
 def _measured_blocks(
@@ -121,7 +165,7 @@ def _on_device_of_calls(rest: Block, options: CutOptions) -> Block:
     )
 
 
-def _samples(tensors: Sequence[Tensor], dim: int) -> int | None:
+def samples_of(tensors: Sequence[Tensor], dim: int) -> int | None:
     """Return the number of samples of a micro-batch; None if its tensors differ in it."""
     sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
     if len(sizes) == 1:

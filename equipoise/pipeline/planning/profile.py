@@ -5,7 +5,7 @@ that is touched for the first time, disturbs one pass and not all of them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from equipoise.pipeline.planning.traced_calls import (
     placed,
     placeholder_of,
     run_call,
+    used_tensors,
 )
 
 __all__ = ["profile_calls"]
@@ -38,8 +39,9 @@ __all__ = ["profile_calls"]
 _LEAST_PASSES = 3
 _MOST_PASSES = 8
 
-# Measures what a step computes after the network; receives the forward and its output.
-MeasureRest = Callable[[Traced, Any], None]
+# Measures what a step computes after the network; receives the identities of the tensors that the network uses, and its
+# output.
+MeasureRest = Callable[[Set[int], Any], None]
 
 
 def profile_calls(
@@ -61,7 +63,7 @@ def profile_calls(
         device: Device of the measurement. Parameters on other devices are moved there for their call.
         seconds: Time after which no pass begins, once there were three. Default: 3.
         split: True if backwards are split into two halves. Default: False.
-        rest: Called at the end with the forward and its output. Default: None.
+        rest: Called at the end with the identities of the used tensors and the output. Default: None.
 
     Returns:
         A block for each call.
@@ -93,7 +95,7 @@ def profile_calls(
                 blocks = list(map(_quicker, blocks, next_blocks))
 
             if rest is not None:
-                rest(traced, first_pass.output)
+                rest(used_tensors(traced), first_pass.output)
             return blocks
     finally:
         snapshot.restore()

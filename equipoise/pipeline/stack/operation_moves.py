@@ -1,0 +1,113 @@
+"""Operations of torch whose tensors are on several devices: they are moved to one, and gradients flow back."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from equipoise.interop.torch.modules import versions
+from equipoise.to_device import to_device
+from equipoise.tree import map_leaves, tensors_in
+
+__all__ = ["OperationMoves"]
+
+# Operations that change their first argument in place without saying so in their name.
+_WRITING = (Tensor.__setitem__, Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__)
+# Functions that change statistics, which are the second argument.
+_WITH_STATISTICS = (functional.batch_norm, functional.instance_norm)
+
+# The class has no types.
+_Base: Any = TorchFunctionMode
+
+
+class OperationMoves(_Base):  # type: ignore[misc]
+    """A mode in which operations on tensors of several devices compute on one.
+
+    That is the device of the stage, or that of the tensor which an operation changes.
+
+    A tensor that several operations need elsewhere is moved once, unless it changes in between.
+
+    Args:
+        device: Device of the first stage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        # By the identity and the device of a tensor: the tensor, its version then, and its copy there.
+        self._copies: dict[tuple[int, torch.device], tuple[Tensor, list[int] | None, Tensor]] = {}
+
+    def go_to(self, device: torch.device) -> None:
+        """Compute on another device from now on.
+
+        Args:
+            device: The device.
+        """
+        self._device = device
+
+    def here(self, value: Any) -> Any:
+        """Return a nested value with its tensors on the present device.
+
+        Args:
+            value: Nested tuples, lists and dictionaries. Tensors in other objects are moved by the operations.
+        """
+        return self._on(self._device, value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Most operations have their tensors on one device, and stay there.
+        devices = {tensor.device for tensor in _placed_tensors((args, kwargs))}
+        if len(devices) > 1:
+            device = self._device_for(func, args, kwargs)
+            args = self._on(device, args)
+            kwargs = self._on(device, kwargs)
+        return func(*args, **kwargs)
+
+    def _device_for(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+        """Return the device of an operation: that of the tensor which it changes, or that of the stage."""
+        # An operation that changes a copy would leave the tensor itself as it was.
+        changed: Any = None
+        name = getattr(func, "__name__", "")
+        if isinstance(kwargs.get("out"), Tensor):
+            changed = kwargs["out"]
+        elif func in _WITH_STATISTICS:
+            changed = args[1] if len(args) > 1 else kwargs.get("running_mean")
+        elif func in _WRITING or (name.endswith("_") and not name.endswith("__")):
+            changed = args[0] if args else None
+        if isinstance(changed, Tensor):
+            return changed.device
+        return self._device
+
+    def _on(self, device: torch.device, value: Any) -> Any:
+        return map_leaves(lambda leaf: self._copy(leaf, device), value)
+
+    def _copy(self, leaf: Any, device: torch.device) -> Any:
+        """Return a tensor on a device, and anything else as it is."""
+        if not isinstance(leaf, Tensor) or leaf.device == device or _goes_anywhere(leaf):
+            return leaf
+        # A mask, for instance, is used by every layer of a stage.
+        key = (id(leaf), device)
+        version = versions([leaf])
+        known = self._copies.get(key)
+        if known is not None:
+            original, version_of_copy, copy = known
+            if original is leaf and version == version_of_copy:
+                return copy
+        copy = to_device(leaf, device)
+        self._copies[key] = (leaf, version, copy)
+        return copy
+
+
+def _placed_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments that are bound to their device."""
+    for tensor in tensors_in(value):
+        if not _goes_anywhere(tensor):
+            yield tensor
+
+
+def _goes_anywhere(tensor: Tensor) -> bool:
+    """Return True for a number on the CPU, which operations on any device take."""
+    return tensor.device.type == "cpu" and tensor.dim() == 0
