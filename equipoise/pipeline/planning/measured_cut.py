@@ -13,7 +13,7 @@ from equipoise.pipeline.graph.traced import Traced
 from equipoise.pipeline.planning.block_merging import add_rest, merge_blocks
 from equipoise.pipeline.planning.cut import Cut, CutOptions, build_cut, public_name
 from equipoise.pipeline.planning.loss_profile import LossProfile
-from equipoise.pipeline.planning.partition import DoesNotFit, choose_cuts, describe_stages
+from equipoise.pipeline.planning.partition import DoesNotFit, NoCut, choose_cuts, describe_stages
 from equipoise.pipeline.planning.profile import profile_calls
 from equipoise.pipeline.planning.stage_costs import Block, Stage, StageDevice
 from equipoise.pipeline.schedule.schedule import splits
@@ -77,7 +77,7 @@ def cut_automatically(
     # 2. Choose the last block of each stage.
     try:
         prediction = predict_cut(blocks, options)
-    except ValueError:
+    except NoCut:
         message = _too_few_blocks(len(blocks), options, traced, prefix)
         raise TooFewBlocks(message) from None
 
@@ -105,7 +105,7 @@ def predict_cut(blocks: Sequence[Block], options: CutOptions) -> CutPrediction:
         options: The user's options.
 
     Raises:
-        ValueError: If there are more stages than places for a cut.
+        NoCut: If there are more stages than places for a cut.
         ConfigurationError: If nothing fits into memory.
     """
     devices = options.stage_devices()

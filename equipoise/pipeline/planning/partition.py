@@ -18,12 +18,16 @@ from typing import NamedTuple
 from equipoise.pipeline.planning.stage_costs import Block, Costs, Stage, StageDevice
 from equipoise.pipeline.schedule.schedule import Schedule
 
-__all__ = ["DoesNotFit", "choose_cuts", "describe_stages"]
+__all__ = ["DoesNotFit", "NoCut", "choose_cuts", "describe_stages"]
 
 # Cuts whose slowest stages differ by no more than this factor are equally good.
 _TOLERANCE = 1.01
 # Number of attempts to divide a device's memory between its stages.
 _ROUNDS = 8
+
+
+class NoCut(ValueError):
+    """There are more stages than places between which a cut is allowed."""
 
 
 class DoesNotFit(Exception):
@@ -63,7 +67,7 @@ def choose_cuts(
         For each stage the index of the block after its last.
 
     Raises:
-        ValueError: If there are more stages than blocks between which a cut is allowed.
+        NoCut: If there are more stages than blocks between which a cut is allowed.
         DoesNotFit: If no cut fits into memory; with several stages on a device, if none was found.
 
     Example:
@@ -77,7 +81,7 @@ def choose_cuts(
     else:
         cuts = _cut(costs)
     if cuts is None:
-        raise ValueError(
+        raise NoCut(
             f"{len(devices)} stages need as many blocks, and places to cut between them; there are {len(blocks)}."
         )
     if _overrun(costs, cuts) > 0:
