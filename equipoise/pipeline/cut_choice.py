@@ -1,6 +1,7 @@
 """Choice of the cut of a network: as the user, an earlier run or another replica has chosen, or by measured costs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ class CutChoice:
         names: Modules to cut before; None: chosen by measuring.
         pinned: The cut of an earlier run. It is used if the user names no cut, and the network still has it.
         common_cut: Cut that all replicas of the pipeline take; None: there is one replica.
+        time_links: Returns `CutOptions.links`, if these are not in the options; None: values take no time.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class CutChoice:
         names: Sequence[str] | None,
         pinned: PinnedCut | None,
         common_cut: CommonCut | None,
+        time_links: Callable[[], Sequence[float]] | None = None,
     ) -> None:
         self._module = module
         self._options = options
         self._names = names
         self._pinned = pinned
         self._common_cut = common_cut
+        self._time_links = time_links
 
     def pin(self, cut: PinnedCut) -> None:
         """Note the cut of an earlier run."""
@@ -91,7 +95,10 @@ class CutChoice:
             tensors: Tensors of a call with one micro-batch.
             rest: Measures what a step computes after the network's call; None: that does not count.
         """
-        cut = cut_automatically(traced, self._module, tensors, self._options, name, rest)
+        options = self._options
+        if not options.links and self._time_links is not None:
+            options = replace(options, links=self._time_links())
+        cut = cut_automatically(traced, self._module, tensors, options, name, rest)
         if self._common_cut is None:
             return cut
         first_cut = self._common_cut.publish(cut.pinned)

@@ -90,7 +90,10 @@ class StagedNetwork:
         self.threads = threads
         self.training = training
         self.processes = processes
-        self._choice = CutChoice(module, options, names, pinned, common_cut)
+        time_links = None
+        if processes is not None:
+            time_links = processes.commands.time_links
+        self._choice = CutChoice(module, options, names, pinned, common_cut, time_links)
         self.cut: Cut | None = None
         self.running: Pipeline | ProcessPipeline | None = None
         self.rest: LossProfile | None = None

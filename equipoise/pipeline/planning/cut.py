@@ -34,6 +34,8 @@ class CutOptions:
         speeds: For each device its speed relative to the others; None: all are equally fast.
         dim: The dimension of a batch's tensors that holds its samples.
         measured_on: Device on which calls are measured. Default: the first device.
+        links: Seconds for each byte that passes from a device to the next, and from the last one to the first. Default:
+            values take no time.
     """
 
     devices: Sequence[torch.device]
@@ -43,6 +45,7 @@ class CutOptions:
     speeds: Sequence[float] | None = None
     dim: int = 0
     measured_on: torch.device | None = None
+    links: Sequence[float] = ()
 
     @property
     def own_devices(self) -> Sequence[torch.device]:
@@ -60,8 +63,9 @@ class CutOptions:
         if not speeds:
             speeds = [1.0] * len(devices)
         fastest = max(speeds)
+        links = list(self.links) or [0.0] * len(devices)
         stage_devices = []
-        for device, speed in zip(devices, speeds, strict=True):
+        for device, speed, link in zip(devices, speeds, links, strict=True):
             info = infos.get(str(device))
             memory = None
             if info is not None and info.memory_free is not None:
@@ -69,7 +73,7 @@ class CutOptions:
                 sharing = devices.count(device)
                 memory = int(_RESERVE * info.memory_free / sharing)
             slowness = fastest / speed
-            stage_devices.append(StageDevice(slowness=slowness, memory=memory))
+            stage_devices.append(StageDevice(slowness=slowness, memory=memory, link=link))
         return stage_devices * self.stages_per_device
 
 

@@ -1,8 +1,9 @@
 """Partition blocks into stages by dynamic programming: the slowest as fast as possible, each within its memory.
 
 A dynamic programme over the ends of stages, exact for a given order of devices. Its cost is the time of the slowest
-stage. Among cuts whose times differ by less than measuring can tell, it is the bytes that pass between stages. Devices
-may be of unequal speed and memory (the problem of Narayanan et al., "PipeDream", 2019, for one machine).
+stage, with the exchange of what passes. Among cuts whose times differ by less than measuring can tell, it is the bytes
+that pass between stages. Devices may be of unequal speed and memory, and so may the links between them (the problem of
+Narayanan et al., "PipeDream", 2019).
 
 Several stages on a device share its memory, so the memory of one depends on the rest. First the programme runs without
 a limit of memory: if that cut fits, it is the best one. Otherwise each stage gets a part of its device's memory, and
@@ -284,10 +285,13 @@ def _best_beginning(
         if earlier.slowest > limit or (earlier.overrun and limit < math.inf):
             continue
         seconds = costs.seconds(stage, first, end)
+        if max(seconds, enough) > limit:
+            # All stages after this one in the list are longer, and compute longer.
+            break
+        seconds += costs.exchange(stage, first, end)
         seconds = max(seconds, enough)
         if seconds > limit:
-            # All stages after this one in the list are longer, and take longer.
-            break
+            continue
 
         # Compare without the memory of this stage first: to price it takes longer.
         cost = _Cost(

@@ -52,10 +52,12 @@ class StageDevice:
     Attributes:
         slowness: Time of a computation there, as a multiple of the measured time.
         memory: Available bytes; None: no limit.
+        link: Seconds for each byte that passes to the device of the next stage, or back. Both devices are busy with it.
     """
 
     slowness: float = 1.0
     memory: int | None = None
+    link: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class Stage:
 
     Attributes:
         first, end: Index of the first block, and of the one after the last.
-        forward, backward: Seconds for one micro-batch.
+        forward, backward: Seconds for one micro-batch, with the exchange of what passes.
         memory: Bytes at the peak, of this stage alone.
         parameters: Bytes of parameters and buffers.
         resting: Bytes of these and of the optimiser's state.
@@ -200,11 +202,12 @@ class Costs:
         peak = max(peak_before_gradients, peak_with_gradients)
 
         slowness = self.devices[stage].slowness
+        exchange = self._seconds_of_exchange(stage, first, end)
         return Stage(
             first=first,
             end=end,
-            forward=self._forward.between(first, end) * slowness,
-            backward=self._backward.between(first, end) * slowness,
+            forward=self._forward.between(first, end) * slowness + exchange,
+            backward=self._backward.between(first, end) * slowness + exchange,
             memory=resting + peak + numbers.between * left + transient,
             parameters=parameters,
             resting=resting,
@@ -214,8 +217,21 @@ class Costs:
             transient=transient,
         )
 
+    def _seconds_of_exchange(self, stage: int, first: int, end: int) -> float:
+        """Return the seconds in which a stage receives its inputs and sends its outputs. Gradients take as long."""
+        seconds = 0.0
+        if first > 0:
+            seconds += self.devices[stage - 1].link * self.blocks[first - 1].boundary
+        if end < len(self.blocks):
+            seconds += self.devices[stage].link * self.blocks[end - 1].boundary
+        return seconds
+
+    def exchange(self, stage: int, first: int, end: int) -> float:
+        """Return the seconds in which a stage exchanges values and gradients with its neighbours."""
+        return 2 * self._seconds_of_exchange(stage, first, end)
+
     def seconds(self, stage: int, first: int, end: int) -> float:
-        """Return the seconds of a stage's forward and backward."""
+        """Return the seconds of a stage's forward and backward, without the exchange of what passes."""
         forward = self._forward
         backward = self._backward
         # The order of this sum decides how it is rounded, and so which of two equal cuts is chosen.

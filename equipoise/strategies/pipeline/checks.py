@@ -19,6 +19,7 @@ def check_arguments(
     micro_batches: Any,
     cut_before: Any,
     speeds: Any,
+    link_speeds: Any,
     threads: Any,
     engine: Any,
     timeout: Any,
@@ -37,6 +38,10 @@ def check_arguments(
         raise ConfigurationError(f"cut_before takes a list of names, such as ['encoder.4'], not {cut_before!r}.")
     if speeds is not None and not _are_positive(speeds):
         raise ConfigurationError(f"speeds are numbers above 0, one for each device: [3, 1], not {speeds!r}.")
+    if link_speeds is not None and not _are_positive(link_speeds):
+        raise ConfigurationError(
+            f"link_speeds are MiB per second above 0, one for each device: [12000, 3000], not {link_speeds!r}."
+        )
     if threads is not None and not isinstance(threads, bool):
         raise ConfigurationError(f"threads is True, False or None, not {threads!r}.")
     if engine not in ("threads", "processes"):

@@ -58,6 +58,8 @@ class PipelineStrategy(Strategy):
             choose them by a method `pipeline_cuts`, which returns such names.
         speeds: Speeds of the devices relative to one another, such as [3, 1], from which the cut is chosen; a cut by
             `cut_before` stays as it is. Default: equal.
+        link_speeds: MiB per second that pass from each device to the next, and last from the last one to the first; the
+            cut counts the time in which values pass. Default: measured for engine="processes", otherwise not counted.
         engine: "threads": all stages are computed in this process. "processes": the stages of each device are in a
             process of its own. The process of the last stage has the module, the data, the losses, callbacks and
             checkpoints, and sends the others their layers. The trainer starts the processes, or torchrun or Slurm do,
@@ -97,6 +99,7 @@ class PipelineStrategy(Strategy):
         stages_per_device: int | None = None,
         cut_before: Sequence[str] | None = None,
         speeds: Sequence[float] | None = None,
+        link_speeds: Sequence[float] | None = None,
         engine: Literal["threads", "processes"] = "threads",
         threads: bool | None = None,
         timeout: float = 1800.0,
@@ -107,6 +110,7 @@ class PipelineStrategy(Strategy):
             micro_batches=micro_batches,
             cut_before=cut_before,
             speeds=speeds,
+            link_speeds=link_speeds,
             threads=threads,
             engine=engine,
             timeout=timeout,
@@ -123,6 +127,7 @@ class PipelineStrategy(Strategy):
         if cut_before is not None:
             self.cut_before = list(cut_before)
         self.speeds = speeds
+        self.link_speeds = link_speeds
         self.threads = threads
         self._user_shares = shares
         self._shares: ProcessShares | None = None
@@ -164,6 +169,7 @@ class PipelineStrategy(Strategy):
         num_cuts = num_devices * self.stages_per_device - 1
         check_entries("cut_before", self.cut_before, num_cuts, num_devices, self.stages_per_device)
         check_entries("speeds", self.speeds, num_devices, num_devices, self.stages_per_device)
+        check_entries("link_speeds", self.link_speeds, num_devices, num_devices, self.stages_per_device)
 
     def _use_device_of_process(self) -> None:
         assert self._launch is not None
@@ -206,6 +212,7 @@ class PipelineStrategy(Strategy):
             micro_batches=self._num_micro_batches(len(devices)),
             stages_per_device=self.stages_per_device,
             speeds=self.speeds,
+            links=[1 / (speed * 2**20) for speed in self.link_speeds or ()],
             dim=self.dim,
         )
         network = StagedNetwork(

@@ -41,7 +41,11 @@ def test_against_all_cuts():
     for _ in range(300):
         blocks = random_blocks(draw, draw.randint(1, 9))
         devices = [
-            StageDevice(slowness=draw.choice([1.0, 1.0, 3.0]), memory=draw.choice([None, draw.randint(50, 900)]))
+            StageDevice(
+                slowness=draw.choice([1.0, 1.0, 3.0]),
+                memory=draw.choice([None, draw.randint(50, 900)]),
+                link=draw.choice([0.0, draw.uniform(0, 0.2)]),
+            )
             for _ in range(draw.randint(1, 4))
         ]
         options = {"schedule": draw.choice(SCHEDULES[:2]), "micro_batches": draw.randint(1, 6), "state_factor": 2.0}
@@ -89,6 +93,15 @@ def test_a_slow_device_gets_less():
 def test_a_small_device_gets_less():
     blocks = [Block(name=str(index), forward=1.0, parameters=10, trained=10) for index in range(8)]
     assert choose_cuts(blocks, [StageDevice(memory=80), StageDevice()]) == [2, 8]
+
+
+def test_a_slow_link_passes_less() -> None:
+    blocks = [Block(name=str(index), forward=1.0, boundary=100 if index == 1 else 10) for index in range(4)]
+    assert choose_cuts(blocks, [StageDevice(), StageDevice()]) == [2, 4]
+    slow = [StageDevice(link=0.01), StageDevice()]
+    assert choose_cuts(blocks, slow) in ([1, 4], [3, 4])
+    (stage, _), _ = describe_stages(blocks, slow, [2, 4])
+    assert (stage.forward, stage.backward) == pytest.approx((3.0, 1.0))
 
 
 def test_among_equals_what_passes_decides():

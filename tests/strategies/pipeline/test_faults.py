@@ -224,6 +224,8 @@ def test_wrong_arguments(options, told):
     ("options", "told"),
     [
         ({"cut_before": ["a", "b"]}, r"cut_before must have 1 entries for 2 devices.*has 2: \['a', 'b'\]"),
+        ({"link_speeds": [1000, 0]}, "link_speeds are MiB per second above 0"),
+        ({"link_speeds": [1000]}, "link_speeds must have 2 entries for 2 devices"),
         ({"speeds": [1, 2, 3]}, "speeds must have 2 entries for 2 devices"),
     ],
 )

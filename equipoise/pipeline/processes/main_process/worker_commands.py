@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from equipoise.pipeline.messaging.commands import COMMAND, REPLY, rank_of
+from equipoise.pipeline.messaging.link_times import answer_link, time_link
 from equipoise.pipeline.messaging.messages import Messenger, StageError
 
 __all__ = ["WorkerCommands"]
@@ -92,6 +93,35 @@ class WorkerCommands:
         commands = dict.fromkeys(workers, command)
         replies = self.request(commands)
         return list(replies.values())
+
+    def time_links(self) -> list[float]:
+        """Return the seconds in which a byte passes from each process to the next, and from this one to the first."""
+        # 1. Each worker times the way to the next process.
+        seconds = []
+        for stage in range(self.last):
+            if stage + 1 < self.last:
+                self.send_command(stage + 1, "answer_link", self._rank_of(stage))
+                next_rank = self._rank_of(stage + 1)
+                replies = self.request({stage: ("time_link", next_rank)})
+                seconds.append(replies[stage])
+            else:
+                seconds.append(self._answer_worker(stage))
+
+        # 2. The main process times the way to the first stage.
+        self.send_command(0, "answer_link", 0)
+        own_seconds = time_link(self.messenger, self._rank_of(0), self.devices[-1])
+        return [*seconds, own_seconds]
+
+    def _answer_worker(self, stage: int) -> float:
+        """Let a worker time the way to this process, and return its seconds."""
+        rank = self._rank_of(stage)
+        has_reply = True
+        self.messenger.send(rank, COMMAND, (has_reply, "time_link", 0))
+        answer_link(self.messenger, rank, self.devices[-1])
+        seconds, failure = self.messenger.receive(rank, REPLY)
+        if failure is not None:
+            raise self.as_error(failure)
+        return float(seconds)
 
     def _rank_of(self, stage: int) -> int:
         count = len(self.devices)

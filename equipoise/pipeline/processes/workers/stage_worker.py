@@ -18,6 +18,7 @@ pass round the processes several times. `process_step` says how errors pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from equipoise.pipeline.graph.stage_spec import StageSpec, rebuild
 from equipoise.pipeline.graph.stages import StageProgram
 from equipoise.pipeline.graph.training_modes import set_modes
 from equipoise.pipeline.messaging.commands import COMMAND, REPLY, StepOrder, TensorSpec, rank_of
+from equipoise.pipeline.messaging.link_times import answer_link, time_link
 from equipoise.pipeline.messaging.messages import Messenger, StageError, as_late
 from equipoise.pipeline.messaging.process_step import ProcessStep
 from equipoise.pipeline.processes.workers.tensor_store import TensorStore
@@ -137,6 +139,8 @@ class StageWorker:
             "optimizer": self._optimizers.load,
             "optimizer_state": self._optimizers.state_of,
             "optimize": self._optimize,
+            "time_link": partial(time_link, self._messenger, device=self._device),
+            "answer_link": partial(answer_link, self._messenger, device=self._device),
             "arm": self._enable_recovery,
             "discard": self._discard,
         }
