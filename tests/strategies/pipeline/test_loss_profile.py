@@ -19,6 +19,7 @@ from equipoise.pipeline.planning.cut import CutOptions
 from equipoise.pipeline.planning.loss_profile import LossProfile
 from equipoise.pipeline.planning.measured_cut import _on_device_of_calls
 from equipoise.pipeline.planning.stage_costs import Block
+from equipoise.pipeline.planning.traced_calls import used_tensors
 from equipoise.pipeline.recording.tracing import trace
 from tests.conftest import ignoring
 from tests.support.pipelines import stay_whole
@@ -266,7 +267,7 @@ def test_memory() -> None:
         return StepResult((torch.exp(module.head(made)) * batch).mean(), 1, None)
 
     rest = LossProfile(module, step, batch, torch.device("cpu"), nullcontext)
-    rest.measure(_traced(module), output)
+    rest.measure(used_tensors(_traced(module)), output)
     assert rest.block is not None
     held = sum(tensor.nbytes for tensor in (*module.head.parameters(), *module.metric.buffers()))
     assert rest.block.parameters == held

@@ -69,7 +69,7 @@ class StageByStage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.now, self.homes, self.count = "outside", dict[int, str](), count
-        compute, stages = threaded_engine._Run.compute, self
+        compute, stages = threaded_engine.StepRun.compute, self
 
         def noted(run: Any, stage: int, action: Any) -> None:
             outer, stages.now = stages.now, stages.name(stage)
@@ -85,7 +85,7 @@ class StageByStage:
                 super().__init__(tensor, *args)
                 self.device = stages.homes.get(id(tensor), stages.now)
 
-        monkeypatch.setattr(threaded_engine._Run, "compute", noted)
+        monkeypatch.setattr(threaded_engine.StepRun, "compute", noted)
         monkeypatch.setattr(stage_graphs, "to_device", lambda tensor, device: tensor.clone())
         monkeypatch.setattr(ledger, "_Entry", Entry)
 

@@ -303,6 +303,7 @@ class StageWorker:
 
     def _copy_buffers(self) -> None:
         """Take the buffers of the first replica."""
+        # The default group has the workers with the same stages.
         buffers = self._tensors.buffers()
         copy_from_first(buffers.values())
 

@@ -121,6 +121,7 @@ class WorkerOptimizers:
 
     def sum_gradients(self, index: int) -> None:
         """Sum gradients over the same stages of all replicas."""
+        # All replicas have the same parameters here, also those without a gradient in this one.
         parameters = self._parameters_here(index)
         self._replica_sums.sum(list(parameters.values()))
 
