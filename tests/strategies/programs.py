@@ -19,6 +19,10 @@ from equipoise.parallel.workers.preloading import preloading
 
 __all__ = ["start_script", "torchrun", "wait_for"]
 
+# Variables that Lightning's `seed_everything` sets. The server of processes may have started while another test had set
+# them, and its processes would still have them.
+SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
 
 def start_script(script: Path, arguments: Sequence[str] = (), **variables: str) -> BaseProcess:
     """Start a script as `__main__` in a process of its own.
@@ -29,12 +33,21 @@ def start_script(script: Path, arguments: Sequence[str] = (), **variables: str) 
         variables: Variables of its environment, beside those that the server was started with.
     """
     with preloading():
-        process = get_context("forkserver").Process(target=_run, args=(str(script), list(arguments), variables))
+        process = get_context("forkserver").Process(
+            target=_run, args=(str(script), list(arguments), {**_seeds(), **variables})
+        )
         process.start()
     return process
 
 
+def _seeds() -> dict[str, str]:
+    """Return the variables of seeds that are set in this process."""
+    return {name: os.environ[name] for name in SEEDS if name in os.environ}
+
+
 def _run(script: str, arguments: list[str], variables: dict[str, str]) -> None:
+    for name in SEEDS:
+        os.environ.pop(name, None)
     os.environ.update(variables)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
@@ -67,13 +80,17 @@ def torchrun(
     for name, value in (("OMP_NUM_THREADS", "1"), ("TORCHELASTIC_SIGNALS_TO_HANDLE", "")):
         monkeypatch.setenv(name, value)
     how = ["--run-path", "--start-method", "forkserver", "--log-dir", str(script.parent / "logs")]
+    # torchrun passes variables of its own only.
+    program = script.with_name(f"{script.stem}_with_seeds.py")
+    call_of_run = f"_run({str(script)!r}, {list(arguments)!r}, {_seeds()!r})"
+    program.write_text(f"from tests.strategies.programs import _run\n{call_of_run}\n")
     with preloading():
         forkserver.ensure_running()
     errors: list[BaseException] = []
 
     def call(options: Sequence[str]) -> None:
         try:
-            torch_run.main([*options, *how, str(script), *arguments])
+            torch_run.main([*options, *how, str(program)])
         except BaseException as error:
             errors.append(error)
 
