@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -194,20 +194,20 @@ class Campaign:
         self.outcomes: list[Outcome] = []
         self._lock = threading.Lock()
 
-    def run(self, samples: Sequence[Sample], checkouts: Sequence[Path]) -> None:
-        """Examine all samples."""
-        waiting = list(reversed(samples))
+    def run(self, samples: Mapping[int, Sample], checkouts: Sequence[Path]) -> None:
+        """Examine samples, by their numbers in the draw."""
+        waiting = list(reversed(samples.items()))
 
         def work(checkout: Path) -> None:
             while True:
                 with self._lock:
                     if not waiting:
                         return
-                    sample = waiting.pop()
+                    number, sample = waiting.pop()
                 outcome = examine(sample, checkout, self.marks, self.seconds)
                 with self._lock:
                     self.outcomes.append(outcome)
-                    print(f"{len(self.outcomes)} of {len(samples)}: " + ", ".join(outcome.row()), flush=True)
+                    print(f"mutation {number}: " + ", ".join(outcome.row()), flush=True)
 
         with ThreadPoolExecutor(len(checkouts)) as pool:
             for finished in [pool.submit(work, checkout) for checkout in checkouts]:
@@ -230,6 +230,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60, help="number of mutations (default: 60)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw (default: 1)")
+    parser.add_argument("--first", type=int, default=1, help="first of the drawn mutations to examine (default: 1)")
+    parser.add_argument("--last", type=int, help="last of them (default: all that are drawn)")
     parser.add_argument("--folders", nargs="+", default=FOLDERS, help="folders of the package (default: four)")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     parser.add_argument("--workers", type=int, default=2, help="mutations examined at once (default: 2)")
@@ -243,7 +245,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     root = options.root.resolve()
-    samples = draw(root / "equipoise", options.folders, options.count, options.seed)
+    drawn = draw(root / "equipoise", options.folders, options.count, options.seed)
+    samples = dict(list(enumerate(drawn, 1))[options.first - 1 : options.last])
     campaign = Campaign(options.marks, options.minutes * 60)
     with ExitStack() as copies:
         checkouts = [copies.enter_context(working_copy(root)) for _ in range(options.workers)]

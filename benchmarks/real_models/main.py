@@ -45,7 +45,10 @@ SECTIONS: dict[str, Callable[[], list[Model]]] = {
     "torch": torch_models,
     "torch_geometric": geometric_models,
 }
-COLUMNS = ("model", "parameters", "cut before", "slowest / mean", "whole", *ENGINES, "seconds")
+COLUMNS = (
+    *("model", "parameters", "cut before", "slowest / mean", "as it ran", "memory", "time", "whole"),
+    *(*ENGINES, "seconds"),
+)
 
 
 @dataclass
@@ -89,9 +92,11 @@ class Row:
         """The line of the table."""
         found = self.record.get("engines", {})
         cut = next((found[engine]["cut"] for engine in ENGINES if "cut" in found.get(engine, {})), None)
-        described = ["", "", ""]
+        described = ["", "", "", "", "", ""]
         if cut is not None:
-            described = [", ".join(cut["names"]), f"{cut['to_mean']:.2f}", str(len(cut["opaque"]))]
+            costs = found.get("threads", {}).get("costs", {})
+            measured = [f"{costs[name]:.2f}" if name in costs else "" for name in ("to_mean", "memory", "time")]
+            described = [", ".join(cut["names"]), f"{cut['to_mean']:.2f}", *measured, str(len(cut["opaque"]))]
         parameters = self.record.get("parameters")
         size = "" if parameters is None else f"{parameters:,}"
         states = [self._state(engine) for engine in ENGINES]

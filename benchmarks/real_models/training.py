@@ -6,7 +6,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from catalogue import Model
+from stage_costs import StageCosts, devices_apart
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -284,10 +285,16 @@ def _pipelined(model: Model, engine: Any, begun: Task, expected: Task, notes: Pa
     found: dict[str, Any] = {}
     notes.unlink(missing_ok=True)
     strategy = PipelineStrategy(micro_batches=2, engine=engine)
+    costs = StageCosts()
+    # Stages in other processes allocate their memory there.
+    measures = engine == "threads"
+    callbacks = [_Notes(notes), costs] if measures else [_Notes(notes)]
     try:
-        actual = train(model, begun.rate, [_Notes(notes)], strategy=strategy, devices=["cpu", "cpu"])
+        with devices_apart() if measures else nullcontext():
+            actual = train(model, begun.rate, callbacks, strategy=strategy, devices=["cpu", "cpu"])
         found["deviation"] = deviation(begun, expected, actual)
         found["cut"] = json.loads(notes.read_text())
+        found["costs"] = costs.found
     except ConfigurationError as error:
         found["refused"] = str(error)
         found["traceback"] = traceback.format_exc()

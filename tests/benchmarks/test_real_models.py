@@ -14,7 +14,16 @@ from tests.benchmarks.conftest import BENCHMARKS, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MODULES = ("catalogue", "libraries", "networks", "training", "transformers_models", "other_models", "main")
+MODULES = (
+    "catalogue",
+    "libraries",
+    "networks",
+    "stage_costs",
+    "training",
+    "transformers_models",
+    "other_models",
+    "main",
+)
 CUT = {"names": ["net.layers.2"], "to_mean": 1.05, "opaque": {"gate": "it asks for values"}}
 
 
@@ -76,6 +85,19 @@ def test_verdicts(
     row.weigh(["threads"], 120.0)
     assert bool(row.wrong) == is_wrong
     assert len(row.cells()) == len(campaign["main"].COLUMNS)
+
+
+@pytest.mark.slow
+def test_costs_are_measured_beside_the_prediction(campaign: dict[str, ModuleType], tmp_path: Path) -> None:
+    model = campaign["main"].SECTIONS["torch"]()[0]
+    record = tmp_path / "record.json"
+    campaign["training"].judge(model, ["threads"], record)
+    row = campaign["main"].Row("torch", model, campaign["main"].read(record))
+    costs = row.record["engines"]["threads"]["costs"]
+    assert costs.keys() == {"memory", "to_mean", "time"}
+    assert 0.5 < costs["memory"] < 2
+    assert costs["to_mean"] >= 1
+    assert f"{costs['memory']:.2f}" in row.cells()
 
 
 def test_a_deviation_is_a_share_of_the_way(campaign: dict[str, ModuleType]) -> None:
