@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import set_device_of
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.shard import Shard
@@ -233,6 +234,18 @@ class PipelineStrategy(Strategy):
         if self.micro_batches is None:
             return 2 * num_devices
         return self.micro_batches
+
+    def share_batch_statistics(self, module: nn.Module) -> None:
+        """Refuse statistics over several replicas; see `Strategy.share_batch_statistics`.
+
+        Raises:
+            ConfigurationError: If there are several replicas.
+        """
+        if self.replicas > 1:
+            raise ConfigurationError(
+                "sync_batchnorm=True does not go with replicas of a pipeline: their layers are in other processes, and"
+                " compute micro-batches. Leave it out, or take layers without batch statistics."
+            )
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Restore the module; see `Strategy.teardown`."""

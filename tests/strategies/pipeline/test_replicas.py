@@ -281,6 +281,11 @@ def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Arguments
 
 
+def test_statistics_over_replicas_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="sync_batchnorm=True does not go with replicas"):
+        fit(pipeline(), 4, 2, 24, sync_batchnorm=True)
+
+
 @pytest.mark.parametrize(
     ("options", "devices", "message"),
     [
