@@ -251,8 +251,7 @@ class StagedNetwork:
         except NotFollowed as error:
             stacked = self._between_layers(name)
             if stacked is None:
-                self._advise_threads(name, error)
-                raise
+                raise self._with_advice(name, error) from error.__cause__
             with self._patch.removed():
                 return stacked.uncut_output(self._patch.original(name), structure, device)
         with self._patch.removed():
@@ -415,8 +414,7 @@ class StagedNetwork:
         except (NotFollowed, TooFewBlocks) as error:
             candidate = self._cut_between_layers(name, structure)
             if candidate is None:
-                self._advise_threads(name, error)
-                raise
+                raise self._with_advice(name, error) from error.__cause__
             return self._begin_at_layers(*candidate, _reason_of(error))
 
         # 2. Also where that is much quicker.
@@ -464,7 +462,8 @@ class StagedNetwork:
             cut = stacked.cut(forward, structure, choice.given_names(), choice.earlier(), self.rest)
         if cut is None:
             return None
-        if quicker_than is not None and _slowest(cut) > _MUCH_QUICKER * _slowest(quicker_than):
+        # A cut of an earlier run was quicker then, and is not measured again.
+        if quicker_than is not None and cut.stages and _slowest(cut) > _MUCH_QUICKER * _slowest(quicker_than):
             return None
         return stacked, cut
 
@@ -475,19 +474,20 @@ class StagedNetwork:
         note = f"The forward runs as it is, and stages begin at its layers, since {reason}."
         return replace(cut, note=note), sizes
 
-    def _advise_threads(self, name: str, error: ConfigurationError) -> None:
-        """Raise an error that names the engine which can cut the network, if there is one.
+    def _with_advice(self, name: str, error: ConfigurationError) -> ConfigurationError:
+        """Return an error that also names the engine which may cut the network, if there is one.
 
         Args:
             name: The network's name in the user's module.
-            error: The error that is raised otherwise.
+            error: The error.
         """
         stacked = StackedNetwork.of(self._modules[name], name, self.module, self.options)
-        if self.processes is not None and stacked is not None:
-            raise ConfigurationError(
-                f"{error} Or take engine='threads', which begins stages at the layers of a stack and lets the forward"
-                " run as it is."
-            ) from error
+        if self.processes is None or stacked is None:
+            return error
+        return ConfigurationError(
+            f"{error} Or take engine='threads', which begins stages at the layers of a stack and lets the forward run"
+            " as it is, unless it keeps something in attributes."
+        )
 
     def _between_layers(self, name: str) -> StackedNetwork | None:
         """Return the network as it is cut between layers; None if it has too few, or if other processes compute it."""

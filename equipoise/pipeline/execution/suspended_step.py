@@ -1,7 +1,7 @@
 """A user's step that stops where it calls the network, and continues with the output.
 
-Each step runs in a thread of its own, but never beside another: the caller that starts or resumes it waits until it
-reaches the network's call, or its end. So an unmodified `training_step` runs once, and the pipeline computes its call.
+Each step runs in a thread of its own, but only while the caller that starts or resumes it waits: until it pauses, as at
+the network's call, or until its end. So an unmodified `training_step` runs once, and the pipeline computes its call.
 """
 
 import threading

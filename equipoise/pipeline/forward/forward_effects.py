@@ -74,6 +74,21 @@ class ForwardEffects:
             return "draws random numbers that decide what it does"
         return ""
 
+    def describe_kept(self, module: nn.Module) -> str:
+        """Return the first change that a later forward would find: of an attribute, or of a container in one.
+
+        Args:
+            module: The module in which to look, with its submodules.
+        """
+        for submodule in module.modules():
+            noted = self._noted.get(id(submodule))
+            change = ""
+            if noted is not None:
+                change = noted.describe_kept()
+            if change:
+                return change
+        return ""
+
 
 class _NotedModule:
     """Attributes and buffers of a module, without those of its submodules."""
@@ -92,6 +107,16 @@ class _NotedModule:
 
     def describe_change(self) -> str:
         """Return the first change as a predicate; empty if there is none."""
+        change = self.describe_kept()
+        if change:
+            return change
+        for noted in self._noted_buffers:
+            if noted.has_changed():
+                return f"changes the buffer {noted.name!r} of {type(noted.module).__name__}"
+        return ""
+
+    def describe_kept(self) -> str:
+        """Return the first change but those of values in the same buffers; empty if there is none."""
         # 1. Other objects in attributes and buffers.
         changed_attribute = self._attributes.first_change()
         if changed_attribute is not None:
@@ -109,11 +134,6 @@ class _NotedModule:
             if not _are_same(_items_of(container), earlier_items):
                 kind = type(container).__name__
                 return f"changes the {kind} {name!r} of {type(self._module).__name__}"
-
-        # 3. Other values in the same buffers.
-        for noted in self._noted_buffers:
-            if noted.has_changed():
-                return f"changes the buffer {noted.name!r} of {type(noted.module).__name__}"
         return ""
 
 

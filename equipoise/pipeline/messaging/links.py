@@ -40,7 +40,7 @@ class StageLinks:
 
 @contextmanager
 def in_replica(
-    place: Rank, count: int, device: torch.device, *, timeout: float, port: int | None
+    place: Rank, count: int, device: torch.device, *, timeout: float, port: int | None, backend: str = "gloo"
 ) -> Iterator[StageLinks]:
     """Join the processes of a pipeline during a block.
 
@@ -50,13 +50,14 @@ def in_replica(
         device: Device of this process.
         timeout: Seconds for which processes wait for one another.
         port: Port of a store on this machine. None: environment variables name the store.
+        backend: Torch's backend for the same stages of several replicas. Default: "gloo".
     """
     if place.world_size == count:
         with _only_replica(place, device, timeout=timeout, port=port) as links:
             yield links
         return
     limit = timedelta(seconds=timeout)
-    with in_group(place, device, timeout=timeout, port=port, columns=count) as store:
+    with in_group(place, device, timeout=timeout, port=port, backend=backend, columns=count) as store:
         # `joined` refuses groups of another program if there are columns.
         assert store is not None
         replica, rank = divmod(place.global_rank, count)

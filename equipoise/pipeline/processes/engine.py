@@ -152,7 +152,7 @@ class ProcessPipeline:
         state = steps[0].state
         assert state is not None
         input_gradients = any(tensor.requires_grad for tensors in inputs for tensor in tensors)
-        seed = self._seeds.next_training_seed()
+        seed = self._seeds.training_seed()
         if pipelines is None:
             pipelines = [self] * len(steps)
         numbers = tuple(pipeline._program for pipeline in pipelines)

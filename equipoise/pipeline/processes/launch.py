@@ -177,7 +177,11 @@ class StageLaunch(ConnectedProcesses):
         """
         # 1. Join the other processes.
         self._take_rank(rank)
-        with in_replica(rank, self.count, self.device, timeout=self._timeout, port=port) as links:
+        # NCCL needs a device of its own for each process, and all processes need the same backend.
+        are_on_cuda = all(device.type == "cuda" for device in self._devices)
+        are_distinct = len(set(self._devices)) == len(self._devices)
+        backend = "nccl" if are_on_cuda and are_distinct else "gloo"
+        with in_replica(rank, self.count, self.device, timeout=self._timeout, port=port, backend=backend) as links:
             messenger = Messenger(self._timeout, links.stages)
             rank_in_replica = rank.global_rank % self.count
 

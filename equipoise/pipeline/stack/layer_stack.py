@@ -24,7 +24,7 @@ class LayerStack:
 def largest_stack(network: nn.Module) -> LayerStack | None:
     """Return the stack with the most parameters; None if the network has none.
 
-    A stack is a `ModuleList` or `Sequential` of at least two modules of one class.
+    A stack is a `ModuleList` or `Sequential` of at least two different modules of one class.
 
     Args:
         network: The network.
@@ -49,7 +49,9 @@ def _stacks_of(network: nn.Module) -> Iterator[LayerStack]:
         layers = list(module)
         classes = {type(layer) for layer in layers}
         has_parameters = all(any(True for _ in layer.parameters()) for layer in layers)
-        if len(layers) > 1 and len(classes) == 1 and has_parameters:
+        # A layer that stands there several times belongs to one stage.
+        are_distinct = len({id(layer) for layer in layers}) == len(layers)
+        if len(layers) > 1 and len(classes) == 1 and are_distinct and has_parameters:
             prefix = f"{name}." if name else ""
             yield LayerStack([f"{prefix}{index}" for index in range(len(layers))], layers)
 

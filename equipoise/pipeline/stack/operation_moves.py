@@ -91,9 +91,9 @@ class OperationMoves(_Base):  # type: ignore[misc]
         # A mask, for instance, is used by every layer of a stage.
         key = (id(leaf), device)
         version = versions([leaf])
-        known = self._copies.get(key)
-        if known is not None:
-            original, version_of_copy, copy = known
+        earlier_copy = self._copies.get(key)
+        if earlier_copy is not None:
+            original, version_of_copy, copy = earlier_copy
             if original is leaf and version == version_of_copy:
                 return copy
         copy = to_device(leaf, device)

@@ -27,12 +27,16 @@ class StackedForward:
         forward: The network's own forward.
         devices: The device of each stage.
         step: The step.
+
+    Attributes:
+        stage: Number of the latest stage that the forward has reached.
     """
 
     def __init__(self, forward: Callable[..., Any], devices: Sequence[torch.device], step: SuspendedStep) -> None:
-        self._step = step
-        self._call = StackedCall(forward, devices, self._pause)
         self.stage = 0
+        self._forward = forward
+        self._devices = devices
+        self._step = step
 
     def _pause(self, stage: int) -> None:
         self.stage = stage
@@ -40,8 +44,10 @@ class StackedForward:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the network's output; see `StackedCall.run`."""
+        # The call has copies of tensors, so nothing refers to it afterwards.
+        call = StackedCall(self._forward, self._devices, self._pause)
         with inside_stage():
-            return self._call.run(args, kwargs)
+            return call.run(args, kwargs)
 
 
 class StackPipeline(Pipeline):
@@ -133,7 +139,11 @@ class _StackRun(StepRun):
         if stage == 0:
             step.resume(forward)
         # 2. The step pauses where it reaches a later stage. A forward may leave out all layers of a stage.
-        while not step.ended and (forward.stage <= stage or stage == self._last):
+        is_last = stage == self._last
+        while not step.ended:
+            has_passed = forward.stage > stage
+            if has_passed and not is_last:
+                break
             step.resume(None)
         # 3. The next stage has its turn.
         if stage < self._last:

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import tensors_of
 from equipoise.pipeline.planning.stage_costs import Block
@@ -36,12 +37,15 @@ class StackProfile:
         before: Parameters and buffers outside of the layers that the forward uses before the first of them.
         after: Other parameters and buffers of the network outside of the layers.
         output: Output of the network on the device of the measurement.
+        side_effect: What the forward keeps in attributes, as a predicate. The forward of the next micro-batch, which begins
+            before it ends, would find it. Empty if it keeps nothing.
     """
 
     blocks: list[Block]
     before: list[Tensor]
     after: list[Tensor]
     output: Any
+    side_effect: str
 
 
 def profile_stack(
@@ -64,10 +68,14 @@ def profile_stack(
     """
     # 1. Run the forward and its backward several times.
     passes = []
+    side_effect = ""
     for _ in range(_PASSES):
         measurement = _Pass(stack, network, device)
         with preserve_state(module, containers=True), computed_on(device, network, module):
+            # In stages, the next micro-batch would find what a forward keeps.
+            effects = ForwardEffects(network)
             measurement.run(forward, structure)
+            side_effect = side_effect or effects.describe_kept(network)
         passes.append(measurement)
 
     # 2. Take the quickest times of each layer, and the memory of the first pass.
@@ -89,7 +97,7 @@ def profile_stack(
             boundary=first_pass.boundaries[index],
         )
         blocks.append(_with_tensors(block, tensors))
-    return StackProfile(blocks, before, after, first_pass.output)
+    return StackProfile(blocks, before, after, first_pass.output, side_effect)
 
 
 def _with_tensors(block: Block, tensors: Sequence[Tensor]) -> Block:

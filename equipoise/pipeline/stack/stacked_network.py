@@ -78,7 +78,7 @@ class StackedNetwork:
         pinned: PinnedCut | None,
         rest: LossProfile | None,
     ) -> Cut | None:
-        """Return the cut; None if the user names other modules than layers of the stack.
+        """Return the cut; None if the forward keeps something, or the user names other modules than layers.
 
         Args:
             forward: The network's own forward.
@@ -91,6 +91,9 @@ class StackedNetwork:
         device = self._options.measured_on or self._options.devices[0]
         profile = profile_stack(self._stack, self._network, self._module, forward, structure, device)
         self._profile = profile
+        # Several micro-batches are in the forward at the same time.
+        if profile.side_effect:
+            return None
         # 2. A cut that is given needs no more.
         if names is not None:
             return cut_stack_by_names(self._stack, names, self._name)

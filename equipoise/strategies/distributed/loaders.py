@@ -1,4 +1,4 @@
-"""Loaders under DDP: the part of each process."""
+"""Loaders of strategies with several processes: the part of each process."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics under DDP: computed over all processes, also where some have no batch."""
+"""Metrics of torchmetrics in several processes: computed over all of them, also where some have no batch."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,6 +1,6 @@
 """Checks of the arguments of a pipeline, and of modules that are to be trained in one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -57,6 +57,8 @@ def check_arguments(
     # 2. Combinations.
     if replicas > 1 and engine != "processes":
         raise ConfigurationError("replicas are for engine='processes': take that engine, or leave them out.")
+    if shares is not None and replicas == 1:
+        raise ConfigurationError("shares are for several replicas: give replicas=2 or more, or leave shares out.")
     if shares is not None and len(shares) != replicas:
         raise ConfigurationError(
             f"shares={list(shares)} are {len(shares)} numbers, but there are {replicas} replicas. Give one for each."
@@ -71,13 +73,20 @@ def _are_positive(values: Any) -> bool:
 
 
 def all_are(kind: type, values: Any) -> bool:
-    """Return whether `values` is an iterable whose entries are all of a type; a bool counts as no number."""
-    if not isinstance(values, Iterable):
+    """Return whether `values` is a sequence whose entries are all of a type; a bool counts as no number."""
+    if not isinstance(values, Sequence):
         return False
     return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
 
 
-def check_entries(name: str, entries: Sequence[Any] | None, count: int, devices: int, stages_per_device: int) -> None:
+def check_entries(
+    name: str,
+    entries: Sequence[Any] | None,
+    count: int,
+    devices: int,
+    stages_per_device: int,
+    replicas: int = 1,
+) -> None:
     """Check that an argument has an entry for each cut or device.
 
     Args:
@@ -86,6 +95,7 @@ def check_entries(name: str, entries: Sequence[Any] | None, count: int, devices:
         count: The number of entries that it needs.
         devices: The number of devices.
         stages_per_device: The number of stages on each of them.
+        replicas: The number of replicas, each of which has so many devices. Default: 1.
 
     Raises:
         ConfigurationError: If it has another number.
@@ -93,11 +103,12 @@ def check_entries(name: str, entries: Sequence[Any] | None, count: int, devices:
     if entries is None or len(entries) == count:
         return
     # The words of the message.
+    of_replica = " of each replica" * (replicas > 1)
     stages: str | int = stages_per_device
     if stages_per_device == 1:
         stages = "a stage"
     raise ConfigurationError(
-        f"{name} must have {count} entries for {devices} devices, {stages} on"
+        f"{name} must have {count} entries for {devices} devices{of_replica}, {stages} on"
         f" each, but has {len(entries)}: {list(entries)}."
     )
 

@@ -60,7 +60,7 @@ class ProcessParts:
         store = group_store()
         # Replicas have begun their process groups themselves.
         assert store is not None
-        return cls(backend, synchronise_metrics(module), ReplicaExchange(backend), CommonCut(store))
+        return cls(backend, synchronise_metrics(module), ReplicaExchange(backend, module), CommonCut(store))
 
 
 @dataclass
@@ -115,8 +115,6 @@ class PipelineRun:
             step: The user's training step, which does not run.
         """
         assert self.client is not None
-        # All replicas count the same steps.
-        self.client.seeds.next_training_seed()
         if step.begins_window:
             self.client.commands.send_to_all("zero")
         step.backward(_NO_RESULT)

@@ -57,8 +57,8 @@ class PipelineStrategy(Strategy):
             have 1.
         cut_before: Names of the modules with which the stages but the first begin. Default: chosen; a module may
             choose them by a method `pipeline_cuts`, which returns such names.
-        speeds: Speeds of the devices relative to one another, such as [3, 1], from which the cut is chosen; a cut by
-            `cut_before` stays as it is. Default: equal.
+        speeds: Speeds of the devices (of a replica) relative to one another, such as [3, 1], from which the cut is
+            chosen; a cut by `cut_before` stays as it is. Default: equal.
         link_speeds: MiB per second that pass from each device to the next, and last from the last one to the first; the
             cut counts the time in which values pass. Default: measured for engine="processes", otherwise not counted.
         engine: "threads": all stages are computed in this process. "processes": the stages of each device are in a
@@ -168,9 +168,10 @@ class PipelineStrategy(Strategy):
             num_devices = len(devices)
         # The first stage begins where the network does, so it has no entry.
         num_cuts = num_devices * self.stages_per_device - 1
-        check_entries("cut_before", self.cut_before, num_cuts, num_devices, self.stages_per_device)
-        check_entries("speeds", self.speeds, num_devices, num_devices, self.stages_per_device)
-        check_entries("link_speeds", self.link_speeds, num_devices, num_devices, self.stages_per_device)
+        plan = (num_devices, self.stages_per_device, self.replicas)
+        check_entries("cut_before", self.cut_before, num_cuts, *plan)
+        check_entries("speeds", self.speeds, num_devices, *plan)
+        check_entries("link_speeds", self.link_speeds, num_devices, *plan)
 
     def _use_device_of_process(self) -> None:
         assert self._launch is not None
@@ -320,6 +321,9 @@ class PipelineStrategy(Strategy):
         """Compute a batch in micro-batches; see `Strategy.forward_backward`."""
         run = self._current_run
         assert self._module is not None
+        # A batch that did not fit into memory is the same step.
+        if run.client is not None and not isinstance(parts, FinerBatch):
+            run.client.seeds.begin_step()
         if not parts:
             return run.pass_by(step)
         run.network.begin_step()

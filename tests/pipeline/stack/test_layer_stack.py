@@ -29,6 +29,11 @@ def test_layers_of_several_classes_are_no_stack() -> None:
     assert largest_stack(nn.Sequential(nn.Linear(2, 2), nn.Bilinear(2, 2, 2))) is None
 
 
+def test_one_layer_several_times_is_no_stack() -> None:
+    layer = nn.Linear(2, 2)
+    assert largest_stack(nn.ModuleList([layer, layer, layer])) is None
+
+
 def test_layers_without_parameters_are_no_stack() -> None:
     assert largest_stack(nn.Sequential(nn.ReLU(), nn.ReLU())) is None
     assert largest_stack(nn.Sequential(nn.Linear(2, 2))) is None

@@ -154,11 +154,20 @@ class Branching(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-def fit_values(strategy: Any, devices: int, values: Tensor, batch_size: int, make: Any, **options: Any) -> Any:
+def fit_values(
+    strategy: Any,
+    devices: int,
+    values: Tensor,
+    batch_size: int,
+    make: Any,
+    *,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> Any:
     module = make()
     data = TensorDataset(values)
     trainer = make_trainer(strategy, devices, **options)
-    trainer.fit(module, DataLoader(data, batch_size), DataLoader(data, batch_size))
+    trainer.fit(module, DataLoader(data, batch_size), DataLoader(data, batch_size), ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -206,6 +215,68 @@ def test_replicas_that_leave_out_their_batch() -> None:
     actual = fit_values(pipeline(cut_before=["net.last"]), 4, data, 2, Branching, num_sanity_val_steps=0)
     expected = fit_values("single_device", 1, data[1::2], 2, Branching, num_sanity_val_steps=0)
     same_weights(actual[0].net, expected[0].net)
+
+
+# State
+
+
+class Normalised(Branching):
+    """Has running statistics in both stages, and replaces a buffer in the step."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda: nn.Sequential(
+                nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+            )
+        )
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.seen: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.total = self.total + batch[0].sum()
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_start(self) -> None:
+        buffers = {name: value.clone() for name, value in self.trainer.strategy.module_state(self).items()}
+        self.seen = self.trainer.strategy.gather_objects(buffers)
+
+
+def test_buffers_of_replicas_are_the_same_before_an_evaluation() -> None:
+    strategy = pipeline(cut_before=["net.2"], micro_batches=2)
+    module, _ = fit_values(strategy, 4, values(16), 4, Normalised, num_sanity_val_steps=0)
+    first, second = module.seen
+    assert first["total"] != 0
+    assert first["net.1.running_mean"].abs().sum() > 0
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+class Dropping(Branching):
+    """Leaves out its first batch in the second replica alone, and drops values in the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.current_epoch == 0 and batch_idx == 0 and self.global_rank == 1:
+            return None
+        return self.net(batch[0]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*returned None for every batch")
+def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
+    def run(**options: Any) -> Any:
+        strategy = pipeline(cut_before=["net.2"])
+        callbacks = [checkpoints(tmp_path)]
+        return fit_values(strategy, 4, values(24), 4, Dropping, ckpt_path=ckpt_path, callbacks=callbacks, **options)[0]
+
+    ckpt_path: Path | None = None
+    expected = run()
+    run(max_steps=2)
+    ckpt_path = tmp_path / "step=2.ckpt"
+    actual = run()
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(actual.state_dict()[name], weight), name
 
 
 # Checkpoints
@@ -295,7 +366,9 @@ def test_statistics_over_replicas_are_refused() -> None:
         ({"replicas": 4}, 4, "take 'ddp'"),
         ({"replicas": 2, "shares": [1.0]}, 4, "are 1 numbers, but there are 2 replicas"),
         ({"replicas": 2, "shares": [0, 0]}, 4, "not all of them 0"),
-        ({"replicas": 2, "cut_before": ["a", "b"]}, 4, "cut_before must have 1 entries for 2 devices"),
+        ({"replicas": 1, "shares": [5]}, 4, "shares are for several replicas"),
+        ({"replicas": 2, "cut_before": ["a", "b"]}, 4, "cut_before must have 1 entries for 2 devices of each replica"),
+        ({"link_speeds": {1.0, 2.0}}, 2, "link_speeds are MiB per second"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], devices: int, message: str) -> None:

@@ -166,6 +166,16 @@ def test_a_stack_within_a_module_that_stays_whole(
     assert "stages of recorded calls are unbalanced: 'encoder' stays whole" in caplog.text
 
 
+def test_its_cut_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_UNBALANCED", 0.0)
+    monkeypatch.setattr(network, "_MUCH_QUICKER", float("inf"))
+    strategy = PipelineStrategy()
+    fit(strategy, 2, lambda: Module(Whole), max_epochs=1)
+    cut = strategy.state_dict()["cut_before"]
+    fit(strategy, 2, lambda: Module(Whole), max_epochs=1)
+    assert strategy.state_dict()["cut_before"] == cut
+
+
 @pytest.mark.parametrize(
     ("seconds", "opaque", "found"),
     [
@@ -261,6 +271,32 @@ class NoStack(nn.Module):
         if float(self.one.weight.detach().norm()) > 1e9:
             raise ValueError("The weights have diverged.")
         return self.other(hidden)
+
+
+class KeepsAttribute(Network):
+    """Passes a mask to its layers by an attribute, which the next micro-batch would overwrite."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.mask = value.sum(-1, keepdim=True) > 0
+        return super().forward(value) * self.mask
+
+
+class KeepsList(Network):
+    """Collects values in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.means.append(value.mean())
+        return super().forward(value) * self.means[-1]
+
+
+@pytest.mark.parametrize("network_class", [KeepsAttribute, KeepsList])
+def test_a_forward_that_keeps_something_is_refused(network_class: type[Network]) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be cut into stages"):
+        fit(PipelineStrategy(), 2, lambda: Module(network_class))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,11 @@ class StepSeeds:
     Example:
         >>> generator = torch.manual_seed(1)
         >>> seeds = StepSeeds()
-        >>> first = seeds.next_training_seed()
+        >>> seeds.begin_step()
+        >>> first = seeds.training_seed()
         >>> resumed = StepSeeds()
-        >>> resumed.next_training_seed() == first
+        >>> resumed.begin_step()
+        >>> resumed.training_seed() == first
         True
     """
 
@@ -32,10 +34,13 @@ class StepSeeds:
             self._suffix = f", replica {replica}"
         self._evaluations = 0
 
-    def next_training_seed(self) -> int:
-        """Count a training step, and return its seed. It is the same in a run that was interrupted and resumed."""
+    def begin_step(self) -> None:
+        """Count a training step, whether it calls the network or not: all replicas count the same steps."""
         self.steps += 1
         self._evaluations += 1
+
+    def training_seed(self) -> int:
+        """Return the seed of the present training step. It is the same in a run that was interrupted and resumed."""
         return _seed_of(f"{self.steps}{self._suffix}")
 
     def next_evaluation_seed(self) -> int:

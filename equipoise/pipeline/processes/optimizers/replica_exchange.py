@@ -16,6 +16,7 @@ from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import host_group
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.pipeline.execution.placement import move
 from equipoise.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.pipeline.processes.optimizers.replica_sums import ReplicaSums
 
@@ -27,9 +28,11 @@ class ReplicaExchange:
 
     Args:
         backend: Optimisers of this replica.
+        module: The user's module.
     """
 
-    def __init__(self, backend: ProcessBackend) -> None:
+    def __init__(self, backend: ProcessBackend, module: nn.Module) -> None:
+        self._module = module
         self._backend = backend
         self._processes = backend.processes
         self._sums = ReplicaSums()
@@ -44,7 +47,7 @@ class ReplicaExchange:
             optimizer: The optimiser.
 
         Returns:
-            True if Σw of all replicas is 0. Then no parameter keeps a gradient, as on one device.
+            True if Σw of all replicas is 0. Then no parameter keeps a gradient.
         """
         # 1. Exchange weights and gradients.
         total = self._total_weight(window.total)
@@ -84,6 +87,11 @@ class ReplicaExchange:
             for keys, keys_of_process in zip(union, places, strict=True):
                 keys.update(keys_of_process)
         self._processes.transfer.move(union)
+        # Gradients are exchanged between devices of the same type.
+        device = self._processes.commands.devices[-1]
+        for key, tensor in enumerate(placement.tensors):
+            if not placement.is_elsewhere(key):
+                move(tensor, device)
         self._agreed_places = placement.places()
 
     def _sum_gradients(self, optimizer: Optimizer) -> None:
@@ -125,11 +133,11 @@ class ReplicaExchange:
         copy_from_first(self._buffers_here())
 
     def _buffers_here(self) -> list[Tensor]:
-        """Return the buffers whose values are in this process."""
+        """Return the buffers whose values are in this process; a step may have replaced some by other tensors."""
         placement = self._processes.placement
         buffers = []
-        for key, tensor in enumerate(placement.tensors):
-            is_buffer = not isinstance(tensor, nn.Parameter)
-            if is_buffer and not placement.is_elsewhere(key):
-                buffers.append(tensor)
+        for buffer in self._module.buffers():
+            key = placement.key_of(buffer)
+            if key is None or not placement.is_elsewhere(key):
+                buffers.append(buffer)
         return buffers

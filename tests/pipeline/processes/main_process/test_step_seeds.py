@@ -15,20 +15,32 @@ def seeded() -> Iterator[None]:
         yield
 
 
+def next_training_seed(seeds: StepSeeds) -> int:
+    seeds.begin_step()
+    return seeds.training_seed()
+
+
 def test_seeds_have_48_bits_and_differ() -> None:
     seeds = StepSeeds()
-    values = [seeds.next_training_seed() for _ in range(3)]
+    values = [next_training_seed(seeds) for _ in range(3)]
     values += [seeds.next_evaluation_seed() for _ in range(3)]
     assert len(set(values)) == 6
     assert all(0 <= value < 1 << 48 for value in values)
     torch.manual_seed(4)
-    assert StepSeeds().next_training_seed() != values[0]
+    assert next_training_seed(StepSeeds()) != values[0]
 
 
 def test_a_resumed_run_draws_what_an_uninterrupted_one_draws() -> None:
     uninterrupted = StepSeeds()
-    uninterrupted.next_training_seed()
+    next_training_seed(uninterrupted)
     uninterrupted.next_evaluation_seed()
     resumed = StepSeeds()
     resumed.steps = uninterrupted.steps
-    assert resumed.next_training_seed() == uninterrupted.next_training_seed()
+    assert next_training_seed(resumed) == next_training_seed(uninterrupted)
+
+
+def test_replicas_draw_other_numbers() -> None:
+    torch.manual_seed(4)
+    first = next_training_seed(StepSeeds())
+    assert first == next_training_seed(StepSeeds(replica=0))
+    assert first != next_training_seed(StepSeeds(replica=1))
