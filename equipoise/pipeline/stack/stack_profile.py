@@ -37,8 +37,8 @@ class StackProfile:
         before: Parameters and buffers outside of the layers that the forward uses before the first of them.
         after: Other parameters and buffers of the network outside of the layers.
         output: Output of the network on the device of the measurement.
-        side_effect: What the forward keeps in attributes, as a predicate. The forward of the next micro-batch, which begins
-            before it ends, would find it. Empty if it keeps nothing.
+        side_effect: Change of an attribute or of a container in one, as a predicate. The forward of the next
+            micro-batch, which begins before this one ends, would find it. Empty if there is none.
     """
 
     blocks: list[Block]
