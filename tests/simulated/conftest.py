@@ -1,0 +1,5 @@
+"""The tests of the simulation itself are collected where it is installed, by `plugin`."""
+
+from tests.simulated.installation import is_installed
+
+collect_ignore = [] if is_installed() else ["test_simulation.py"]

@@ -1,0 +1,47 @@
+// A simulated CUDA for builds of torch without it: the arithmetic of the CPU on several devices, which refuse tensors
+// of each other, have a limited memory and generators of their own, and do not wait for the host.
+//
+// One file is compiled: each of several would read torch's headers anew, which takes most of the time.
+#include "operators/fallback.h"
+#include "operators/own_kernels.h"
+#include "operators/storage_operators.h"
+#include "runtime/hooks.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace simulated;
+
+  // Devices.
+  module.def("device_count", &device_count);
+  module.def("current_device", [] { return static_cast<int>(current_device); });
+  module.def("exchange_device", [](int device) { return static_cast<int>(exchange_current_device(device)); });
+  module.def("default_generator", [](int device) { return default_generator(device); });
+  module.def("launches", [](int device) { return launches[device].load(); });
+
+  // Streams. The numbers of streams are torch's.
+  module.def("set_stream", [](int64_t stream, int device) { current_stream[device] = stream; });
+
+  // Waiting.
+  module.def("synchronize", [](int device) {
+    py::gil_scoped_release other_threads;
+    wait_for_device(static_cast<DeviceIndex>(device), "torch.cuda.synchronize");
+  });
+  module.def("refuse_waiting", [](bool refused) { waiting_is_refused = refused; });
+  module.def("is_waiting_refused", [] { return waiting_is_refused.load(); });
+  module.def("waits", [] { return wait_count.load(); });
+  module.def("take_reasons", [] {
+    std::lock_guard<std::mutex> lock(late_copies_mutex);
+    return std::exchange(reasons, {});
+  });
+
+  // Memory.
+  module.def("set_limit", [](int device, int64_t bytes) { limit_bytes[device] = bytes; });
+  module.def("total_bytes", [](int device) { return total_bytes(static_cast<DeviceIndex>(device)); });
+  module.def("allocated_bytes", [](int device) { return allocated_bytes[device].load(); });
+  module.def("peak_bytes", [](int device) { return peak_bytes[device].load(); });
+  module.def("allocation_count", [](int device) { return allocation_count[device].load(); });
+  module.def("reset_peak", [](int device) { peak_bytes[device] = allocated_bytes[device].load(); });
+}

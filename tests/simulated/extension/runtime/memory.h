@@ -1,0 +1,153 @@
+// The memory of the devices, with a limit for each, and pinned memory of the host.
+#pragma once
+
+#include "devices.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
+
+#include <cstring>
+#include <mutex>
+#include <set>
+
+namespace simulated {
+
+using c10::DataPtr;
+
+constexpr int64_t kCapacity = int64_t{1} << 33;
+constexpr size_t kAlignment = 64;
+// All bits set: numbers are not a number, integers are -1. Memory that is read before it is written spoils the result.
+constexpr int kPoison = 0xFF;
+
+inline std::atomic<int64_t> allocated_bytes[kMostDevices];
+inline std::atomic<int64_t> peak_bytes[kMostDevices];
+// Bytes that may be allocated on each device; 0: its capacity.
+inline std::atomic<int64_t> limit_bytes[kMostDevices];
+inline std::atomic<int64_t> allocation_count[kMostDevices];
+
+inline int64_t total_bytes(DeviceIndex device) {
+  const int64_t limit = limit_bytes[device];
+  return limit == 0 ? kCapacity : limit;
+}
+
+// Counts bytes as allocated on a device. Raises torch.OutOfMemoryError if they do not fit.
+inline void count_bytes(DeviceIndex device, int64_t bytes) {
+  constexpr double kMebibyte = 1 << 20;
+  const int64_t now = allocated_bytes[device] += bytes;
+  const int64_t total = total_bytes(device);
+  if (now > total) {
+    allocated_bytes[device] -= bytes;
+    const int64_t unused = total - (now - bytes);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes / kMebibyte, " MiB. GPU ",
+        static_cast<int>(device), " has a total capacity of ", total / kMebibyte, " MiB of which ",
+        unused / kMebibyte, " MiB is free. (simulated)");
+  }
+  allocation_count[device]++;
+  int64_t peak = peak_bytes[device];
+  while (now > peak && !peak_bytes[device].compare_exchange_weak(peak, now)) {
+  }
+}
+
+inline void* allocate_poisoned(size_t bytes) {
+  const size_t whole_lines = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  void* data = std::aligned_alloc(kAlignment, whole_lines);
+  TORCH_CHECK(data != nullptr, "the host has no memory left for a simulated device");
+  std::memset(data, kPoison, whole_lines);
+  return data;
+}
+
+// One allocation: memory of its own, or that of a storage of the CPU, into which an operation has written.
+struct Allocation {
+  DeviceIndex device;
+  int64_t bytes;
+  void* data;
+  c10::Storage storage;
+};
+
+inline void release(void* context) {
+  auto* allocation = static_cast<Allocation*>(context);
+  allocated_bytes[allocation->device] -= allocation->bytes;
+  std::free(allocation->data);
+  delete allocation;
+}
+
+class DeviceAllocator final : public c10::Allocator {
+ public:
+  DataPtr allocate(size_t bytes) override {
+    const DeviceIndex device = current_device;
+    void* data = nullptr;
+    if (bytes > 0) {
+      count_bytes(device, static_cast<int64_t>(bytes));
+      data = allocate_poisoned(bytes);
+    }
+    auto* allocation = new Allocation{device, static_cast<int64_t>(bytes), data, {}};
+    return {data, allocation, &release, Device(c10::kCUDA, device)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return nullptr;
+  }
+
+  void copy_data(void* destination, const void* source, std::size_t count) const override {
+    std::memcpy(destination, source, count);
+  }
+};
+
+inline DeviceAllocator device_allocator;
+
+// Higher than that of the allocators which torch registers.
+constexpr uint8_t kAllocatorPriority = 200;
+
+inline const bool allocator_is_set = [] {
+  c10::SetAllocator(c10::kCUDA, &device_allocator, kAllocatorPriority);
+  return true;
+}();
+
+// Memory of a device that is the storage of a tensor of the CPU.
+inline DataPtr memory_around(const c10::Storage& storage, DeviceIndex device) {
+  const auto bytes = static_cast<int64_t>(storage.nbytes());
+  if (bytes > 0) {
+    count_bytes(device, bytes);
+  }
+  auto* allocation = new Allocation{device, bytes, nullptr, storage};
+  return {storage.mutable_data(), allocation, &release, Device(c10::kCUDA, device)};
+}
+
+inline std::mutex pinned_mutex;
+inline std::set<const void*> pinned_addresses;
+
+inline bool is_pinned(const void* address) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  return pinned_addresses.count(address) > 0;
+}
+
+inline void release_pinned(void* data) {
+  {
+    std::lock_guard<std::mutex> lock(pinned_mutex);
+    pinned_addresses.erase(data);
+  }
+  std::free(data);
+}
+
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  DataPtr allocate(size_t bytes) override {
+    void* data = allocate_poisoned(std::max<size_t>(bytes, 1));
+    std::lock_guard<std::mutex> lock(pinned_mutex);
+    pinned_addresses.insert(data);
+    return {data, data, &release_pinned, Device(c10::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release_pinned;
+  }
+
+  void copy_data(void* destination, const void* source, std::size_t count) const override {
+    std::memcpy(destination, source, count);
+  }
+};
+
+inline PinnedAllocator pinned_allocator;
+
+}  // namespace simulated
