@@ -211,8 +211,9 @@ def train(
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """The largest difference, relative to the size of the tensor."""
-    return float((one.double() - other.double()).abs().max() / max(float(one.double().abs().max()), 1e-3))
+    """The largest difference, relative to the size of the tensor. They may lie on different devices."""
+    one, other = one.double().cpu(), other.double().cpu()
+    return float((one - other).abs().max() / max(float(one.abs().max()), 1e-3))
 
 
 def assert_same(reference: tuple[Any, ...], run: tuple[Any, ...], tolerance: float = TOLERANCE) -> None:

@@ -65,6 +65,8 @@ def _replace_devices() -> None:
     }
     _set_all(torch._C, private)
     _set_all(torch.cuda, public)
+    # A build without cuDNN warns when it is asked.
+    torch.backends.cudnn.is_acceptable = lambda tensor: False
     # Checks of the capabilities of real devices.
     torch.cuda._queued_calls.clear()
 

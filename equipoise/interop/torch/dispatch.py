@@ -5,6 +5,7 @@ backward allocates. `tests/memory/profile/test_ledger.py` notices when they chan
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise import tree
 
-__all__ = ["OnOperation", "OperationWatch", "tensors_in"]
+__all__ = ["OnOperation", "OperationWatch", "tensors_in", "unwatched"]
 
 # Receives the name of an operation, its result, and its positional arguments.
 OnOperation = Callable[[str, Any, Any], None]
@@ -77,6 +78,26 @@ class OperationWatch:
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let operations of this thread pass within the context: no watch reports them, or moves their arguments.
+
+    Example:
+        >>> import torch
+        >>> names = []
+        >>> watch = OperationWatch(lambda name, result, args: names.append(name))
+        >>> watch.start()
+        >>> with unwatched():
+        ...     _ = torch.ones(2)
+        >>> watch.stop()
+        >>> names
+        []
+    """
+    # torch has no public name for this; its own private contexts are those of its tensor subclasses.
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

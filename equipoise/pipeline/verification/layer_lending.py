@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from equipoise.interop.torch.dispatch import OnOperation, OperationWatch
+from equipoise.interop.torch.dispatch import OnOperation, OperationWatch, unwatched
 
 __all__ = ["computed_on", "is_of_torch", "lent"]
 
@@ -34,15 +34,16 @@ def lent(layer: nn.Module | None, device: torch.device) -> Iterator[None]:
 @contextmanager
 def _values_on(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
     elsewhere = [tensor for tensor in tensors if tensor.device != device]
-    original_values = [tensor.data for tensor in elsewhere]
-    # Copies that inference mode creates could not become values of a parameter.
-    with torch.inference_mode(False), torch.no_grad():
+    # A watch that moves arguments to the device would take the original values there, for good. Copies that inference
+    # mode creates could not become values of a parameter.
+    with unwatched(), torch.inference_mode(False), torch.no_grad():
+        original_values = [tensor.data for tensor in elsewhere]
         for tensor in elsewhere:
             tensor.data = tensor.data.to(device)
     try:
         yield
     finally:
-        with torch.inference_mode(False), torch.no_grad():
+        with unwatched(), torch.inference_mode(False), torch.no_grad():
             for tensor, values in zip(elsewhere, original_values, strict=True):
                 tensor.data = values
 

@@ -402,7 +402,7 @@ def test_metrics_and_outputs():
     assert_same(expected, run)
     assert_same_logs(expected[2], run[2])
     for one, other in zip(expected[0].seen, run[0].seen, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12, check_device=False)
 
 
 # Precision
@@ -461,7 +461,9 @@ def test_gradients_pass_through_a_forward_outside_of_the_step(strategy):
     expected, run = reference(Training), fit(Training, SIZES, **pipelined(3, strategy, micro_batches=2))
     assert_same(expected, run)
     for name, gradient in expected[0].found.items():
-        torch.testing.assert_close(run[0].found[name], gradient, rtol=1e-11, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            run[0].found[name], gradient, rtol=1e-11, atol=1e-12, check_device=False, msg=name
+        )
 
 
 # Random numbers
@@ -517,5 +519,21 @@ class Constants(Base):
         return self.three(torch.tanh(self.two(hidden)) * torch.linspace(0, 1, 9).double())
 
 
+class ConstantsBesideTheInput(Constants):
+    """Makes them on the device of its input; a later stage has another device."""
+
+    def forward(self, features: Any) -> Any:
+        device = features.device
+        hidden = torch.tanh(self.one(features.flatten(1))) + torch.arange(9, device=device)
+        return self.three(torch.tanh(self.two(hidden)) * torch.linspace(0, 1, 9, device=device).double())
+
+
 def test_tensors_that_the_forward_makes_by_itself():
     assert_same(reference(Constants), fit(Constants, SIZES, **pipelined(2)))
+
+
+def test_tensors_that_the_forward_makes_on_the_device_of_its_input():
+    assert_same(
+        reference(ConstantsBesideTheInput),
+        fit(ConstantsBesideTheInput, SIZES, **pipelined(2, micro_batches=2, cut_before=["two"])),
+    )

@@ -1,0 +1,254 @@
+"""Simulated devices do what those of CUDA do, where programs that run on a CPU alone go wrong."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.pipeline.verification.layer_lending import computed_on
+from tests.simulated.installation import extension
+
+FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
+MIB = 1 << 20
+
+
+# Devices
+
+
+@pytest.mark.parametrize("other", ["cuda:1", "cpu"])
+def test_tensors_of_two_devices_in_one_operation_are_refused(other: str) -> None:
+    one, two = torch.ones(3, device=FIRST), torch.ones(3, device=other)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device, but found at least two"):
+        one + two
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device, but found at least two"):
+        torch._foreach_add_([one, one], [one, two])
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device, but found at least two"):
+        torch.cat([one, two])
+
+
+def test_numbers_and_indices_may_lie_on_the_host() -> None:
+    values = torch.arange(4.0, device=SECOND)
+    assert (values * torch.tensor(2.0)).tolist() == [0, 2, 4, 6]
+    assert values[torch.tensor([3, 1])].tolist() == [3, 1]
+    assert values.device == SECOND
+
+
+def test_each_thread_has_a_current_device() -> None:
+    found: list[torch.device] = []
+    with torch.cuda.device(SECOND):
+        thread = threading.Thread(target=lambda: found.append(torch.ones(1, device="cuda").device))
+        thread.start()
+        thread.join()
+        found.append(torch.ones(1, device="cuda").device)
+    assert found == [FIRST, SECOND]
+    assert torch.cuda.current_device() == 0
+
+
+def test_a_device_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(1, device="cuda:7")
+
+
+def test_a_backward_runs_on_the_devices_of_the_forward() -> None:
+    weight = torch.ones(2, device=FIRST, requires_grad=True)
+    (weight.to(SECOND) * torch.full((2,), 3.0, device=SECOND)).sum().backward()
+    assert weight.grad is not None
+    assert (weight.grad.device, weight.grad.tolist()) == (FIRST, [3, 3])
+
+
+# Memory
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    torch.cuda.empty_cache()
+    extension().set_limit(1, extension().allocated_bytes(1) + MIB)
+    yield
+    extension().set_limit(1, 0)
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_device_whose_memory_is_full_raises_an_error_that_names_it() -> None:
+    elsewhere = torch.empty(MIB, device=FIRST)
+    kept = torch.empty(MIB // 2, dtype=torch.uint8, device=SECOND)
+    before = torch.cuda.memory_allocated(SECOND)
+    for allocate in (lambda: torch.empty(MIB, device=SECOND), lambda: elsewhere.to(SECOND), lambda: kept.float()):
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory.* GPU 1 has a total capacity"):
+            allocate()
+    assert torch.cuda.memory_allocated(SECOND) == before
+
+
+def test_peaks_are_counted() -> None:
+    torch.cuda.reset_peak_memory_stats(SECOND)
+    before = torch.cuda.memory_allocated(SECOND)
+    torch.ones(MIB, dtype=torch.uint8, device=SECOND).add_(1)
+    assert torch.cuda.memory_allocated(SECOND) == before
+    assert torch.cuda.max_memory_allocated(SECOND) == before + MIB
+    unused, total = torch.cuda.mem_get_info(SECOND)
+    assert total - unused == before
+
+
+def test_fresh_memory_is_poisoned() -> None:
+    assert torch.empty(1000, device=FIRST).isnan().all()
+    assert (torch.empty(1000, dtype=torch.int64, device=FIRST) == -1).all()
+    assert torch.empty(8, pin_memory=True).isnan().all()
+
+
+# Waiting
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_copy_to_the_host_is_late(dtype: torch.dtype) -> None:
+    expected = torch.tensor([0, 1, 1, 0]).to(dtype)
+    values = expected.to(SECOND)
+    copy = values.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream(SECOND).record_event()
+    values.zero_()  # the device works in order: the copy has the values of its time
+    assert copy.is_pinned()
+    assert not event.query()
+    assert not torch.equal(copy, expected)
+    torch.cuda.synchronize(FIRST)  # another device
+    assert not event.query()
+    assert not torch.equal(copy, expected)
+    event.synchronize()
+    assert event.query()
+    assert torch.equal(copy, expected)
+
+
+def test_a_wait_for_another_stream_is_none() -> None:
+    stream = torch.cuda.Stream(SECOND)
+    value = torch.ones(2, device=SECOND)
+    with torch.cuda.stream(stream):
+        assert torch.cuda.current_device() == 1
+        copy = value.to("cpu", non_blocking=True)
+    assert torch.cuda.current_device() == 0
+    torch.cuda.current_stream(SECOND).synchronize()
+    assert copy.isnan().all()
+    stream.synchronize()
+    assert copy.tolist() == [1, 1]
+
+
+def test_waits_are_counted() -> None:
+    value = torch.ones(2, device=FIRST)
+    extension().take_reasons()
+    before = extension().waits()
+    (value * 2).sum()
+    value.to(SECOND)
+    torch.ones(2).pin_memory().to(FIRST, non_blocking=True)
+    assert extension().waits() == before
+    value.sum().item()
+    value.cpu()
+    torch.ones(2).to(FIRST)
+    value.nonzero()
+    torch.cuda.synchronize()
+    assert extension().waits() == before + 5
+    assert extension().take_reasons() == [
+        "aten::_local_scalar_dense",
+        "copy to the CPU",
+        "copy from the CPU",
+        "aten::nonzero",
+        "torch.cuda.synchronize",
+    ]
+
+
+def test_waits_can_be_refused() -> None:
+    value = torch.ones(2, device=FIRST)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        value.sum()
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+            value.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_launches_are_counted() -> None:
+    value = torch.ones(2, 3, device=SECOND)
+    before = [extension().launches(index) for index in range(2)]
+    (value.t().view(3, 2)[0] * 2).sum()  # views are free
+    assert [extension().launches(index) for index in range(2)] == [before[0], before[1] + 2]
+
+
+# Random numbers
+
+
+def test_each_device_has_a_generator() -> None:
+    torch.cuda.manual_seed_all(3)
+    host = torch.get_rng_state()
+    first, second = torch.rand(5, device=FIRST), torch.rand(5, device=SECOND)
+    assert torch.equal(first.cpu(), second.cpu())
+    state = torch.cuda.get_rng_state(SECOND)
+    dropped = torch.nn.functional.dropout(torch.ones(50, device=SECOND), 0.5)
+    assert not torch.equal(torch.rand(5, device=FIRST), torch.rand(5, device=SECOND).to(FIRST))
+    torch.cuda.set_rng_state(state, SECOND)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(50, device=SECOND), 0.5), dropped)
+    assert set(dropped.tolist()) == {0.0, 2.0}
+    assert torch.equal(torch.get_rng_state(), host)
+
+
+def test_a_generator_belongs_to_a_type_of_device() -> None:
+    generators = [torch.Generator(SECOND).manual_seed(5) for _ in range(2)]
+    one, two = (torch.rand(3, device=SECOND, generator=generator) for generator in generators)
+    assert torch.equal(one, two)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(3, device=SECOND, generator=torch.Generator())
+
+
+# Layers with kernels of their own
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_compute_as_on_the_host(kind: type[nn.RNNBase], bias: bool) -> None:
+    layer = kind(3, 4, num_layers=2, batch_first=True, bias=bias, dtype=torch.float64)
+    inputs = torch.randn(2, 5, 3, dtype=torch.float64)
+    on_host = outputs_and_gradients(layer, inputs)
+    layer.zero_grad()
+    on_device = outputs_and_gradients(layer.to(SECOND), inputs.to(SECOND))
+    assert len(on_host) == len(on_device)
+    for expected, actual in zip(on_host, on_device, strict=True):
+        assert actual.device == SECOND
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+def outputs_and_gradients(layer: nn.RNNBase, inputs: Tensor) -> list[Tensor]:
+    """The outputs and last states, and the gradients of inputs and parameters."""
+    inputs = inputs.clone().requires_grad_()
+    output, state = layer(inputs)
+    states = [state] if isinstance(state, Tensor) else list(state)
+    loss = sum((value.pow(2) * (index + 1)).sum() for index, value in enumerate([output, *states]))
+    loss.backward()
+    gradients = [tensor.grad for tensor in (inputs, *layer.parameters())]
+    return [tensor.detach() for tensor in (output, *states, *gradients) if tensor is not None]
+
+
+def test_attention_computes_as_on_the_host() -> None:
+    query, key, value = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    actual = nn.functional.scaled_dot_product_attention(*(t.to(FIRST) for t in (query, key, value)), is_causal=True)
+    torch.testing.assert_close(actual.cpu(), expected)
+
+
+# Layers that are lent to another device
+
+
+class Scaled(nn.Module):
+    """A layer beside a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(values) * self.scale
+
+
+def test_a_lent_layer_gets_its_own_values_back() -> None:
+    """A recording moves the arguments of operations to its device; the values of a lent layer stay where they are."""
+    network = nn.Sequential(Scaled()).to(FIRST)
+    before = [(tensor.device, tensor.data_ptr()) for tensor in network.parameters()]
+    with computed_on(SECOND, network, network):
+        assert network(torch.ones(1, 2, device=SECOND)).device == SECOND
+    assert [(tensor.device, tensor.data_ptr()) for tensor in network.parameters()] == before
