@@ -75,7 +75,7 @@ def test_a_device_whose_memory_is_full_raises_an_error_that_names_it() -> None:
     kept = torch.empty(MIB // 2, dtype=torch.uint8, device=SECOND)
     before = torch.cuda.memory_allocated(SECOND)
     for allocate in (lambda: torch.empty(MIB, device=SECOND), lambda: elsewhere.to(SECOND), lambda: kept.float()):
-        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory.* GPU 1 has a total capacity"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory.* GPU 1 has a total capacity"):
             allocate()
     assert torch.cuda.memory_allocated(SECOND) == before
 

@@ -104,10 +104,12 @@ ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
 def test_errors_in_a_stage_end_the_run_cleanly(stage, phase, error, threads):
     """They name the stage; no thread is left, no forward is caught any more, and the same trainer can go on."""
     module = Failing(stage, phase=phase, error=error).double()
-    trainer = quiet(**pipelined(3, threads=threads, **CUT))
+    options = pipelined(3, threads=threads, **CUT)
+    trainer = quiet(**options)
     with pytest.raises(error, match="injected") as raised:
         trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None))
-    assert f"This was stage {stage} of the pipeline, on cpu." in raised.value.__notes__
+    device = options["strategy"].devices[stage]
+    assert f"This was stage {stage} of the pipeline, on {device}." in raised.value.__notes__
     assert "forward" not in vars(module.net)
     assert "forward" not in vars(module)
     module.net[stage + 1].at = 10**6
@@ -186,12 +188,11 @@ def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phas
     def failing() -> Any:
         return make(phase=phase, error=torch.OutOfMemoryError, at=5, times=2)
 
-    module, _, trainer = fit(
-        failing, SIZES, **options, callbacks=[gradients, recovery], **pipelined(3, threads=threads, **CUT)
-    )
+    options |= pipelined(3, threads=threads, **CUT)
+    module, _, trainer = fit(failing, SIZES, **options, callbacks=[gradients, recovery])
     assert_same(expected, (module, gradients.seen, trainer))
     assert module.net[stage + 1].calls > 2 * (4 + 4 + 4)
-    assert recovery.events[-1].device == "cpu"
+    assert recovery.events[-1].device == str(options["strategy"].devices[stage])
 
 
 # Bad input
@@ -405,21 +406,25 @@ def test_modules_that_want_to_do_it_themselves():
     refused(Compiled(), "is compiled.*Leave torch.compile out")
 
 
+class SharedStatistics(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(30)
+        self.one, self.other = nn.Linear(30, 30), nn.Linear(30, CLASSES)
+
+    def forward(self, features: Any) -> Any:
+        return self.other(self.norm(self.one(self.norm(features.flatten(1)))))
+
+
 def test_shared_layers_with_statistics_cannot_have_copies():
-    class Shared(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(30)
-            self.one, self.other = nn.Linear(30, 30), nn.Linear(30, CLASSES)
-
-        def forward(self, features: Any) -> Any:
-            return self.other(self.norm(self.one(self.norm(features.flatten(1)))))
-
     trainer = quiet(**pipelined(2, Copying, cut_before=["one"]))
     with pytest.raises(ConfigurationError, match=r"'norm' is used by two stages.*running statistics"):
-        trainer.fit(Shared().double(), DataLoader(Batches([8]), batch_size=None))
-    one = quiet(**pipelined(2, cut_before=["one"], micro_batches=2), sync_batchnorm=True)
-    one.fit(Shared().double(), DataLoader(Batches([8]), batch_size=None))
+        trainer.fit(SharedStatistics().double(), DataLoader(Batches([8]), batch_size=None))
+
+
+def test_shared_layers_with_statistics_on_one_device():
+    trainer = quiet(**pipelined(2, cut_before=["one"], micro_batches=2), sync_batchnorm=True)
+    trainer.fit(SharedStatistics().double(), DataLoader(Batches([8]), batch_size=None))
 
 
 def test_hooks_on_tied_weights_would_see_a_part():
@@ -432,7 +437,7 @@ def test_hooks_on_tied_weights_would_see_a_part():
 
 def test_memory_that_is_not_enough(monkeypatch):
     monkeypatch.setattr("equipoise.pipeline.planning.cut._RESERVE", 1e-9)
-    refused(Mlp(), "No cut of the network fits into memory; the best would need: stage 0 on cpu")
+    refused(Mlp(), "No cut of the network fits into memory; the best would need: stage 0 on (cpu|cuda:0) ")
 
 
 # Refusals that name a way out

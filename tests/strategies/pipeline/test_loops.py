@@ -161,12 +161,12 @@ def test_the_table_and_the_report():
     told = table_of(cut, options, [1] * 6)
     assert len(told.splitlines()) == 1 + 6 + 3
     assert "with 4 of them under 'interleaved_1f1b' devices idle" in told
-    assert told.count("cpu ") >= 8
+    assert sum(told.count(f"{device} ") for device in set(strategy.devices)) >= 8
     assert all(0 < peak <= sum(stage.memory for stage in cut.stages[at::2]) for at, peak in enumerate(cut.peaks))
     step = pipeline_step(strategy)
     assert step is not None
-    assert step.devices == ["device 0, cpu", "device 1, cpu"]
-    assert step.stages == [f"stage {stage}, cpu" for stage in range(6)]
+    assert step.devices == [f"device {index}, {device}" for index, device in enumerate(strategy.devices)]
+    assert step.stages == [f"stage {stage}, {strategy.devices[stage % 2]}" for stage in range(6)]
     assert len(step.spans) == 2 * 6 * 4
 
 
@@ -223,6 +223,8 @@ def test_a_step_that_does_not_fit_is_done_in_more_micro_batches(schedule):
 def test_errors_name_the_stage(stage, phase, threads):
     module = Failing(stage, phase=phase).double()
     cut = {"cut_before": ["net.2", "net.3", "net.4"], "micro_batches": 4, "threads": threads}
+    options = looped(2, **cut)
     with pytest.raises(ValueError, match="injected") as raised:
-        quiet(**looped(2, **cut)).fit(module, DataLoader(Batches([13, 13, 5]), batch_size=None))
-    assert f"This was stage {stage} of the pipeline, on cpu." in raised.value.__notes__
+        quiet(**options).fit(module, DataLoader(Batches([13, 13, 5]), batch_size=None))
+    device = options["strategy"].devices[stage % 2]
+    assert f"This was stage {stage} of the pipeline, on {device}." in raised.value.__notes__

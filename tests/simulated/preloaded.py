@@ -1,0 +1,7 @@
+"""Importing this module installs the simulation: in the server of worker processes, before it imports torch."""
+
+from tests.simulated.installation import install
+
+__all__: list[str] = []
+
+install()

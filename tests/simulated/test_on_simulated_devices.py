@@ -1,0 +1,72 @@
+"""The tests of the pipeline, and those of the simulation itself, on two CUDA devices that are simulated on a CPU.
+
+CUDA must be there before torch is asked for it, so each file runs in a process of its own.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulated.build import NotBuildable, built_extension
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = "tests/strategies/pipeline"
+FILES = [
+    "tests/simulated/test_simulation.py",
+    *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
+    *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "faults", "processes", "process_loops")),
+]
+TIMEOUT = 800.0  # seconds for one file, less than the tests' own
+
+
+@pytest.fixture(scope="module")
+def extension() -> Path:
+    """The compiled extension; where it cannot be compiled there is no simulation."""
+    try:
+        return built_extension()
+    except NotBuildable as reason:
+        pytest.skip(f"no devices can be simulated: {reason}")
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("file", FILES)
+def test_file(file: str) -> None:
+    code, output = run("-p", "tests.simulated.plugin", file)
+    assert code == 0, output
+    assert re.search(r"\d+ passed", output), output
+    for device in ("cuda:0", "cuda:1"):
+        launches = re.search(rf"{device} \(simulated\) has launched (\d+) kernels", output)
+        assert launches is not None, output
+        assert int(launches[1]) > 0, output
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Run pytest in a process of its own; return its exit code, and the end of what it has written."""
+    foreign = ("PYTEST_", "COVERAGE_")  # of the process that runs this test
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", "-p", "no:cacheprovider", *arguments]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with process:
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            # With its workers, which would write into the pipe.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output[-8000:]
