@@ -170,7 +170,7 @@ def test_errors_come_home(stage: int, phase: str) -> None:
         fit_sizes(Failing, looped(cut_before=cut, micro_batches=2), **options)
     if stage in (0, 2):
         notes = "".join(raised.value.__notes__)
-    assert re.search(rf"This was stage {stage}, on (cpu|cuda:0), in a process of its own", notes)
+        assert re.search(rf"This was stage {stage}, on (cpu|cuda:0), in a process of its own", notes)
 
 
 def fit_sizes(make: Any, strategy: Any, **options: Any) -> None:
