@@ -224,13 +224,6 @@ def outputs_and_gradients(layer: nn.RNNBase, inputs: Tensor) -> list[Tensor]:
     return [tensor.detach() for tensor in (output, *states, *gradients) if tensor is not None]
 
 
-def test_attention_computes_as_on_the_host() -> None:
-    query, key, value = (torch.randn(2, 2, 5, 4) for _ in range(3))
-    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    actual = nn.functional.scaled_dot_product_attention(*(t.to(FIRST) for t in (query, key, value)), is_causal=True)
-    torch.testing.assert_close(actual.cpu(), expected)
-
-
 # Layers that are lent to another device
 
 

@@ -12,12 +12,12 @@ namespace simulated {
 
 using OptionalTensor = std::optional<Tensor>;
 
-inline Tensor plus(const Tensor& sum, const OptionalTensor& addend) {
-  return addend.has_value() && addend->defined() ? sum + *addend : sum;
-}
-
 inline bool is_given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
+}
+
+inline Tensor plus(const Tensor& sum, const OptionalTensor& addend) {
+  return is_given(addend) ? sum + *addend : sum;
 }
 
 // Dropout. The kernel of the CPU draws from the generator of the CPU.
@@ -30,13 +30,6 @@ inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, 
   const double scale = kept == 0 ? 0 : 1 / kept;
   const Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(kept);
   return {input.mul(mask).mul_(scale), mask};
-}
-
-// Attention. The other kernels exist for CUDA alone.
-
-inline int64_t choose_attention(
-    const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double, bool, std::optional<double>, bool) {
-  return static_cast<int64_t>(at::SDPBackend::math);
 }
 
 // LSTM, in the formulas of its documentation. The workspace holds the gates after their activations.
@@ -117,7 +110,6 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("native_dropout", native_dropout);
-  library.impl("_fused_sdp_choice", choose_attention);
   library.impl("_thnn_fused_lstm_cell", lstm_cell);
   library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   library.impl("_thnn_fused_gru_cell", gru_cell);
