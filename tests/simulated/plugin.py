@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulated import installation
+from tests.simulated.devices import installation
 
 installation.install()
 
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from equipoise.trainer.settings import defaults
 
     # The server of worker processes imports this first.
-    preloading._TORCH = ("tests.simulated.preloaded", *preloading._TORCH)  # type: ignore[assignment]
+    preloading._TORCH = ("tests.simulated.devices.preloaded", *preloading._TORCH)  # type: ignore[assignment]
     select = defaults.select_devices
 
     def select_simulated(*args: Any, **kwargs: Any) -> list[torch.device]:

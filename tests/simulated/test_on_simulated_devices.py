@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulated.build import NotBuildable, built_extension
+from tests.simulated.devices.build import NotBuildable, built_extension
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = "tests/strategies/pipeline"
 FILES = [
-    "tests/simulated/test_simulation.py",
+    *(f"tests/simulated/test_{name}.py" for name in ("simulation", "recovery", "waits")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "faults", "processes", "process_loops")),
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.pipeline.verification.layer_lending import computed_on
-from tests.simulated.installation import extension
+from tests.simulated.devices.installation import extension
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from tests.simulated.build import MODULE, built_extension
+from tests.simulated.devices.build import MODULE, built_extension
 
 __all__ = ["extension", "install", "is_installed"]
 
@@ -36,7 +36,7 @@ def install() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     _loaded.append(module)
-    importlib.import_module("tests.simulated.torch_names").replace_names()
+    importlib.import_module("tests.simulated.devices.torch_names").replace_names()
 
 
 def is_installed() -> bool:

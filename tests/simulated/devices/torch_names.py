@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulated.installation import extension
+from tests.simulated.devices.installation import extension
 
 __all__ = ["replace_names"]
 

@@ -18,7 +18,7 @@ inline bool begins_with(const std::string& name, const std::string& beginning) {
 inline bool makes_host_wait(const std::string& name) {
   static const std::set<std::string> names = {
       "aten::_local_scalar_dense", "aten::_unique2", "aten::bincount", "aten::equal",
-      "aten::is_nonzero", "aten::masked_select", "aten::nonzero", "aten::unique_consecutive",
+      "aten::masked_select", "aten::nonzero", "aten::unique_consecutive",
       "aten::unique_dim",
   };
   return contains(names, name);
