@@ -33,7 +33,8 @@ def built_extension() -> Path:
     """Return the compiled extension, which may have to be compiled first: about a minute.
 
     Raises:
-        NotBuildable: If there is no compiler, or headers are missing, or torch has CUDA itself.
+        NotBuildable: If there is no compiler, headers are missing, the cache cannot be written, or torch has CUDA
+            itself.
         RuntimeError: If the source cannot be compiled otherwise.
     """
     torch = _folder_of_torch()
@@ -42,7 +43,10 @@ def built_extension() -> Path:
     extension = folder / f"{MODULE}.so"
     if extension.is_file():
         return extension
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotBuildable(f"the cache folder cannot be created: {error}") from error
     with _locked(folder / "lock"):
         # Another process may have compiled it meanwhile.
         if not extension.is_file():

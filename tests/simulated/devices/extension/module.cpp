@@ -21,7 +21,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [](int device) { return default_generator(device); });
   module.def("launches", [](int device) { return launches[device].load(); });
 
-  // Streams. The numbers of streams are torch's.
+  // Streams.
   module.def("set_stream", [](int64_t stream, int device) { current_stream[device] = stream; });
 
   // Waiting.
