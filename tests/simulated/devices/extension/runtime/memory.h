@@ -33,16 +33,17 @@ inline int64_t total_bytes(DeviceIndex device) {
 // Counts bytes as allocated on a device. Raises torch.OutOfMemoryError if they do not fit.
 inline void count_bytes(DeviceIndex device, int64_t bytes) {
   constexpr double kMebibyte = 1 << 20;
-  const int64_t now = allocated_bytes[device] += bytes;
   const int64_t total = total_bytes(device);
-  if (now > total) {
-    allocated_bytes[device] -= bytes;
-    const int64_t unused = total - (now - bytes);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes / kMebibyte, " MiB. GPU ",
-        static_cast<int>(device), " has a total capacity of ", total / kMebibyte, " MiB of which ",
-        unused / kMebibyte, " MiB is free. (simulated)");
-  }
+  int64_t before = allocated_bytes[device];
+  do {
+    if (before + bytes > total) {
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes / kMebibyte, " MiB. GPU ",
+          static_cast<int>(device), " has a total capacity of ", total / kMebibyte, " MiB of which ",
+          (total - before) / kMebibyte, " MiB is free. (simulated)");
+    }
+  } while (!allocated_bytes[device].compare_exchange_weak(before, before + bytes));
+  const int64_t now = before + bytes;
   allocation_count[device]++;
   int64_t peak = peak_bytes[device];
   while (now > peak && !peak_bytes[device].compare_exchange_weak(peak, now)) {
