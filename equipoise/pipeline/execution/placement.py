@@ -51,8 +51,10 @@ class Placement:
         self.tied_copies = TiedCopies()
         self.placed = False
         self._num_devices = len(devices) // stages_per_device
-        # The stage of each submodule and tensor, by identity.
+        # The stage of each submodule and tensor, by identity. The tensors are kept: a forward may replace a buffer, and
+        # a new tensor with the identity of the old one would be taken for it.
         self._stages: dict[int, int] = {}
+        self._placed_tensors: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._settled_optimizers: set[int] = set()
 
@@ -171,6 +173,7 @@ class Placement:
                 continue
             placed.add(id(tensor))
             self._stages[id(tensor)] = stage
+            self._placed_tensors.append(tensor)
             if is_here:
                 move(tensor, self.devices[stage])
             size += tensor.nbytes
