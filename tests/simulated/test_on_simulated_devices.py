@@ -21,7 +21,7 @@ PIPELINE = "tests/strategies/pipeline"
 FILES = [
     *(f"tests/simulated/test_{name}.py" for name in ("simulation", "recovery", "waits")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
-    *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "faults", "processes", "process_loops")),
+    *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "stacks", "faults", "processes", "process_loops")),
 ]
 TIMEOUT = 800.0  # seconds for one file, less than the tests' own
 

@@ -21,7 +21,7 @@ from equipoise.pipeline.graph.stages import tensors_of
 from equipoise.pipeline.planning.stage_costs import Block
 from equipoise.pipeline.planning.traced_calls import now
 from equipoise.pipeline.stack.layer_stack import LayerStack
-from equipoise.pipeline.verification.layer_lending import computed_on
+from equipoise.pipeline.verification.layer_lending import computed_on, lent
 
 __all__ = ["StackProfile", "profile_stack"]
 
@@ -71,7 +71,8 @@ def profile_stack(
     side_effect = ""
     for _ in range(_PASSES):
         measurement = _Pass(stack, network, device)
-        with preserve_state(module, containers=True), computed_on(device, network, module):
+        # The backward needs the weights where the forward has used them, so the whole network is on the device.
+        with preserve_state(module, containers=True), lent(network, device), computed_on(device, network, module):
             # In stages, the next micro-batch would find what a forward keeps.
             effects = ForwardEffects(network)
             measurement.run(forward, structure)

@@ -1,5 +1,6 @@
 """Networks whose forward cannot be followed are cut between the layers of a stack, and train as on one device."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def test_the_table_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fit(PipelineStrategy(cut_before=["net.layers.2"]), 2, max_epochs=1)
     assert "stages begin at its layers, since Network.forward, line" in caplog.text
-    assert "1  cpu       net.layers.2" in caplog.text
+    assert re.search(r"1  \S+ +net\.layers\.2", caplog.text)
 
 
 class Shallow(Module):
@@ -232,7 +233,7 @@ def test_an_error_in_a_layer(threads: bool) -> None:
 
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
         fit(PipelineStrategy(cut_before=["net.layers.2"], threads=threads), 2, make, num_sanity_val_steps=0)
-    assert "This was stage 1 of the pipeline, on cpu." in "".join(caught.value.__notes__)
+    assert "This was stage 1 of the pipeline, on " in "".join(caught.value.__notes__)
 
 
 @pytest.mark.filterwarnings("ignore:.*memory")
