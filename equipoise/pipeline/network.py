@@ -30,7 +30,7 @@ from equipoise.pipeline.planning.cut import (
     table_of,
 )
 from equipoise.pipeline.planning.loss_profile import LossProfile
-from equipoise.pipeline.planning.measured_cut import TooFewBlocks
+from equipoise.pipeline.planning.measured_cut import TooFewBlocks, largest_opaque
 from equipoise.pipeline.planning.traced_calls import compute_uncut
 from equipoise.pipeline.processes.engine import ProcessPipeline
 from equipoise.pipeline.processes.main_process.client import StageClient
@@ -507,14 +507,14 @@ def _imbalance(cut: Cut, traced: Traced) -> str:
     """Return the reason why the stages of a cut are unbalanced; empty if they are not, or if nothing was measured."""
     if not cut.stages or not traced.opaque:
         return ""
-    seconds = [stage.forward + stage.backward for stage in cut.stages]
+    seconds = [stage.seconds for stage in cut.stages]
     mean = sum(seconds) / len(seconds)
-    if _slowest(cut) <= _UNBALANCED * mean:
+    if max(seconds) <= _UNBALANCED * mean:
         return ""
-    name, obstacle = next(iter(traced.opaque.items()))
-    return f"stages of recorded calls are unbalanced: {name!r} stays whole, because {obstacle}"
+    name = largest_opaque(traced)
+    return f"stages of recorded calls are unbalanced: {name!r} stays whole, because {traced.opaque[name]}"
 
 
 def _slowest(cut: Cut) -> float:
     """Return the predicted seconds of the slowest stage for a micro-batch."""
-    return max(stage.forward + stage.backward for stage in cut.stages)
+    return max(stage.seconds for stage in cut.stages)

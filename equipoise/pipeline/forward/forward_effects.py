@@ -1,7 +1,7 @@
 """Side effects of a forward, which its recorded calls would not have."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -62,12 +62,8 @@ class ForwardEffects:
         Args:
             module: The module in which to look, with its submodules.
         """
-        for submodule in module.modules():
-            noted = self._noted.get(id(submodule))
-            # Modules that did not exist before the forward have no state to compare with.
-            change = ""
-            if noted is not None:
-                change = noted.describe_change()
+        for noted in self._noted_among(module):
+            change = noted.describe_change()
             if change:
                 return change
         if self._generators.have_moved():
@@ -80,14 +76,19 @@ class ForwardEffects:
         Args:
             module: The module in which to look, with its submodules.
         """
-        for submodule in module.modules():
-            noted = self._noted.get(id(submodule))
-            change = ""
-            if noted is not None:
-                change = noted.describe_kept()
+        for noted in self._noted_among(module):
+            change = noted.describe_kept()
             if change:
                 return change
         return ""
+
+    def _noted_among(self, module: nn.Module) -> Iterator["_NotedModule"]:
+        """Yield the noted states of a module and its submodules."""
+        for submodule in module.modules():
+            noted = self._noted.get(id(submodule))
+            # Modules that did not exist before the forward have no state to compare with.
+            if noted is not None:
+                yield noted
 
 
 class _NotedModule:

@@ -23,7 +23,7 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
     Returns:
         The merged blocks, and for each the index of the call after its last.
     """
-    total_seconds = sum(_seconds(block) for block in blocks)
+    total_seconds = sum(block.seconds for block in blocks)
     most_blocks = stages * _FINEST
     least_seconds = total_seconds / most_blocks
     has_few_blocks = len(blocks) <= most_blocks
@@ -34,7 +34,7 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
     first = 0
     seconds = 0.0
     for index, block in enumerate(blocks):
-        seconds += _seconds(block)
+        seconds += block.seconds
         end = index + 1
         # Calls after the last cut always form a block.
         if end < len(blocks):
@@ -63,7 +63,7 @@ def _is_worth_a_cut(seconds: float, following: Block, least_seconds: float) -> b
     """
     if following.named:
         return True
-    shorter_seconds = min(seconds, _seconds(following))
+    shorter_seconds = min(seconds, following.seconds)
     return shorter_seconds >= least_seconds
 
 
@@ -84,10 +84,6 @@ def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
         may_end=last.may_end,
     )
     return [*blocks_before, with_rest]
-
-
-def _seconds(block: Block) -> float:
-    return block.forward + block.backward
 
 
 def _merged(blocks: Sequence[Block]) -> Block:

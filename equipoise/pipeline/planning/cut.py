@@ -366,8 +366,7 @@ def _line_end(time: str, memory: str) -> str:
 
 
 def _predictions_of(stage: Stage) -> str:
-    seconds = stage.forward + stage.backward
-    milliseconds = seconds * 1000
+    milliseconds = stage.seconds * 1000
     memory = format_bytes(stage.memory)
     time = f"{milliseconds:.2f} ms"
     return _line_end(time, memory)

@@ -23,6 +23,7 @@ __all__ = [
     "CutPrediction",
     "TooFewBlocks",
     "cut_automatically",
+    "largest_opaque",
     "narrow_to_micro_batch",
     "predict_cut",
     "samples_of",
@@ -86,7 +87,7 @@ def cut_automatically(
     cut = build_cut(traced, ends, prefix)
     loss_seconds = None
     if loss_block is not None:
-        loss_seconds = loss_block.forward + loss_block.backward
+        loss_seconds = loss_block.seconds
     return replace(
         cut,
         stages=prediction.stages,
@@ -212,28 +213,36 @@ def _too_few_blocks(
 
 def _advice_on_uncut_submodule(traced: Traced, prefix: str) -> str:
     """Return why the largest submodule that could not be traced is one block, and a remedy; empty if there is none."""
-    # 1. Find the outermost submodules that could not be traced, and the largest of them.
-    submodules: dict[str, nn.Module] = {}
-    for name in traced.opaque:
-        parents = with_parents(name)[:-1]
-        if not any(parent in traced.opaque for parent in parents):
-            submodules[name] = traced.root.get_submodule(f"network.{name}")
-    if not submodules:
+    if not traced.opaque:
         return ""
-    sizes = {name: _parameter_count(submodule) for name, submodule in submodules.items()}
-    largest = max(sizes, key=lambda name: sizes[name])
-
-    # 2. Describe it.
+    largest = largest_opaque(traced)
+    submodule = traced.root.get_submodule(f"network.{largest}")
     total = _parameter_count(traced.root)
     share = "none"
     if total:
-        share = f"{sizes[largest] / total:.0%}"
-    kind = type(submodules[largest]).__name__
+        share = f"{_parameter_count(submodule) / total:.0%}"
+    kind = type(submodule).__name__
     return (
         f"{public_name(largest, True, prefix)!r} ({kind}), which has {share} of the parameters, is one"
         f" block, since it cannot be followed: {traced.opaque[largest]}. Let a submodule of its own, without the large"
         " layers, do what that line does"
     )
+
+
+def largest_opaque(traced: Traced) -> str:
+    """Return the name of the submodule with the most parameters among those that stay whole.
+
+    Args:
+        traced: A forward with at least one of them.
+    """
+    sizes: dict[str, int] = {}
+    for name in traced.opaque:
+        # A submodule within another one that stays whole is not the reason.
+        parents = with_parents(name)[:-1]
+        if not any(parent in traced.opaque for parent in parents):
+            submodule = traced.root.get_submodule(f"network.{name}")
+            sizes[name] = _parameter_count(submodule)
+    return max(sizes, key=lambda name: sizes[name])
 
 
 def _parameter_count(module: nn.Module) -> int:

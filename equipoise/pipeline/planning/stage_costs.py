@@ -44,6 +44,11 @@ class Block:
     may_end: bool = True
     named: bool = True
 
+    @property
+    def seconds(self) -> float:
+        """Seconds forward and backward."""
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageDevice:
@@ -87,6 +92,11 @@ class Stage:
     activations: int = 0
     left: int = 0
     transient: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one micro-batch, forward and backward."""
+        return self.forward + self.backward
 
 
 _Number = TypeVar("_Number", int, float)

@@ -26,9 +26,8 @@ _Base: Any = TorchFunctionMode
 class OperationMoves(_Base):  # type: ignore[misc]
     """A mode in which operations on tensors of several devices compute on one.
 
-    That is the device of the stage, or that of the tensor which an operation changes.
-
-    A tensor that several operations need elsewhere is moved once, unless it changes in between.
+    That is the device of the stage, or that of the tensor which an operation changes. A tensor that several operations
+    need elsewhere is moved once, unless it changes in between.
 
     Args:
         device: Device of the first stage.
@@ -69,16 +68,9 @@ class OperationMoves(_Base):  # type: ignore[misc]
     def _device_for(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
         """Return the device of an operation: that of the tensor which it changes, or that of the stage."""
         # An operation that changes a copy would leave the tensor itself as it was.
-        changed: Any = None
-        name = getattr(func, "__name__", "")
-        if isinstance(kwargs.get("out"), Tensor):
-            changed = kwargs["out"]
-        elif func in _WITH_STATISTICS:
-            changed = args[1] if len(args) > 1 else kwargs.get("running_mean")
-        elif func in _WRITING or (name.endswith("_") and not name.endswith("__")):
-            changed = args[0] if args else None
-        if isinstance(changed, Tensor):
-            return changed.device
+        changed_value = _changed_by(func, args, kwargs)
+        if isinstance(changed_value, Tensor):
+            return changed_value.device
         return self._device
 
     def _on(self, device: torch.device, value: Any) -> Any:
@@ -86,7 +78,9 @@ class OperationMoves(_Base):  # type: ignore[misc]
 
     def _copy(self, leaf: Any, device: torch.device) -> Any:
         """Return a tensor on a device, and anything else as it is."""
-        if not isinstance(leaf, Tensor) or leaf.device == device or _goes_anywhere(leaf):
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.device == device or _goes_anywhere(leaf):
             return leaf
         # A mask, for instance, is used by every layer of a stage.
         key = (id(leaf), device)
@@ -99,6 +93,26 @@ class OperationMoves(_Base):  # type: ignore[misc]
         copy = to_device(leaf, device)
         self._copies[key] = (leaf, version, copy)
         return copy
+
+
+def _changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument that an operation changes in place; None if it changes none."""
+    # 1. Arguments that are named.
+    output = kwargs.get("out")
+    if output is not None:
+        return output
+    if func in _WITH_STATISTICS and "running_mean" in kwargs:
+        return kwargs["running_mean"]
+
+    # 2. Arguments by their positions.
+    name = getattr(func, "__name__", "")
+    is_special = name.endswith("__")
+    is_named_so = name.endswith("_") and not is_special
+    if func in _WITH_STATISTICS:
+        return args[1]
+    if args and (is_named_so or func in _WRITING):
+        return args[0]
+    return None
 
 
 def _placed_tensors(value: Any) -> Iterator[Tensor]:

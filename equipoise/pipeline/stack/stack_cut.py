@@ -41,7 +41,7 @@ def cut_stack(
     beside = None
     if rest is not None:
         blocks = add_rest(blocks, rest)
-        beside = rest.forward + rest.backward
+        beside = rest.seconds
     prediction = predict_cut(blocks, options)
     return replace(
         _cut_at(stack, prediction.ends, prefix),

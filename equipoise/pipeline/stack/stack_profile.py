@@ -186,7 +186,8 @@ class _Pass:
         # Its backward ends when the gradient of an argument is there.
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
+                on_gradient = partial(self._on_gradient, index)
+                tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
                 break
 
     def _end_layer(self) -> None:
@@ -196,16 +197,18 @@ class _Pass:
         self._since = present
 
     def _on_save(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided:
-            # A storage that several layers keep counts for the first of them.
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            if address not in self._addresses:
-                self._addresses.add(address)
-                self.saved[self._layer] += storage.nbytes()
+        if tensor.layout is not torch.strided:
+            return tensor
+        # A storage that several layers keep counts for the first of them.
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._addresses:
+            self._addresses.add(address)
+            self.saved[self._layer] += storage.nbytes()
         return tensor
 
     def _on_gradient(self, index: int, gradient: Tensor) -> None:
+        """Note when the gradient of a layer's argument is there; that of the first call counts."""
         self._arrivals.setdefault(index, now(self._device))
 
     def _run_backward(self) -> None:
@@ -220,7 +223,10 @@ class _Pass:
 
         # The backward goes through the last layer first. Its part ends when the gradient of its argument is there.
         for index in reversed(range(len(self.backward))):
-            arrival = end if index == 0 else self._arrivals.get(index, begin)
+            arrival = self._arrivals.get(index, begin)
+            if index == 0:
+                # What comes before the first layer belongs to it.
+                arrival = end
             self.backward[index] = max(0.0, arrival - begin)
             begin = max(begin, arrival)
 

@@ -180,7 +180,7 @@ def test_its_cut_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("seconds", "opaque", "found"),
     [
-        ([0.9, 0.1], {"encoder": "it counts"}, "'encoder' stays whole, because it counts"),
+        ([0.9, 0.1], {"gate": "it logs", "encoder": "it counts"}, "'encoder' stays whole, because it counts"),
         ([0.7, 0.3], {"encoder": "it counts"}, ""),
         ([0.9, 0.1], {}, ""),
         ([], {"encoder": "it counts"}, ""),
@@ -191,7 +191,8 @@ def test_stages_that_are_unbalanced(seconds: list[float], opaque: dict[str, str]
         Stage(first=0, end=1, forward=each / 3, backward=each * 2 / 3, memory=0, parameters=0) for each in seconds
     ]
     cut = Cut(ends=[1, 2], first_blocks=["", "b"], first_calls=["", "b"], stages=stages, idle=0.0)
-    traced: Any = Mock(opaque=opaque)
+    parts = nn.ModuleDict({"gate": nn.Linear(1, 1), "encoder": nn.Linear(9, 9)})
+    traced: Any = Mock(opaque=opaque, root=nn.ModuleDict({"network": parts}))
     reason = network._imbalance(cut, traced)
     assert found in reason
     assert bool(reason) == bool(found)

@@ -1,6 +1,7 @@
 """Commands to the workers of a pipeline, and their replies and errors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,11 +59,16 @@ class WorkerCommands:
         for stage in range(self.last):
             self.send_command(stage, name, *arguments)
 
-    def request(self, commands: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def request(
+        self,
+        commands: Mapping[int, tuple[Any, ...]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> dict[int, Any]:
         """Send commands to workers, and return their replies.
 
         Args:
             commands: For each stage the name of the command and its arguments.
+            meanwhile: Part of this process in the commands, before it waits for replies. Default: it has none.
 
         Raises:
             BaseException: Error of a worker, in one of these commands or in an earlier one.
@@ -73,6 +79,8 @@ class WorkerCommands:
             message = (has_reply, *command)
             rank = self._rank_of(stage)
             self.messenger.send(rank, COMMAND, message)
+        if meanwhile is not None:
+            meanwhile()
 
         # 2. Receive all replies before an error is raised.
         results = {}
@@ -98,30 +106,24 @@ class WorkerCommands:
         """Return the seconds in which a byte passes from each process to the next, and from this one to the first."""
         # 1. Each worker times the way to the next process.
         seconds = []
+        device = self.devices[-1]
         for stage in range(self.last):
-            if stage + 1 < self.last:
-                self.send_command(stage + 1, "answer_link", self._rank_of(stage))
-                next_rank = self._rank_of(stage + 1)
-                replies = self.request({stage: ("time_link", next_rank)})
-                seconds.append(replies[stage])
+            rank = self._rank_of(stage)
+            next_stage = stage + 1
+            meanwhile = None
+            if next_stage == self.last:
+                meanwhile = partial(answer_link, self.messenger, rank, device)
             else:
-                seconds.append(self._answer_worker(stage))
+                self.send_command(next_stage, "answer_link", rank)
+            command = ("time_link", self._rank_of(next_stage))
+            replies = self.request({stage: command}, meanwhile)
+            seconds.append(replies[stage])
 
         # 2. The main process times the way to the first stage.
         self.send_command(0, "answer_link", 0)
-        own_seconds = time_link(self.messenger, self._rank_of(0), self.devices[-1])
+        first_rank = self._rank_of(0)
+        own_seconds = time_link(self.messenger, first_rank, device)
         return [*seconds, own_seconds]
-
-    def _answer_worker(self, stage: int) -> float:
-        """Let a worker time the way to this process, and return its seconds."""
-        rank = self._rank_of(stage)
-        has_reply = True
-        self.messenger.send(rank, COMMAND, (has_reply, "time_link", 0))
-        answer_link(self.messenger, rank, self.devices[-1])
-        seconds, failure = self.messenger.receive(rank, REPLY)
-        if failure is not None:
-            raise self.as_error(failure)
-        return float(seconds)
 
     def _rank_of(self, stage: int) -> int:
         count = len(self.devices)
