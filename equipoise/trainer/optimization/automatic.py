@@ -97,6 +97,9 @@ class AutomaticOptimization:
         self._counts = state.progress.optimizer_step.current
         self._optimizer: Optimizer = state.optimizers[0]
         _check_scaler(self._scaler, self._optimizer, state.gradient_clip_val)
+        if self._scaler is not None:
+            # A scaler begins to work with the first loss, but a process may have no loss in its first window.
+            self._scaler.scale(torch.zeros((), device=strategy.root_device))
         window.share_reference(None if processes.world_size == 1 else processes.broadcast)
 
         # 1. The optimisers as the strategy steps them, and the gradients.

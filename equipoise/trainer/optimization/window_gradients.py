@@ -99,13 +99,16 @@ class WindowGradients:
             skipped: Whether the last step of this process has returned None.
 
         Returns:
-            Whether there are no gradients: no process had a loss.
+            True if there are no gradients: no part of the window had a loss, in any process.
         """
         # 1. The weighted mean over the window and all processes.
         if self._weigh is not None:
             has_no_weight = self._weigh(self._window, optimizer)
             if has_no_weight is not None:
                 skipped = has_no_weight
+            elif self._window.is_open:
+                # An earlier part of the window had a loss.
+                skipped = False
 
         # 2. The scale of the loss. A fused optimiser divides by it in its step, and without gradients there is none.
         if self._scaler is not None and not skipped and not unscales_by_itself(optimizer):

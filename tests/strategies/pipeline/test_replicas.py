@@ -52,9 +52,8 @@ def make_trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
     return Trainer(
         strategy=strategy,
         devices=["cpu"] * devices,
-        precision="64-true",
         enable_model_summary=False,
-        **{"max_epochs": 2, **quiet, **options},
+        **{"precision": "64-true", "max_epochs": 2, **quiet, **options},
     )
 
 
@@ -180,6 +179,35 @@ def same_weights(actual: nn.Module, expected: nn.Module) -> None:
 def values(count: int) -> Tensor:
     draw = torch.Generator().manual_seed(7)
     return torch.randn(count, 3, generator=draw, dtype=torch.float64)
+
+
+class SmallLosses(Branching):
+    """Has gradients that float16 can hold with the first scale."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if loss is None:
+            return None
+        return 0.01 * loss.float()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=10.0)
+
+
+def test_a_replica_without_a_loss_in_its_first_window() -> None:
+    """In float16, where the first loss of a process would prepare the scaler of its losses."""
+    data = values(16).float()
+    # The second replica has every second sample.
+    data[1:8:2] = -1.0
+    pairs = DataLoader(TensorDataset(data), batch_sampler=[range(0, 8, 2), range(1, 8, 2), range(8, 16)])
+    expected = SmallLosses()
+    expected_trainer = make_trainer("single_device", 1, precision="16-mixed", accumulate_grad_batches=2)
+    expected_trainer.fit(expected, pairs)
+    strategy = pipeline(cut_before=["net.last"], micro_batches=1)
+    actual, trainer = fit_values(strategy, 4, data, 4, SmallLosses, precision="16-mixed")
+    assert trainer.global_step == expected_trainer.global_step == 4
+    for mine, theirs in zip(actual.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_replicas_that_use_other_layers() -> None:

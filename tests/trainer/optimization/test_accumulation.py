@@ -255,3 +255,24 @@ def test_scaled_in_half_precision() -> None:
         scaler.update()
     for left, right in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-4)  # halves: the order of roundings differs
+
+
+@pytest.mark.parametrize("without_loss", [0, 1, 2])
+def test_a_batch_without_a_loss_in_half_precision(without_loss: int) -> None:
+    """The other batches of the window count, also if the last one has no loss."""
+
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == without_loss:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    batches = [(x.float(), y) for x, y in make_batches([4, 4, 4])]
+    module, expected = Skips(optimizer="sgd").float(), Net(optimizer="sgd").float()
+    expected.load_state_dict(module.state_dict())
+    train(module, batches, accumulate_grad_batches=3, precision="16-mixed", gradient_clip_val=0.5)
+    with_loss = [batch for index, batch in enumerate(batches) if index != without_loss]
+    train(expected, with_loss, accumulate_grad_batches=2, precision="16-mixed", gradient_clip_val=0.5)
+    for left, right in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-4)
