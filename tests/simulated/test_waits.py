@@ -15,11 +15,12 @@ pytestmark = ignoring()
 
 
 class Logging(Mlp):
-    """Logs its loss."""
+    """Logs its loss, and a number."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         self.log("logged", output["loss"] if isinstance(output, dict) else output)
+        self.log("number", float(batch_idx), on_epoch=True)
         return output
 
 

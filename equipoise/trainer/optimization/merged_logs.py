@@ -97,8 +97,8 @@ def _reduced(values: Sequence[_PartValue], device: torch.device) -> Tensor:
     # 1. The values on one device, and the reduction of the first: all parts run the same call of `self.log`.
     tensors = []
     for value in values:
-        tensor = _as_tensor(value.logged.value)
-        tensors.append(tensor.to(device))
+        tensor = _on_device(value.logged.value, device)
+        tensors.append(tensor)
     first = values[0].logged
     options = LogOptions(*first.arguments)
     reduction = reduction_name(options.reduce_fx)
@@ -120,10 +120,11 @@ def _reduced(values: Sequence[_PartValue], device: torch.device) -> Tensor:
     return stacked.amax(0)
 
 
-def _as_tensor(value: Tensor | int | float) -> Tensor:
+def _on_device(value: Tensor | int | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
-        return value
-    return torch.tensor(value, dtype=default_dtype())
+        return value.to(device)
+    # A copy of a tensor from the host would wait for the device.
+    return torch.full((), value, dtype=default_dtype(), device=device)
 
 
 def _weight_in_mean(value: _PartValue) -> Weight:
