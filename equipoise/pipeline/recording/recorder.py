@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
+from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 from equipoise.pipeline.forward.forward_effects import ForwardEffects
@@ -62,6 +64,11 @@ _LISTS |= {"unsafe_split_with_sizes"}
 # What an opaque submodule may return beside tensors; it is taken for a constant.
 _CONSTANTS = (str, torch.dtype, torch.device, type(None))
 _CHECKPOINTING = "activation checkpointing, or another hook on saved tensors, cannot be followed"
+_REENTRANT_CHECKPOINTING = (
+    "Activation checkpointing with use_reentrant=True cannot compute the gradients of a stage. Use"
+    " torch.utils.checkpoint.checkpoint(..., use_reentrant=False); models of transformers take"
+    " gradient_checkpointing_enable({'use_reentrant': False})."
+)
 _OTHER_MODES = "computed under torch.no_grad, torch.autocast or their like, which cannot be followed"
 
 # The class has no types.
@@ -317,7 +324,12 @@ class Recorder(_Base):  # type: ignore[misc]
             kind: Its class.
             args: Its arguments.
             kwargs: Its keyword arguments.
+
+        Raises:
+            ConfigurationError: If it is activation checkpointing that no pipeline can train with.
         """
+        if kind is CheckpointFunction and torch.is_grad_enabled():
+            raise ConfigurationError(_REENTRANT_CHECKPOINTING)
         if self._is_off:
             return original(kind, *args, **kwargs)
         with self._obstacles_noted():

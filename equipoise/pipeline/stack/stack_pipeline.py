@@ -6,6 +6,7 @@ of a micro-batch runs as a whole in the turn of the last stage: nothing tells wh
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class StackPipeline(Pipeline):
         # Outside of steps no other micro-batch computes, so the call waits for no turn.
         call = StackedCall(self.network_forward, self.devices, _pass)
         try:
-            with inside_stage(), stages_noticed(self._layers, self._stages_of_layers):
+            with inside_stage(), self._stages_noticed():
                 return call.run(args, kwargs)
         except BaseException:
             self.failed = self.devices[call.stage]
@@ -101,8 +102,11 @@ class StackPipeline(Pipeline):
         pipelines: Sequence[Pipeline] | None = None,
     ) -> None:
         """Compute micro-batches, each to the end of its step, and then backward; see `Pipeline.run`."""
-        with stages_noticed(self._layers, self._stages_of_layers):
+        with self._stages_noticed():
             super().run(steps, inputs, backward, pipelines)
+
+    def _stages_noticed(self) -> AbstractContextManager[None]:
+        return stages_noticed(self._layers, self._stages_of_layers, self.devices)
 
     def _new_run(
         self,

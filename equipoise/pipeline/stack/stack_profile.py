@@ -138,6 +138,7 @@ class _Pass:
         # The latest layer that was entered, and the time since which it counts.
         self._layer = 0
         self._has_entered = False
+        self._in_backward = False
         self._since = 0.0
         self._addresses = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
         # Modules whose first call came before the first layer; the network itself is called by its forward.
@@ -155,6 +156,7 @@ class _Pass:
                 with saved_tensors_hooks(self._on_save, _same):
                     self.output = forward(*args, **kwargs)
                 self._end_layer()
+                self._in_backward = True
                 self._run_backward()
         finally:
             for handle in handles:
@@ -175,6 +177,9 @@ class _Pass:
 
     def _enter(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that the forward reaches a layer."""
+        # Activation checkpointing computes layers again in the backward, and their times belong to it.
+        if self._in_backward:
+            return
         if self._has_entered:
             self._end_layer()
         self._has_entered = True

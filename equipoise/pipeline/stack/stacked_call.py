@@ -3,13 +3,16 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise.parallel.replicas.device_threads import on_device
 from equipoise.pipeline.stack.operation_moves import OperationMoves
+from equipoise.to_device import to_device
+from equipoise.tree import map_leaves
 
 __all__ = ["StackedCall", "stages_noticed"]
 
@@ -96,20 +99,27 @@ class StackedCall:
 
 
 @contextmanager
-def stages_noticed(layers: Sequence[nn.Module], stages: Sequence[int]) -> Iterator[None]:
+def stages_noticed(
+    layers: Sequence[nn.Module],
+    stages: Sequence[int],
+    devices: Sequence[torch.device],
+) -> Iterator[None]:
     """Let calls notice within the context when they reach layers.
 
     Args:
         layers: The layers of a stack.
         stages: The stage of each layer.
+        devices: The device of each stage.
     """
     stage_of = {id(layer): stage for layer, stage in zip(layers, stages, strict=True)}
 
     def enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        # Calls of other threads, or beside the network, change nothing.
+        stage = stage_of[id(layer)]
         if _local.call is None:
-            return None
-        return _local.call.enter_layer(stage_of[id(layer)], args, kwargs)
+            # Activation checkpointing computes a layer again in the backward, from arguments of the stage before.
+            move = partial(_moved, device=devices[stage])
+            return map_leaves(move, args), map_leaves(move, kwargs)
+        return _local.call.enter_layer(stage, args, kwargs)
 
     handles = []
     for layer in layers:
@@ -120,3 +130,10 @@ def stages_noticed(layers: Sequence[nn.Module], stages: Sequence[int]) -> Iterat
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    """Return a tensor on a device, and anything else as it is."""
+    if isinstance(leaf, Tensor):
+        return to_device(leaf, device)
+    return leaf

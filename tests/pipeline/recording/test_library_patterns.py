@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from equipoise import StepError
+from equipoise import ConfigurationError, StepError
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.output_structure import OutputStructure
 from equipoise.pipeline.graph.stages import make_stages, may_cut
@@ -319,7 +319,6 @@ WHOLE = [
     maps_over_samples,
     goes_backward,
     checkpoints,
-    checkpoints_reentrantly,
 ]
 
 
@@ -329,6 +328,13 @@ def test_what_calls_alone_would_not_do_stays_whole(pattern):
     made = assert_followed(network, values(3, WIDTH))
     assert list(made.opaque) == ["1"]
     assert_computes(made, network, values(3, WIDTH))
+
+
+def test_reentrant_checkpointing_is_refused():
+    """A submodule with it could stay whole, but the gradients of its stage could not be computed."""
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), block(checkpoints_reentrantly)).double()
+    with pytest.raises(ConfigurationError, match="use_reentrant=True cannot compute the gradients of a stage"):
+        assert_followed(network, values(3, WIDTH))
 
 
 def selects(self: Block, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, Trainer
@@ -59,11 +61,14 @@ class Network(nn.Module):
         mask = torch.ones_like(hidden)
         means = []
         for layer in self.layers[: self.depth]:
-            hidden, mean = layer(hidden, mask=mask)
+            hidden, mean = self.call_layer(layer, hidden, mask)
             means.append(mean)
         # A value of every layer passes by the later ones.
         total = torch.stack(means).sum(0).unsqueeze(-1)
         return self.last(functional_of(hidden, self.first.weight)) + total
+
+    def call_layer(self, layer: nn.Module, hidden: Tensor, mask: Tensor) -> Any:
+        return layer(hidden, mask=mask)
 
 
 def functional_of(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -126,6 +131,31 @@ def test_the_table_says_so(caplog: pytest.LogCaptureFixture) -> None:
         fit(PipelineStrategy(cut_before=["net.layers.2"]), 2, max_epochs=1)
     assert "stages begin at its layers, since Network.forward, line" in caplog.text
     assert re.search(r"1  \S+ +net\.layers\.2", caplog.text)
+
+
+class Checkpointed(Network):
+    """Keeps no values of its layers, and computes them again in the backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def call_layer(self, layer: nn.Module, hidden: Tensor, mask: Tensor) -> Any:
+        return checkpoint(partial(layer, mask=mask), hidden, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("cut_before", [None, ["net.layers.2", "net.layers.4"]])
+def test_layers_with_activation_checkpointing(cut_before: list[str] | None) -> None:
+    strategy = PipelineStrategy(cut_before=cut_before, micro_batches=3)
+    make = partial(Module, partial(Checkpointed, False))
+    same(fit(strategy, 3, make), fit("single_device", 1, make))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_reentrant_checkpointing_is_refused() -> None:
+    make = partial(Module, partial(Checkpointed, True))
+    with pytest.raises(ConfigurationError, match="use_reentrant=True cannot compute the gradients of a stage"):
+        fit(PipelineStrategy(), 3, make)
 
 
 class Shallow(Module):
