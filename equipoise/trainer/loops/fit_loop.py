@@ -129,6 +129,8 @@ class FitLoop:
         hooks.call("on_train_start")
         if not is_finished:
             self._train()
+            # Scripts under torchrun continue with the module in every process.
+            context.strategy.sync_buffers()
         # Before the hooks: a resumed run must not call them again.
         self.fit.end()
         hooks.call("on_train_end")

@@ -145,6 +145,20 @@ def test_validation_is_that_of_the_module_that_comes_home() -> None:
     assert within == pytest.approx(after, rel=1e-12)
 
 
+class GathersStatistics(Normalised):
+    def on_train_end(self) -> None:
+        norm = self.net[1]
+        self.means_of_all = self.trainer.strategy.gather_objects(norm.running_mean.tolist())
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_buffers_are_the_same_in_all_processes_after_training(engine: Any) -> None:
+    module = made(GathersStatistics)
+    trainer(DDPStrategy(engine=engine), 2).fit(module, DataLoader(Samples(16), batch_size=2))
+    first, second = module.means_of_all
+    assert first == second == module.net[1].running_mean.tolist()
+
+
 class Watches(Numbered):
     """Lowers its rate by the loss of single steps."""
 

@@ -279,6 +279,19 @@ def test_buffers_of_replicas_are_the_same_before_an_evaluation() -> None:
         assert torch.equal(value, second[name]), name
 
 
+class GathersBuffers(Normalised):
+    def on_train_end(self) -> None:
+        self.seen = self.trainer.strategy.gather_objects(self.trainer.strategy.module_state(self))
+
+
+def test_buffers_of_replicas_are_the_same_after_training() -> None:
+    strategy = pipeline(cut_before=["net.2"], micro_batches=2)
+    module, _ = fit_values(strategy, 4, values(16), 4, GathersBuffers, limit_val_batches=0)
+    first, second = module.seen
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
 class Dropping(Branching):
     """Leaves out its first batch in the second replica alone, and drops values in the first stage."""
 
