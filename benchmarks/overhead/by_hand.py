@@ -3,21 +3,26 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
-from workload import LEARNING_RATE, TimedBatches, loader_of, network
+from workload import LEARNING_RATE, LoaderOf, TimedBatches, loader_of, loader_of_samples, network
 
-__all__ = ["accumulate", "evaluate", "train"]
+__all__ = ["accumulate", "evaluate", "train", "train_on_samples"]
 
 
-def train(data: TimedBatches) -> nn.Module:
+def train(data: TimedBatches, loader: LoaderOf = loader_of) -> nn.Module:
     """One step for each batch."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-    for features, labels in loader_of(data):
+    for features, labels in loader(data):
         loss = F.cross_entropy(model(features), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     return model
+
+
+def train_on_samples(data: TimedBatches) -> nn.Module:
+    """Train on batches that a DataLoader collates from samples in memory."""
+    return train(data, loader_of_samples)
 
 
 def accumulate(data: TimedBatches, window: int = 4) -> nn.Module:

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from workload import LEARNING_RATE, Classifier, LoggingClassifier, TimedBatches, loader_of, network
+from workload import (
+    LEARNING_RATE,
+    Classifier,
+    LoaderOf,
+    LoggingClassifier,
+    TimedBatches,
+    loader_of,
+    loader_of_samples,
+    network,
+)
 
 __all__ = ["Contestant", "frameworks"]
 
@@ -66,8 +75,8 @@ def _lightning() -> dict[str, Contestant]:
 def _trainer_loads(trainer_class: Callable[..., Any]) -> dict[str, Contestant]:
     """The loads of a trainer that takes a LightningModule."""
 
-    def fit(data: TimedBatches, module: Classifier, **options: Any) -> nn.Module:
-        _trainer(trainer_class, **options).fit(module, loader_of(data))
+    def fit(data: TimedBatches, module: Classifier, *, loader: LoaderOf = loader_of, **options: Any) -> nn.Module:
+        _trainer(trainer_class, **options).fit(module, loader(data))
         return module.network
 
     def full(data: TimedBatches, on_epoch: bool) -> nn.Module:
@@ -87,6 +96,7 @@ def _trainer_loads(trainer_class: Callable[..., Any]) -> dict[str, Contestant]:
         "logs": lambda data: fit(data, LoggingClassifier()),
         "full": lambda data: full(data, on_epoch=False),
         "full with epoch values": lambda data: full(data, on_epoch=True),
+        "samples": lambda data: fit(data, Classifier(), loader=loader_of_samples),
         "accumulation": lambda data: fit(data, Classifier(), accumulate_grad_batches=4),
         "evaluation": evaluate,
     }
@@ -120,7 +130,11 @@ def _fabric() -> dict[str, Contestant]:
     from lightning.fabric import Fabric
 
     def train(
-        data: TimedBatches, window: int = 1, report: Callable[[Any, Any, int], None] | None = None, **options: Any
+        data: TimedBatches,
+        window: int = 1,
+        report: Callable[[Any, Any, int], None] | None = None,
+        loader_of: LoaderOf = loader_of,
+        **options: Any,
     ) -> nn.Module:
         fabric = Fabric(accelerator="cpu", devices=1, **options)
         plain = network()
@@ -166,6 +180,7 @@ def _fabric() -> dict[str, Contestant]:
         "bare": train,
         "logs": lambda data: train(data, report=logs),
         "full": full,
+        "samples": lambda data: train(data, loader_of=loader_of_samples),
         "accumulation": lambda data: train(data, window=4),
         "evaluation": evaluate,
     }
@@ -174,7 +189,12 @@ def _fabric() -> dict[str, Contestant]:
 def _accelerate() -> dict[str, Contestant]:
     from accelerate import Accelerator
 
-    def train(data: TimedBatches, window: int = 1, report: Callable[[Any, Any, int], None] | None = None) -> nn.Module:
+    def train(
+        data: TimedBatches,
+        window: int = 1,
+        report: Callable[[Any, Any, int], None] | None = None,
+        loader_of: LoaderOf = loader_of,
+    ) -> nn.Module:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
         plain = network()
         optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
@@ -218,6 +238,7 @@ def _accelerate() -> dict[str, Contestant]:
         "bare": train,
         "logs": lambda data: train(data, report=logs),
         "full": full,
+        "samples": lambda data: train(data, loader_of=loader_of_samples),
         "accumulation": lambda data: train(data, window=4),
         "evaluation": evaluate,
     }

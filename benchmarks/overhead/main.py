@@ -26,6 +26,7 @@ from workload import Size, make_batches
 
 HAND: dict[str, Contestant] = {
     "training": by_hand.train,
+    "samples": by_hand.train_on_samples,
     "accumulation": by_hand.accumulate,
     "evaluation": by_hand.evaluate,
 }
@@ -51,7 +52,7 @@ def arguments(command: list[str] | None = None) -> argparse.Namespace:
         "--loads",
         nargs="+",
         metavar="LOAD",
-        help="bare, logs, full, 'full with epoch values', accumulation, evaluation (default: all)",
+        help="bare, logs, full, 'full with epoch values', samples, accumulation, evaluation (default: all)",
     )
     parser.add_argument(
         "--import-rounds", type=int, default=9, help="pairs of fresh interpreters; 0 leaves the import out (default: 9)"

@@ -22,7 +22,7 @@ class Entry(NamedTuple):
     """A contestant and what it is compared with.
 
     Attributes:
-        group: "training", "accumulation" or "evaluation": rows of a group share a hand-written loop.
+        group: "training", "samples", "accumulation" or "evaluation": rows of a group share a hand-written loop.
         name: The framework, or `BY_HAND`, or `NOISE`.
         load: What it does.
         run: Does it.

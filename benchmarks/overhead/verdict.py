@@ -11,6 +11,8 @@ TRUSTED_NOISE = 2.0
 """Microseconds by which the second hand-written row may be off; beyond that the machine was too busy for a verdict."""
 MICROSECONDS = {"bare": 5.0, "full": 30.0, "evaluation": 5.0}
 """The most that a step may cost over the hand-written loop, by load."""
+SAMPLES_RATIO = 0.75
+"""The most that a step may take with samples in memory, by the hand-written loop over the same DataLoader."""
 IMPORT_RATIO = 1.2
 
 
@@ -33,6 +35,11 @@ def broken_bounds(rows: Sequence[Row], imports: ImportTimes | None) -> list[str]
         if row.load == "accumulation" and row.over > TRUSTED_NOISE:
             broken.append(
                 f"accumulation: {row.ratio:.3f} times the hand-written loop, at most 1.0 is allowed, within the noise"
+            )
+        if row.load == "samples" and row.ratio > SAMPLES_RATIO:
+            broken.append(
+                f"samples: {row.ratio:.3f} times the hand-written loop with the same DataLoader, at most"
+                f" {SAMPLES_RATIO} is allowed"
             )
     if imports is not None and imports.ratio > IMPORT_RATIO:
         broken.append(f"import: {imports.ratio:.2f} times `import torch`, at most {IMPORT_RATIO} are allowed")

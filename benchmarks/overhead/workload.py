@@ -5,7 +5,7 @@ between the same two events and none pays for its set-up: the processor time of 
 `warm_up` is fetched, and again `steps` batches later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import process_time
 from typing import NamedTuple
 
@@ -13,11 +13,22 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-__all__ = ["Classifier", "LoggingClassifier", "Size", "TimedBatches", "loader_of", "make_batches", "network"]
+__all__ = [
+    "Classifier",
+    "LoaderOf",
+    "LoggingClassifier",
+    "Size",
+    "TimedBatches",
+    "loader_of",
+    "loader_of_samples",
+    "make_batches",
+    "network",
+]
 
 BATCH, FEATURES, HIDDEN, CLASSES = 32, 32, 64, 10
+SAMPLES = 64  # of a batch that is collated from samples
 LEARNING_RATE = 0.01
 Batch = tuple[Tensor, Tensor]
 
@@ -73,11 +84,15 @@ class TimedBatches(Dataset[Batch]):
         return self.size.batches
 
     def __getitem__(self, index: int) -> Batch:
+        self.read_clock(index)
+        return self.batches[index % len(self.batches)]
+
+    def read_clock(self, index: int) -> None:
+        """Read the clock if the timed steps begin or end with this batch."""
         if index == self.first:
             self.begun = process_time()
         elif index == self.last:
             self.ended = process_time()
-        return self.batches[index % len(self.batches)]
 
     @property
     def microseconds_per_step(self) -> float:
@@ -88,6 +103,37 @@ class TimedBatches(Dataset[Batch]):
 def loader_of(dataset: TimedBatches) -> DataLoader[Batch]:
     """A loader over whole batches, in order, in this process."""
     return DataLoader(dataset, batch_size=None)
+
+
+class TimedOrder(Sampler[int]):
+    """The order of samples, which reads the clock of batches.
+
+    Args:
+        data: The batches; their samples are in one data set, in the same order.
+    """
+
+    def __init__(self, data: TimedBatches) -> None:
+        self.data = data
+        draw = torch.Generator().manual_seed(2)
+        order = torch.randperm(BATCH * len(data.batches), generator=draw)
+        self.batches: list[list[int]] = order.view(-1, SAMPLES).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES * len(self.data)
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(len(self.data)):
+            self.data.read_clock(index)
+            yield from self.batches[index % len(self.batches)]
+
+
+def loader_of_samples(data: TimedBatches) -> DataLoader[Batch]:
+    """Return a loader that collates batches from samples in memory, in a random order, in this process."""
+    features, labels = (torch.cat(tensors) for tensors in zip(*data.batches, strict=True))
+    return DataLoader(TensorDataset(features, labels), SAMPLES, sampler=TimedOrder(data))
+
+
+LoaderOf = Callable[[TimedBatches], DataLoader[Batch]]
 
 
 class Classifier(L.LightningModule):

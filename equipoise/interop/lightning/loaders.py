@@ -43,3 +43,12 @@ def seed_workers(loader: Any, rank: int) -> None:
     if getattr(loader, "worker_init_fn", False) is None:
         init: Callable[[int], None] = partial(pl_worker_init_function, rank=rank)
         loader.worker_init_fn = init
+
+
+def seeds_workers(init: Any) -> bool:
+    """Return True if a function that initialises workers is the one that `seed_workers` sets; its name is private.
+
+    Args:
+        init: A loader's `worker_init_fn`.
+    """
+    return isinstance(init, partial) and init.func is pl_worker_init_function

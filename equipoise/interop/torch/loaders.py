@@ -7,8 +7,9 @@ import copy
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data._utils import collate
 
-__all__ = ["with_dataset", "with_own_iterator", "with_sampler"]
+__all__ = ["collates_tensors_by_stacking", "with_dataset", "with_own_iterator", "with_sampler"]
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False) -> DataLoader[Any]:
@@ -54,3 +55,12 @@ def with_own_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
     other = copy.copy(loader)
     vars(other)["_iterator"] = None
     return other
+
+
+def collates_tensors_by_stacking() -> bool:
+    """Return True if `default_collate` treats tensors, tuples and dictionaries as torch defines it.
+
+    Programs extend it by entries in a table, which has no public name.
+    """
+    functions = collate.default_collate_fn_map.values()
+    return all(function.__module__ == collate.__name__ for function in functions)

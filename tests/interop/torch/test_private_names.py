@@ -10,6 +10,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
@@ -23,6 +25,7 @@ from equipoise.interop.metrics import (
     states_to_send,
     take_metric_state,
 )
+from equipoise.interop.torch.loaders import collates_tensors_by_stacking
 from equipoise.interop.torch.modules import (
     STRUCTURE,
     buffers_of,
@@ -510,3 +513,13 @@ def test_collective_operations_are_counted() -> None:
             assert collective_count() > before
     finally:
         dist.destroy_process_group()
+
+
+# Loaders
+
+
+def test_functions_that_collate_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert collates_tensors_by_stacking()
+    monkeypatch.setitem(collate.default_collate_fn_map, tuple, lambda batch, *, collate_fn_map=None: batch)
+    assert default_collate([(1,), (2,)]) == [(1,), (2,)]
+    assert not collates_tensors_by_stacking()
