@@ -91,13 +91,18 @@ class ThreadState(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Apply this state to the calling thread in a `with` block."""
+        """Apply this state to the calling thread in a `with` block. Only what differs there is entered."""
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
+            if torch.is_inference_mode_enabled() != self.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            has_other_cache = torch.is_autocast_cache_enabled() != self.cache
             for device_type, enabled, dtype in self.autocast:
-                autocast = torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=self.cache)
-                stack.enter_context(autocast)
+                is_enabled = torch.is_autocast_enabled(device_type)
+                has_other_dtype = torch.get_autocast_dtype(device_type) != dtype
+                if is_enabled != enabled or has_other_dtype or (enabled and has_other_cache):
+                    autocast = torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=self.cache)
+                    stack.enter_context(autocast)
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
             self._enter_cuda(stack)

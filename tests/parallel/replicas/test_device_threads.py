@@ -151,6 +151,29 @@ def test_autocast_of_every_kind_of_device_is_kept() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("inside", MODES)
+@pytest.mark.parametrize("outside", MODES)
+def test_a_state_is_entered_within_any_other(outside: str, inside: str) -> None:
+    with MODES[inside]():
+        state = ThreadState.capture(["cpu", "cuda"])
+    with MODES[outside]():
+        before = ThreadState.capture(["cpu", "cuda"])
+        with state.entered():
+            # Inference mode disables gradients whichever state it is in.
+            assert ThreadState.capture(["cpu", "cuda"]) == state
+        assert ThreadState.capture(["cpu", "cuda"]) == before
+
+
+def test_a_state_that_the_thread_has_creates_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region of autocast asks the driver of CUDA for the device's properties."""
+    with torch.autocast("cpu", torch.bfloat16):
+        state = ThreadState.capture(["cpu", "cuda"])
+        monkeypatch.setattr(torch, "autocast", None)
+        monkeypatch.setattr(torch, "inference_mode", None)
+        with state.entered():
+            pass
+
+
 # Errors
 
 
