@@ -34,11 +34,10 @@ def broadcast(
     if not _are_distinct(all_devices):
         return uncopied
     # Autograd would follow the copies.
-    detached = [tensor.detach() for tensor in tensors]
+    detached = [_real(tensor.detach()) for tensor in tensors]
     copies: list[list[Tensor]] = comm.broadcast_coalesced(detached, all_devices)  # type: ignore[no-untyped-call]
     # The first are those of the sender.
-    received = copies[1:]
-    return [*received]
+    return [_as_sent(received, tensors) for received in copies[1:]]
 
 
 def reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
@@ -58,12 +57,36 @@ def reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
     is_sparse = any(tensor.is_sparse for tensor in first)
     are_distinct = _are_distinct(devices)
     if are_distinct and not is_sparse:
-        sums: list[Tensor] = comm.reduce_add_coalesced(tensors, root.index)  # type: ignore[no-untyped-call]
-        return sums
+        columns = [[_real(tensor) for tensor in column] for column in tensors]
+        sums: list[Tensor] = comm.reduce_add_coalesced(columns, root.index)  # type: ignore[no-untyped-call]
+        return _as_sent(sums, first)
     for column in rest:
         moved = [to_device(tensor, root) for tensor in column]
         foreach.add_(list(first), moved)
     return first
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, and any other as it is; messages have real numbers only."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor
+
+
+def _as_sent(received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]:
+    """Return received tensors in the dtypes of those that were sent.
+
+    Args:
+        received: Tensors of real numbers.
+        sent: As many tensors, some of which may be complex.
+    """
+    tensors = []
+    for values, original in zip(received, sent, strict=True):
+        if original.is_complex():
+            # Within a message, the pairs may begin where no complex number can.
+            values = torch.view_as_complex(values.clone())
+        tensors.append(values)
+    return tensors
 
 
 def _are_distinct(devices: Sequence[torch.device]) -> bool:
