@@ -133,14 +133,14 @@ def _fabric() -> dict[str, Contestant]:
         data: TimedBatches,
         window: int = 1,
         report: Callable[[Any, Any, int], None] | None = None,
-        loader_of: LoaderOf = loader_of,
+        loader: LoaderOf = loader_of,
         **options: Any,
     ) -> nn.Module:
         fabric = Fabric(accelerator="cpu", devices=1, **options)
         plain = network()
         model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), LEARNING_RATE))
-        loader = fabric.setup_dataloaders(loader_of(data))
-        for index, (features, labels) in enumerate(loader):
+        batches = fabric.setup_dataloaders(loader(data))
+        for index, (features, labels) in enumerate(batches):
             loss = F.cross_entropy(model(features), labels)
             fabric.backward(loss if window == 1 else loss / window)
             if (index + 1) % window == 0:
@@ -180,7 +180,7 @@ def _fabric() -> dict[str, Contestant]:
         "bare": train,
         "logs": lambda data: train(data, report=logs),
         "full": full,
-        "samples": lambda data: train(data, loader_of=loader_of_samples),
+        "samples": lambda data: train(data, loader=loader_of_samples),
         "accumulation": lambda data: train(data, window=4),
         "evaluation": evaluate,
     }
@@ -193,13 +193,13 @@ def _accelerate() -> dict[str, Contestant]:
         data: TimedBatches,
         window: int = 1,
         report: Callable[[Any, Any, int], None] | None = None,
-        loader_of: LoaderOf = loader_of,
+        loader: LoaderOf = loader_of,
     ) -> nn.Module:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
         plain = network()
         optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
-        model, optimizer, loader = accelerator.prepare(plain, optimizer, loader_of(data))
-        for index, (features, labels) in enumerate(loader):
+        model, optimizer, batches = accelerator.prepare(plain, optimizer, loader(data))
+        for index, (features, labels) in enumerate(batches):
             with accelerator.accumulate(model) if window > 1 else contextlib.nullcontext():
                 loss = F.cross_entropy(model(features), labels)
                 accelerator.backward(loss)
@@ -238,7 +238,7 @@ def _accelerate() -> dict[str, Contestant]:
         "bare": train,
         "logs": lambda data: train(data, report=logs),
         "full": full,
-        "samples": lambda data: train(data, loader_of=loader_of_samples),
+        "samples": lambda data: train(data, loader=loader_of_samples),
         "accumulation": lambda data: train(data, window=4),
         "evaluation": evaluate,
     }

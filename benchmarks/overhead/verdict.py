@@ -12,7 +12,7 @@ TRUSTED_NOISE = 2.0
 MICROSECONDS = {"bare": 5.0, "full": 30.0, "evaluation": 5.0}
 """The most that a step may cost over the hand-written loop, by load."""
 SAMPLES_RATIO = 0.75
-"""The most that a step may take with samples in memory, by the hand-written loop over the same DataLoader."""
+"""The most that a step with samples in memory may take, as a multiple of the hand-written loop's time."""
 IMPORT_RATIO = 1.2
 
 

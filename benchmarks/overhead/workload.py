@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 BATCH, FEATURES, HIDDEN, CLASSES = 32, 32, 64, 10
-SAMPLES = 64  # of a batch that is collated from samples
+SAMPLES_PER_BATCH = 64  # where batches are collated from samples
 LEARNING_RATE = 0.01
 Batch = tuple[Tensor, Tensor]
 
@@ -105,6 +105,9 @@ def loader_of(dataset: TimedBatches) -> DataLoader[Batch]:
     return DataLoader(dataset, batch_size=None)
 
 
+LoaderOf = Callable[[TimedBatches], DataLoader[Batch]]
+
+
 class TimedOrder(Sampler[int]):
     """The order of samples, which reads the clock of batches.
 
@@ -116,10 +119,10 @@ class TimedOrder(Sampler[int]):
         self.data = data
         draw = torch.Generator().manual_seed(2)
         order = torch.randperm(BATCH * len(data.batches), generator=draw)
-        self.batches: list[list[int]] = order.view(-1, SAMPLES).tolist()
+        self.batches: list[list[int]] = order.view(-1, SAMPLES_PER_BATCH).tolist()
 
     def __len__(self) -> int:
-        return SAMPLES * len(self.data)
+        return SAMPLES_PER_BATCH * len(self.data)
 
     def __iter__(self) -> Iterator[int]:
         for index in range(len(self.data)):
@@ -130,10 +133,7 @@ class TimedOrder(Sampler[int]):
 def loader_of_samples(data: TimedBatches) -> DataLoader[Batch]:
     """Return a loader that collates batches from samples in memory, in a random order, in this process."""
     features, labels = (torch.cat(tensors) for tensors in zip(*data.batches, strict=True))
-    return DataLoader(TensorDataset(features, labels), SAMPLES, sampler=TimedOrder(data))
-
-
-LoaderOf = Callable[[TimedBatches], DataLoader[Batch]]
+    return DataLoader(TensorDataset(features, labels), SAMPLES_PER_BATCH, sampler=TimedOrder(data))
 
 
 class Classifier(L.LightningModule):

@@ -101,6 +101,8 @@ class Sleeper(L.LightningModule):
             x.sum().backward()
         self.zero_grad()
         self.alone.append(time.perf_counter() - begin)
+        # Replicas begin the step together.
+        self.trainer.strategy.barrier()
         self.began = time.perf_counter()
 
     def on_train_batch_end(self, *args: Any) -> None:

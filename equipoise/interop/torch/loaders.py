@@ -4,12 +4,20 @@ Each name stands here with the reason why nothing public does; a test notices wh
 """
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils import collate
 
-__all__ = ["collates_tensors_by_stacking", "with_dataset", "with_own_iterator", "with_sampler"]
+__all__ = [
+    "collates_tensors_by_stacking",
+    "iterator_of",
+    "with_collated_batches",
+    "with_dataset",
+    "with_own_iterator",
+    "with_sampler",
+]
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False) -> DataLoader[Any]:
@@ -55,6 +63,33 @@ def with_own_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
     other = copy.copy(loader)
     vars(other)["_iterator"] = None
     return other
+
+
+def with_collated_batches(loader: DataLoader[Any], batches: Any, collate_fn: Any) -> DataLoader[Any]:
+    """Return a copy of a loader that reads collated batches; `with_sampler` explains the copy.
+
+    Args:
+        loader: The loader.
+        batches: A dataset whose `__getitems__` returns a batch.
+        collate_fn: Receives the batch.
+    """
+    other = copy.copy(loader)
+    vars(other).update(dataset=batches, collate_fn=collate_fn)
+    return other
+
+
+def iterator_of(loader: DataLoader[Any], other: DataLoader[Any]) -> Iterator[Any]:
+    """Open a copy of a loader in its place.
+
+    With `persistent_workers` a loader keeps its iterator, in a private attribute, and restarts it in later passes.
+
+    Args:
+        loader: The loader, which keeps the iterator.
+        other: The copy.
+    """
+    iterator = iter(other)
+    vars(loader)["_iterator"] = vars(other)["_iterator"]
+    return iterator
 
 
 def collates_tensors_by_stacking() -> bool:

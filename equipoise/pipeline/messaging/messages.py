@@ -127,6 +127,9 @@ class Messenger:
         self._received: dict[Way, _LastHeader] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._coming: dict[Way, tuple[Any, Tensor]] = {}
+        # Work of the last message. Gloo's thread may still hold it when it has arrived, and its destructor would wait
+        # for that thread.
+        self._arrived: Any = None
         self.broken = False
         self.waits = False
 
@@ -263,6 +266,7 @@ class Messenger:
             work, first = self._coming.pop(way)
             timeout = _FOREVER if idle else self._timeout
             work.wait(timeout)
+            self._arrived = work
             length = int(first[:_LENGTH_BYTES].view(torch.int64))
 
             # 2. Receive the header, unless it is the last one.
@@ -298,6 +302,7 @@ class Messenger:
         """Receive one message into a buffer, and return it."""
         work = self._begin_receiving(buffer, way)
         work.wait(self._timeout)
+        self._arrived = work
         return buffer
 
     def _begin_receiving(self, buffer: Tensor, way: Way) -> dist.Work:

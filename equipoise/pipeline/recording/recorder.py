@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.activation_checkpointing import is_checkpointed
+from equipoise.pipeline.forward.call_patches import REENTRANT_CHECKPOINTING
 from equipoise.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.pipeline.forward.operation_traits import Traits, traits_of
 from equipoise.pipeline.forward.packed_sequences import padded_call
@@ -64,11 +65,6 @@ _LISTS |= {"unsafe_split_with_sizes"}
 # What an opaque submodule may return beside tensors; it is taken for a constant.
 _CONSTANTS = (str, torch.dtype, torch.device, type(None))
 _CHECKPOINTING = "activation checkpointing, or another hook on saved tensors, cannot be followed"
-_REENTRANT_CHECKPOINTING = (
-    "Activation checkpointing with use_reentrant=True cannot compute the gradients of a stage. Use"
-    " torch.utils.checkpoint.checkpoint(..., use_reentrant=False); models of transformers take"
-    " gradient_checkpointing_enable({'use_reentrant': False})."
-)
 _OTHER_MODES = "computed under torch.no_grad, torch.autocast or their like, which cannot be followed"
 
 # The class has no types.
@@ -328,13 +324,13 @@ class Recorder(_Base):  # type: ignore[misc]
         Raises:
             ConfigurationError: If it is activation checkpointing that no pipeline can train with.
         """
-        if kind is CheckpointFunction and torch.is_grad_enabled():
-            raise ConfigurationError(_REENTRANT_CHECKPOINTING)
         if self._is_off:
             return original(kind, *args, **kwargs)
         with self._obstacles_noted():
             # 1. The call.
             computed = self._compute(original, (kind, *args), kwargs)
+            if kind is CheckpointFunction and _requires_gradients(computed.result):
+                raise ConfigurationError(REENTRANT_CHECKPOINTING)
 
             # 2. Its record.
             _check_function_arguments(args)
@@ -546,6 +542,11 @@ def _are_among(tensors: Sequence[Tensor], arguments: Any) -> bool:
     """Return True if all of some tensors are among the tensors of nested arguments."""
     argument_ids = {id(tensor) for tensor in tensors_in(arguments, items_of_output)}
     return all(id(tensor) in argument_ids for tensor in tensors)
+
+
+def _requires_gradients(value: Any) -> bool:
+    """Return True if a tensor of a nested value requires a gradient."""
+    return any(tensor.requires_grad for tensor in tensors_in(value, items_of_output))
 
 
 def _check_function_arguments(args: Any) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from equipoise.errors import ConfigurationError
 from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.pipeline.forward.call_patches import REENTRANT_CHECKPOINTING
 from equipoise.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import tensors_of
@@ -39,6 +41,7 @@ class StackProfile:
         output: Output of the network on the device of the measurement.
         side_effect: Change of an attribute or of a container in one, as a predicate. The forward of the next
             micro-batch, which begins before this one ends, would find it. Empty if there is none.
+        repeats_random_layers: True if the backward computes layers again, and the forward draws random numbers.
     """
 
     blocks: list[Block]
@@ -46,6 +49,7 @@ class StackProfile:
     after: list[Tensor]
     output: Any
     side_effect: str
+    repeats_random_layers: bool
 
 
 def profile_stack(
@@ -98,7 +102,8 @@ def profile_stack(
             boundary=first_pass.boundaries[index],
         )
         blocks.append(_with_tensors(block, tensors))
-    return StackProfile(blocks, before, after, first_pass.output, side_effect)
+    repeats_random_layers = first_pass.repeats_layers and first_pass.draws_numbers
+    return StackProfile(blocks, before, after, first_pass.output, side_effect, repeats_random_layers)
 
 
 def _with_tensors(block: Block, tensors: Sequence[Tensor]) -> Block:
@@ -123,6 +128,8 @@ class _Pass:
         saved: Bytes that each layer is the first to keep for its backward.
         boundaries: Bytes of the arguments of the layer after each layer; 0 for the last.
         output: Output of the network.
+        draws_numbers: True if the forward has drawn random numbers on the device.
+        repeats_layers: True if the backward has computed a layer again.
     """
 
     def __init__(self, stack: LayerStack, network: nn.Module, device: torch.device) -> None:
@@ -132,6 +139,8 @@ class _Pass:
         self.saved = [0] * count
         self.boundaries = [0] * count
         self.output: Any = None
+        self.draws_numbers = False
+        self.repeats_layers = False
         self._stack = stack
         self._network = network
         self._device = device
@@ -152,10 +161,12 @@ class _Pass:
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 args, kwargs = structure.fill(structure.copies_on(self._device))
+                random_state = _random_state(self._device)
                 self._since = now(self._device)
                 with saved_tensors_hooks(self._on_save, _same):
                     self.output = forward(*args, **kwargs)
                 self._end_layer()
+                self.draws_numbers = not torch.equal(_random_state(self._device), random_state)
                 self._in_backward = True
                 self._run_backward()
         finally:
@@ -179,6 +190,7 @@ class _Pass:
         """Note that the forward reaches a layer."""
         # Activation checkpointing computes layers again in the backward, and their times belong to it.
         if self._in_backward:
+            self.repeats_layers = True
             return
         if self._has_entered:
             self._end_layer()
@@ -223,7 +235,12 @@ class _Pass:
             return
         ones = [torch.ones_like(output) for output in outputs]
         begin = now(self._device)
-        torch.autograd.grad(outputs, parameters, ones, allow_unused=True)
+        try:
+            torch.autograd.grad(outputs, parameters, ones, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise ConfigurationError(REENTRANT_CHECKPOINTING) from error
+            raise
         end = now(self._device)
 
         # The backward goes through the last layer first. Its part ends when the gradient of its argument is there.
@@ -254,3 +271,10 @@ def _modules_around(network: nn.Module, stack: LayerStack) -> list[nn.Module]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Return the state of a device's generator of random numbers."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()

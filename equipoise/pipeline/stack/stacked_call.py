@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from equipoise.parallel.replicas.device_threads import on_device
 from equipoise.pipeline.stack.operation_moves import OperationMoves
 from equipoise.to_device import to_device
-from equipoise.tree import map_leaves
+from equipoise.tree import map_leaves, tensors_in
 
 __all__ = ["StackedCall", "stages_noticed"]
 
@@ -115,11 +115,14 @@ def stages_noticed(
 
     def enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         stage = stage_of[id(layer)]
-        if _local.call is None:
-            # Activation checkpointing computes a layer again in the backward, from arguments of the stage before.
-            move = partial(_moved, device=devices[stage])
-            return map_leaves(move, args), map_leaves(move, kwargs)
-        return _local.call.enter_layer(stage, args, kwargs)
+        if _local.call is not None:
+            return _local.call.enter_layer(stage, args, kwargs)
+        device = devices[stage]
+        if all(tensor.device == device for tensor in tensors_in((args, kwargs))):
+            return None
+        # Activation checkpointing computes a layer again in the backward, from arguments of the stage before.
+        move = partial(_moved, device=device)
+        return map_leaves(move, args), map_leaves(move, kwargs)
 
     handles = []
     for layer in layers:

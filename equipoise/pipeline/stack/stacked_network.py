@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise.errors import ConfigurationError
 from equipoise.pipeline.execution.placement import Placement
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.planning.cut import Cut, CutOptions, PinnedCut
@@ -86,6 +87,9 @@ class StackedNetwork:
             names: Layers to cut before; None: chosen by measuring.
             pinned: The cut of an earlier run; None if there is none.
             rest: Measures what a step computes after the network's call; None: that does not count.
+
+        Raises:
+            ConfigurationError: If activation checkpointing would draw other random numbers in the backward.
         """
         # 1. Measure. The order of calls also shows what lies before the layers and behind them.
         device = self._options.measured_on or self._options.devices[0]
@@ -94,6 +98,13 @@ class StackedNetwork:
         # Several micro-batches are in the forward at the same time.
         if profile.side_effect:
             return None
+        # Checkpointing restores generators of the devices on which a layer's arguments lie, not of the layer's device.
+        if profile.repeats_random_layers and len(set(self._options.devices)) > 1:
+            raise ConfigurationError(
+                f"Layers of {type(self._network).__name__} draw random numbers within activation checkpointing. Stages"
+                " on several devices would draw others when the backward computes the layers again. Set their rates"
+                " of dropout to 0, or train without activation checkpointing."
+            )
         # 2. A cut that is given needs no more.
         if names is not None:
             return cut_stack_by_names(self._stack, names, self._name)

@@ -3,14 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.data.row_loading import rows_at_once
+from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 
 __all__ = ["NOTHING", "BatchStream", "length_of"]
@@ -112,9 +111,7 @@ class BatchStream:
         if self._counts is not None:
             sampler = self._counts.counting(sampler)
         remaining = _RemainingBatches(sampler, batches_read)
-        loader = with_sampler(self.loader, remaining, batches=True)
-        with rows_at_once(loader):
-            batches = iter(loader)
+        batches = open_loader(with_sampler(self.loader, remaining, batches=True))
         remaining.draw_order()
         return batches
 
@@ -139,25 +136,12 @@ class BatchStream:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
+        # A CombinedLoader yields batch, batch index and loader index.
         if self.combined:
-            return self._iterate_combined()
-        with rows_at_once(self.loader):
-            if self._counts is not None:
-                return self._counts.opened(self.loader)
-            return iter(self.loader)
-
-    def _iterate_combined(self) -> Iterator[Any]:
-        """Open a CombinedLoader when the first batch is requested, as Lightning does."""
-        with ExitStack() as stack:
-            for loader in self.loader.flattened:
-                stack.enter_context(rows_at_once(loader))
-            batches = iter(self.loader)
-        while True:
-            # A `for` statement would open the loader again. It yields batch, batch index and loader index.
-            item = next(batches, None)
-            if item is None:
-                return
-            yield item[0]
+            return (batch for batch, _, _ in self.loader)
+        if self._counts is not None:
+            return self._counts.opened(self.loader, open_loader)
+        return open_loader(self.loader)
 
     def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:
         # A loader of known length needs no look ahead, and no generator in Python between it and the loop.

@@ -5,8 +5,7 @@ step that trains on it. One operation for each tensor returns the same batch, to
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from numbers import Integral
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,15 +14,29 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 __all__ = ["Rows", "rows_of"]
 
+# Kinds of numbers that every dataset takes for the number of a sample. Not `bool`, which torch takes for a mask.
+_INDEX_KINDS = ("int", "int32", "int64")
+_INDEX_DTYPES = (torch.int32, torch.int64)
+# Parts of a batch that come from several datasets are copied once more than single samples. So these must be small, and
+# each dataset must have several in a batch.
+_LARGEST_JOINED_SAMPLE = 1 << 12  # bytes
+_FEWEST_SAMPLES_OF_PART = 16
+
 
 class Rows(Protocol):
-    """Rows of a dataset in memory. Classes can be pickled, for workers of loaders."""
+    """Rows of a dataset in memory. Classes can be pickled, for workers of loaders.
+
+    Attributes:
+        sample_size: Bytes of one sample.
+    """
+
+    sample_size: int
 
     def take(self, indices: Sequence[int]) -> Any:
         """Return the collated batch of some samples: a tensor, or lists and dictionaries of tensors.
 
         Args:
-            indices: Numbers of the samples, without negative ones.
+            indices: Numbers of the samples.
 
         Raises:
             Exception: If the batch must be read sample by sample. That also reports what is wrong with the indices.
@@ -32,7 +45,7 @@ class Rows(Protocol):
 
 
 def rows_of(dataset: Any) -> Rows | None:
-    """Return the rows of a dataset; None if they do not lie in memory, or if a class is not torch's own.
+    """Return the rows of a dataset; None if they do not lie in memory, or if it has methods that are not torch's own.
 
     Args:
         dataset: A TensorDataset, or a Subset, ConcatDataset or StackDataset of such datasets; a StackDataset may also
@@ -44,49 +57,52 @@ def rows_of(dataset: Any) -> Rows | None:
         [tensor([2, 0]), tensor([[4, 5],
                 [0, 1]])]
     """
-    kind = type(dataset)
-    # A subclass may read its samples in another way.
-    if kind is TensorDataset and all(map(_lies_in_memory, dataset.tensors)):
+    kind: Any = type(dataset)
+    # Subclasses, and objects with methods of their own, may read their samples in another way.
+    if kind not in _METHODS or "__getitems__" in vars(dataset) or _methods_of(kind) != _METHODS[kind]:
+        return None
+    if kind is TensorDataset:
+        if not all(map(_lies_in_memory, dataset.tensors)):
+            return None
         return _TensorRows(dataset)
     if kind is Subset:
         rows = rows_of(dataset.dataset)
         return None if rows is None else _SubsetRows(dataset, rows)
-    if kind is ConcatDataset:
-        parts = _rows_of_all(dataset.datasets)
-        return None if parts is None else _JoinedRows(dataset, parts)
-    if kind is StackDataset:
-        return _stacked(dataset)
-    return None
-
-
-def _rows_of_all(datasets: Sequence[Any]) -> list[Rows] | None:
-    """Return the rows of each dataset; None if one of them has none."""
-    all_rows = []
-    for dataset in datasets:
-        rows = rows_of(dataset)
-        if rows is None:
-            return None
-        all_rows.append(rows)
-    return all_rows
-
-
-def _stacked(dataset: Any) -> Rows | None:
-    """Return the rows of a StackDataset."""
-    member_rows: list[Rows] = []
-    for member in _members_of(dataset):
-        rows = _MemberRows(member) if _lies_in_memory(member) else rows_of(member)
+    members = _members_of(dataset)
+    member_rows = []
+    for member in members:
+        rows = _rows_of_member(member)
         if rows is None:
             return None
         member_rows.append(rows)
-    return _StackedRows(dataset, member_rows)
+    if kind is StackDataset:
+        return _StackedRows(dataset, member_rows)
+    joined = _JoinedRows(dataset, member_rows)
+    return joined if joined.sample_size <= _LARGEST_JOINED_SAMPLE else None
+
+
+def _methods_of(kind: type) -> tuple[Any, Any]:
+    """Return the methods by which a class reads samples."""
+    return getattr(kind, "__getitem__", None), getattr(kind, "__getitems__", None)
+
+
+# The classes whose rows can be taken, and torch's methods: a program may have replaced some.
+_METHODS = {kind: _methods_of(kind) for kind in (TensorDataset, Subset, ConcatDataset, StackDataset)}
 
 
 def _members_of(dataset: Any) -> tuple[Any, ...]:
-    """Return the datasets and tensors of a StackDataset, which may have names."""
+    """Return the datasets in a ConcatDataset or StackDataset; those of the latter may have names."""
     members = dataset.datasets
     if isinstance(members, dict):
         return tuple(members.values())
     return tuple(members)
+
+
+def _rows_of_member(member: Any) -> Rows | None:
+    """Return the rows of a dataset, or of a tensor in its place."""
+    if isinstance(member, Tensor):
+        return _RowsOfTensor(member) if _lies_in_memory(member) else None
+    return rows_of(member)
 
 
 def _lies_in_memory(tensor: Any) -> bool:
@@ -99,13 +115,30 @@ def _lies_in_memory(tensor: Any) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
-def _as_tensor(indices: Sequence[int]) -> Tensor:
-    """Return numbers of samples as a tensor."""
+def _size_of_row(tensor: Tensor) -> int:
+    """Return the bytes of one row of a tensor."""
+    return tensor.nbytes // max(1, len(tensor))
+
+
+def _check_indices(indices: Sequence[Any]) -> None:
+    """Check that indices are plain numbers of samples.
+
+    Raises:
+        TypeError: If one of them is no whole number.
+        IndexError: If one of them is negative, which datasets understand in several ways.
+    """
     for kind in set(map(type, indices)):
-        # True is a number to Python, and a mask to torch.
-        if issubclass(kind, bool) or not issubclass(kind, Integral):
+        if kind.__name__ not in _INDEX_KINDS:
             raise TypeError(f"A {kind.__name__} is no number of a sample.")
-    return torch.tensor(indices, dtype=torch.int64, device="cpu")
+    if min(indices) < 0:
+        raise IndexError("A number of a sample is negative.")
+
+
+def _taken(tensors: Iterable[Tensor], indices: Sequence[int]) -> list[Tensor]:
+    """Return rows of tensors."""
+    _check_indices(indices)
+    chosen = torch.tensor(indices, dtype=torch.int64, device="cpu")
+    return [tensor.index_select(0, chosen) for tensor in tensors]
 
 
 class _TensorRows:
@@ -118,16 +151,16 @@ class _TensorRows:
     def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
         self._tensors = dataset.tensors
+        self.sample_size = sum(map(_size_of_row, dataset.tensors))
 
     def take(self, indices: Sequence[int]) -> list[Tensor]:
         """Return a batch; see `Rows`."""
         if self._dataset.tensors is not self._tensors:
             raise LookupError("The dataset has other tensors now.")
-        chosen = _as_tensor(indices)
-        return [tensor.index_select(0, chosen) for tensor in self._tensors]
+        return _taken(self._tensors, indices)
 
 
-class _MemberRows:
+class _RowsOfTensor:
     """Rows of a tensor that is a member of a StackDataset.
 
     Args:
@@ -136,10 +169,12 @@ class _MemberRows:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
+        self.sample_size = _size_of_row(tensor)
 
     def take(self, indices: Sequence[int]) -> Tensor:
         """Return a batch; see `Rows`."""
-        return self._tensor.index_select(0, _as_tensor(indices))
+        (rows,) = _taken([self._tensor], indices)
+        return rows
 
 
 class _SubsetRows:
@@ -154,15 +189,19 @@ class _SubsetRows:
         self._subset = subset
         self._rows = rows
         self._selected = subset.dataset
+        self.sample_size = rows.sample_size
 
     def take(self, indices: Sequence[int]) -> Any:
         """Return a batch; see `Rows`."""
         if self._subset.dataset is not self._selected:
             raise LookupError("The subset selects from another dataset now.")
+        _check_indices(indices)
         selection: Any = self._subset.indices
-        if isinstance(selection, Tensor):
-            return self._rows.take(selection[list(indices)].tolist())
-        return self._rows.take([selection[index] for index in indices])
+        if not isinstance(selection, Tensor):
+            return self._rows.take([selection[index] for index in indices])
+        if selection.dtype not in _INDEX_DTYPES:
+            raise TypeError(f"A {selection.dtype} is no number of a sample.")
+        return self._rows.take(selection[list(indices)].tolist())
 
 
 class _JoinedRows:
@@ -175,15 +214,17 @@ class _JoinedRows:
 
     def __init__(self, dataset: ConcatDataset[Any], parts: Sequence[Rows]) -> None:
         self._dataset = dataset
-        self._datasets = tuple(dataset.datasets)
+        self._members = _members_of(dataset)
         self._parts = parts
+        self.sample_size = max(part.sample_size for part in parts)
 
     def take(self, indices: Sequence[int]) -> Any:
         """Return a batch; see `Rows`."""
-        if tuple(self._dataset.datasets) != self._datasets:
+        if _members_of(self._dataset) != self._members:
             raise LookupError("The dataset consists of other parts now.")
-        ends = self._dataset.cumulative_sizes
+        _check_indices(indices)
         # 1. Find the samples of each part, and their positions in the batch.
+        ends = self._dataset.cumulative_sizes
         samples: dict[int, list[int]] = {}
         positions: dict[int, list[int]] = {}
         for position, index in enumerate(indices):
@@ -191,7 +232,9 @@ class _JoinedRows:
             begin = ends[part - 1] if part else 0
             samples.setdefault(part, []).append(index - begin)
             positions.setdefault(part, []).append(position)
-        # 2. Put the rows of all parts together. A negative index is out of range in the first part.
+        # 2. Put the rows of all parts together.
+        if len(samples) > 1 and len(indices) < _FEWEST_SAMPLES_OF_PART * len(samples):
+            raise LookupError("The parts have too few samples in the batch.")
         pieces = [self._parts[part].take(samples[part]) for part in samples]
         if len(pieces) == 1:
             return pieces[0]
@@ -211,6 +254,7 @@ class _StackedRows:
         self._dataset = dataset
         self._members = _members_of(dataset)
         self._rows = rows
+        self.sample_size = sum(each.sample_size for each in rows)
 
     def take(self, indices: Sequence[int]) -> Any:
         """Return a batch; see `Rows`."""
@@ -227,15 +271,19 @@ def _merged(pieces: Sequence[Any], places: Sequence[Tensor], size: int) -> Any:
     """Return one batch for pieces of it.
 
     Args:
-        pieces: Rows of the batch: tensors, or lists and dictionaries of tensors, all of one structure.
+        pieces: Rows of the batch: tensors, or lists and dictionaries of tensors.
         places: The places of each piece's rows in the batch.
         size: Number of rows of the batch.
 
     Raises:
-        RuntimeError: If the pieces have other shapes or dtypes. Samples would be stacked, or an error says why not.
+        Exception: If the pieces have other structures, shapes or dtypes.
     """
     first = pieces[0]
-    if isinstance(first, Mapping):
+    if len({type(piece) for piece in pieces}) > 1:
+        raise TypeError("The parts have samples of several types.")
+    if isinstance(first, dict):
+        if any(piece.keys() != first.keys() for piece in pieces):
+            raise TypeError("The parts have samples with other names.")
         return {name: _merged([piece[name] for piece in pieces], places, size) for name in first}
     if isinstance(first, list):
         return [_merged(members, places, size) for members in zip(*pieces, strict=True)]

@@ -1,46 +1,42 @@
 """Loaders whose batches are taken at once, where their datasets lie in memory.
 
-Only what reads the samples of a batch is exchanged, and only while the loader creates its iterator. So order, random
-numbers, workers and pinned memory are those of the loader. A loader with anything of the user's own, be it a subclass
-or a function, stays as it is.
+Only what reads the samples of a batch is exchanged, in a copy of the loader. So order, random numbers, workers and
+pinned memory are those of the loader. A loader with anything of the user's own, be it a subclass or a function, is read
+as it is.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
 from equipoise.interop.lightning.loaders import seeds_workers
-from equipoise.interop.torch.loaders import collates_tensors_by_stacking
+from equipoise.interop.torch.loaders import collates_tensors_by_stacking, iterator_of, with_collated_batches
 from equipoise.parallel.batches.sampling import Collate
 from equipoise.trainer.data.memory_rows import Rows, rows_of
 
-__all__ = ["rows_at_once"]
+__all__ = ["open_loader"]
+
+# In smaller batches, samples read one by one are as quick.
+_FEWEST_SAMPLES = 4
+# Bytes. Workers stack samples directly in shared memory, where rows would have to be copied.
+_LARGEST_SAMPLE_IN_WORKER = 1 << 12
+# Number of batches in a row that cannot be taken at once, after which it is not attempted again.
+_MOST_FAILURES = 3
 
 
-@contextmanager
-def rows_at_once(loader: Any) -> Iterator[None]:
-    """Let a loader take the rows of a batch at once, if it creates its iterator within the context.
+def open_loader(loader: Any) -> Iterator[Any]:
+    """Return an iterator over the batches of a loader, as `iter(loader)` does, but taken at once where possible.
 
     Args:
-        loader: Any loader. Those whose samples must be read one by one are left as they are.
+        loader: Any iterable of batches.
     """
     rows = _rows_of_loader(loader)
     if rows is None:
-        yield
-        return
-    # The loader's setter refuses to exchange these, so the exchange goes below it.
-    state = vars(loader)
-    dataset = loader.dataset
-    collate = loader.collate_fn
-    state["dataset"] = _CollatedRows(dataset, rows, collate)
-    state["collate_fn"] = _unchanged
-    try:
-        yield
-    finally:
-        state["dataset"] = dataset
-        state["collate_fn"] = collate
+        return iter(loader)
+    batches = _CollatedRows(loader.dataset, rows, loader.collate_fn)
+    return iterator_of(loader, with_collated_batches(loader, batches, _unchanged))
 
 
 def _rows_of_loader(loader: Any) -> Rows | None:
@@ -56,7 +52,10 @@ def _rows_of_loader(loader: Any) -> Rows | None:
     # A function of the user may change the dataset of a worker.
     if loader.worker_init_fn is not None and not seeds_workers(loader.worker_init_fn):
         return None
-    return rows_of(loader.dataset)
+    rows = rows_of(loader.dataset)
+    if rows is not None and loader.num_workers and rows.sample_size > _LARGEST_SAMPLE_IN_WORKER:
+        return None
+    return rows
 
 
 class _CollatedRows:
@@ -72,6 +71,8 @@ class _CollatedRows:
         self._dataset = dataset
         self._rows = rows
         self._collate = collate
+        # Number of latest batches that could not be taken at once.
+        self._failures = 0
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -81,10 +82,13 @@ class _CollatedRows:
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """Return the batch of some samples."""
-        if isinstance(indices, list) and indices:
+        if self._failures < _MOST_FAILURES and isinstance(indices, list) and len(indices) >= _FEWEST_SAMPLES:
             # Samples read one by one report what is wrong, or can be read nevertheless.
+            self._failures += 1
             with suppress(Exception):
-                return self._rows.take(indices)
+                batch = self._rows.take(indices)
+                self._failures = 0
+                return batch
         samples = self._samples(indices)
         return self._collate(samples)
 

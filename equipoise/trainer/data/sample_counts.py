@@ -4,7 +4,7 @@ A batch may hide its size, as a batch of graphs does, but the sampler that drew 
 first pass and ends with the first batch whose tensors tell their number of samples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -58,16 +58,20 @@ class SampleCounts:
         self._counts = []
         return self._counts
 
-    def opened(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def opened(self, loader: DataLoader[Any], open_loader: Callable[[Any], Iterator[Any]] = iter) -> Iterator[Any]:
         """Return a loader's iterator, whose samples are counted.
 
         The loader has its batch sampler back when this returns. Its setter refuses another one, so the exchange goes
         below it.
+
+        Args:
+            loader: The loader.
+            open_loader: Function that opens it. Default: `iter`.
         """
         batch_sampler = loader.batch_sampler
         vars(loader)["batch_sampler"] = self.counting(batch_sampler)
         try:
-            return iter(loader)
+            return open_loader(loader)
         finally:
             vars(loader)["batch_sampler"] = batch_sampler
 

@@ -130,6 +130,9 @@ class Logs:
             if captured is not None:
                 if isinstance(value, Tensor):
                     value = value.detach().clone()
+                elif isinstance(value, (int, float)):
+                    # The default dtype is that of the step only here.
+                    value = torch.tensor(value, dtype=default_dtype(), device="cpu")
                 captured.append(Logged(hook, name, value, arguments, batch_size))
                 return
         # 2. Find the entry. Arguments are checked when they are new.

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.trainer.logging.collection import Logged
-from equipoise.trainer.logging.entry import default_dtype, reduction_name
+from equipoise.trainer.logging.entry import reduction_name
 from equipoise.trainer.logging.logs import Logs
 
 __all__ = ["log_merged"]
@@ -64,7 +64,7 @@ def log_merged(
         size = first.batch_size
         if isinstance(merged, Metric):
             merged = original(merged)
-        elif isinstance(merged, (Tensor, int, float)):
+        elif isinstance(merged, Tensor):
             merged = _reduced(part_values, device)
             size = _total_size(part_values)
         logs.add(key.hook, key.name, merged, first.arguments, size)
@@ -120,11 +120,13 @@ def _reduced(values: Sequence[_PartValue], device: torch.device) -> Tensor:
     return stacked.amax(0)
 
 
-def _on_device(value: Tensor | int | float, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    # A copy of a tensor from the host would wait for the device.
-    return torch.full((), value, dtype=default_dtype(), device=device)
+def _on_device(value: Tensor, device: torch.device) -> Tensor:
+    """Return a logged value on a device."""
+    is_number = value.ndim == 0 and value.device.type == "cpu"
+    if is_number and device.type != "cpu":
+        # A copy from the host would wait for the device.
+        return torch.full((), value.item(), dtype=value.dtype, device=device)
+    return value.to(device)
 
 
 def _weight_in_mean(value: _PartValue) -> Weight:

@@ -337,6 +337,15 @@ def test_reentrant_checkpointing_is_refused():
         assert_followed(network, values(3, WIDTH))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_reentrant_checkpointing_of_frozen_layers_stays_whole():
+    """No gradient passes it."""
+    frozen = block(checkpoints_reentrantly).requires_grad_(False)
+    network = nn.Sequential(frozen, nn.Linear(WIDTH, WIDTH)).double()
+    made = traced(network, values(3, WIDTH))
+    assert list(made.opaque) == ["0"]
+
+
 def selects(self: Block, x: Tensor) -> Tensor:
     return torch.index_put(x, (x > 0,), x[x > 0] * 3)
 

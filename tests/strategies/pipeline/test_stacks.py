@@ -152,10 +152,52 @@ def test_layers_with_activation_checkpointing(cut_before: list[str] | None) -> N
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_reentrant_checkpointing_is_refused() -> None:
+@pytest.mark.parametrize("cut_before", [None, ["net.layers.2", "net.layers.4"]])
+def test_reentrant_checkpointing_is_refused(cut_before: list[str] | None) -> None:
     make = partial(Module, partial(Checkpointed, True))
     with pytest.raises(ConfigurationError, match="use_reentrant=True cannot compute the gradients of a stage"):
-        fit(PipelineStrategy(), 3, make)
+        fit(PipelineStrategy(cut_before=cut_before), 3, make)
+
+
+class CheckpointedDropout(Checkpointed):
+    """Draws random numbers in layers that the backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__(use_reentrant=False)
+        for layer in self.layers:
+            layer.register_forward_hook(lambda layer, args, output: (nn.functional.dropout(output[0], 0.5), output[1]))
+
+
+def test_checkpointed_layers_with_dropout_are_for_one_device() -> None:
+    """Checkpointing restores the generators of the devices on which arguments lie, not those of the layers."""
+    make = partial(Module, CheckpointedDropout)
+    strategy = PipelineStrategy(cut_before=["net.layers.2"], micro_batches=1)
+    if torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="draw random numbers within activation checkpointing"):
+            fit(strategy, 2, make)
+    else:
+        expected = fit("single_device", 1, make, num_sanity_val_steps=0)
+        same(fit(strategy, 2, make, num_sanity_val_steps=0), expected)
+
+
+class CallsLayer(Module):
+    """Calls a layer beside its network, which notes that in a list."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        notes: list[str] = []
+        layer = self.net.layers[0]
+        handle = layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: kwargs.pop("notes", []).append("called"), with_kwargs=True
+        )
+        hidden = torch.ones(2, WIDTH, dtype=batch[0].dtype, device=layer.linear.weight.device)
+        layer(hidden, mask=hidden, notes=notes)
+        handle.remove()
+        assert notes == ["called"]
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_layer_that_is_called_beside_the_network() -> None:
+    fit(PipelineStrategy(cut_before=["net.layers.2"]), 2, CallsLayer, max_epochs=1)
 
 
 class Shallow(Module):

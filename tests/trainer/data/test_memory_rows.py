@@ -21,19 +21,19 @@ def tensors(seed: int = 0, size: int = SIZE) -> tuple[Tensor, ...]:
     return images, labels, torch.rand(size, 1, generator=draw) < 0.5, torch.zeros(size, 0, dtype=torch.complex64)
 
 
-def dataset(seed: int = 0) -> TensorDataset:
-    return TensorDataset(*tensors(seed))
+def dataset(seed: int = 0, size: int = SIZE) -> TensorDataset:
+    return TensorDataset(*tensors(seed, size))
 
 
 DATASETS = {
     "tensors": dataset,
     "one tensor": lambda: TensorDataset(tensors()[0]),
     "subset": lambda: Subset(dataset(), [3, 5, 7, 7, 16, 0]),
-    "subset of a subset": lambda: Subset(Subset(dataset(), range(2, 15)), [0, -1, 4, 9, 2]),
+    "subset of a subset": lambda: Subset(Subset(dataset(), range(2, 15)), [0, 12, 4, 9, 2]),
     "subset by a tensor": lambda: Subset(dataset(), torch.arange(9)),  # type: ignore[arg-type]
-    "joined": lambda: ConcatDataset([dataset(1), Subset(dataset(2), [4, 2]), dataset(3)]),
+    "joined": lambda: ConcatDataset([dataset(1, 40), Subset(dataset(2), [4, 2] * 20), dataset(3, 30)]),
     "joined subsets of joined": lambda: ConcatDataset(
-        [Subset(ConcatDataset([dataset(1), dataset(2)]), [30, 1, 17]), dataset(3)]
+        [Subset(ConcatDataset([dataset(1), dataset(2)]), [30, 1, 17] * 12), dataset(3, 30)]
     ),
     "stacked": lambda: StackDataset(tensors()[0], dataset(4)),
     "stacked by name": lambda: StackDataset(image=tensors()[0], label=Subset(TensorDataset(tensors()[1]), range(SIZE))),
@@ -71,9 +71,20 @@ def test_rows_are_the_collated_samples(name: str) -> None:
     seed = random.randrange(1000)
     print("seed", seed)
     draw = random.Random(seed)
-    for size in (1, 2, 5, len(data)):
+    for size in (1, 70, 200):
         indices = draw.choices(range(len(data)), k=size)
         assert_same(rows.take(indices), samples_of(data, indices))
+
+
+def test_size_of_a_sample() -> None:
+    sizes = [4 * 3 * 4 * 5, 8, 1, 0]
+    for data in (dataset(), Subset(dataset(), [1]), ConcatDataset([dataset(), Subset(dataset(), [])])):
+        rows = rows_of(data)
+        assert rows is not None
+        assert rows.sample_size == sum(sizes)
+    stacked = rows_of(StackDataset(dataset(), tensors()[0]))
+    assert stacked is not None
+    assert stacked.sample_size == sum(sizes) + sizes[0]
 
 
 def test_rows_are_copies() -> None:
@@ -114,6 +125,8 @@ OTHERS = {
     "sparse": lambda: TensorDataset(torch.eye(3).to_sparse()),
     "other device": lambda: TensorDataset(torch.zeros(3, 2, device="meta")),
     "list": lambda: [1, 2, 3],
+    "large samples of several parts": lambda: ConcatDataset([TensorDataset(torch.zeros(2, 2000))] * 2),
+    "tensor with a gradient beside others": lambda: StackDataset(torch.zeros(2), torch.zeros(2, requires_grad=True)),
 }
 
 
@@ -127,8 +140,25 @@ def test_other_datasets_have_no_rows(name: str) -> None:
 def test_unusual_indices_are_left_to_the_samples(indices: list[Any]) -> None:
     rows = rows_of(dataset())
     assert rows is not None
-    with pytest.raises((IndexError, RuntimeError, TypeError)):
+    with pytest.raises((IndexError, TypeError, ValueError)):
         rows.take(indices)
+
+
+def test_methods_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dataset()
+    data.__getitems__ = lambda indices: [1 for _ in indices]  # type: ignore[attr-defined]
+    assert rows_of(data) is None
+    assert rows_of(dataset()) is not None
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: 1)
+    assert rows_of(dataset()) is None
+
+
+def test_joined_datasets_need_several_samples_of_each() -> None:
+    rows = rows_of(ConcatDataset([dataset(1), dataset(2)]))
+    assert rows is not None
+    assert len(rows.take([1, 2])[0]) == 2
+    with pytest.raises(LookupError, match="too few"):
+        rows.take([0, SIZE] * 15)
 
 
 def test_datasets_that_change() -> None:
@@ -151,4 +181,4 @@ def test_parts_that_do_not_fit_together() -> None:
         rows = rows_of(ConcatDataset([TensorDataset(torch.zeros(3, 2)), TensorDataset(other)]))
         assert rows is not None
         with pytest.raises((RuntimeError, IndexError)):
-            rows.take([0, 4])
+            rows.take([0, 4] * 20)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     RandomSampler,
-    SequentialSampler,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -23,7 +24,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from equipoise import Trainer
 from equipoise.interop.lightning.loaders import seed_workers
 from equipoise.parallel.batches.sampling import NO_BATCH, Collate
-from equipoise.trainer.data.row_loading import rows_at_once
+from equipoise.trainer.data import memory_rows, row_loading
+from equipoise.trainer.data.row_loading import open_loader
 from tests.trainer.data.test_memory_rows import assert_same, dataset
 from tests.trainer.optimization.test_accumulation import Net, make_batches
 
@@ -51,16 +53,30 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "with weights": lambda: DataLoader(dataset(), 3, sampler=WeightedRandomSampler([1.0] * SIZE, 10)),
     "own batches": lambda: DataLoader(dataset(), batch_sampler=BatchSampler(RandomSampler(range(SIZE)), 5, False)),
     "arrays": lambda: DataLoader(dataset(), batch_sampler=Arrays()),
-    "negative": lambda: DataLoader(dataset(), 2, sampler=[0, -1, -SIZE, 3]),
-    "tensors as indices": lambda: DataLoader(dataset(), 2, sampler=torch.arange(5)),  # type: ignore[arg-type]
+    "negative": lambda: DataLoader(dataset(), 4, sampler=[0, -1, -SIZE, 3]),
+    "negative in joined subsets": lambda: DataLoader(
+        ConcatDataset([Subset(dataset(1), [0, 1, 2]), dataset(2)]), 4, sampler=[-1, 0, -2, 3]
+    ),
+    "truth values": lambda: DataLoader(ConcatDataset([dataset(1), dataset(2)]), 4, sampler=[True] * 4),
+    "tensors as indices": lambda: DataLoader(dataset(), 4, sampler=torch.arange(5)),  # type: ignore[arg-type]
+    "a mask as a selection": lambda: DataLoader(
+        Subset(TensorDataset(torch.arange(4)), torch.ones(4, dtype=torch.uint8)),
+        4,  # type: ignore[arg-type]
+    ),
+    "joined": lambda: DataLoader(ConcatDataset([dataset(1), dataset(2)]), 32, shuffle=True),
+    "joined datasets of other structure": lambda: DataLoader(
+        ConcatDataset(
+            [
+                StackDataset(TensorDataset(torch.zeros(40, 3), torch.ones(40, 3))),
+                StackDataset(torch.arange(240.0).view(40, 2, 3)),
+            ]
+        ),
+        64,
+        sampler=[*range(50), *range(50, 80)],
+    ),
     "workers": lambda: DataLoader(dataset(), 4, shuffle=True, num_workers=2),
     "workers that stay": lambda: DataLoader(dataset(), 4, shuffle=True, num_workers=1, persistent_workers=True),
 }
-
-
-def opened(loader: DataLoader[Any]) -> Any:
-    with rows_at_once(loader):
-        return iter(loader)
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -73,30 +89,68 @@ def test_batches_are_the_same(name: str) -> None:
     torch.manual_seed(3)
     loader = LOADERS[name]()
     data = loader.dataset
-    actual = [list(opened(loader)) for _ in range(2)]
+    workers = loader.persistent_workers
+    actual = [list(open_loader(loader)) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), random_state)
     assert_same(actual, expected)
     assert loader.dataset is data
     assert loader.collate_fn is default_collate
+    assert (vars(loader)["_iterator"] is not None) == workers
+
+
+class Reads:
+    """Counts batches of a loader.
+
+    Attributes:
+        at_once: Number of batches whose rows were taken at once.
+        by_sample: Number of batches that were read sample by sample.
+    """
+
+    def __init__(self) -> None:
+        self.at_once = 0
+        self.by_sample = 0
 
 
 @pytest.fixture
-def samples_read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Indices of samples that a TensorDataset reads one by one."""
-    read: list[Any] = []
-    original = TensorDataset.__getitem__
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """Count of the batches of a TensorDataset."""
+    counts = Reads()
+    take, samples = memory_rows._TensorRows.take, row_loading._CollatedRows._samples
 
-    def getitem(self: TensorDataset, index: Any) -> Any:
-        read.append(index)
-        return original(self, index)
+    def counted_take(self: Any, indices: Any) -> Any:
+        batch = take(self, indices)
+        counts.at_once += 1
+        return batch
 
-    monkeypatch.setattr(TensorDataset, "__getitem__", getitem)
-    return read
+    def counted_samples(self: Any, indices: Any) -> Any:
+        counts.by_sample += 1
+        return samples(self, indices)
+
+    monkeypatch.setattr(memory_rows._TensorRows, "take", counted_take)
+    monkeypatch.setattr(row_loading._CollatedRows, "_samples", counted_samples)
+    return counts
 
 
-def test_no_sample_is_read_by_itself(samples_read: list[Any]) -> None:
-    list(opened(DataLoader(dataset(), 4, shuffle=True)))
-    assert samples_read == []
+def test_no_sample_is_read_by_itself(reads: Reads) -> None:
+    list(open_loader(DataLoader(dataset(), 4, shuffle=True, drop_last=True)))
+    assert (reads.at_once, reads.by_sample) == (4, 0)
+
+
+def test_small_batches_are_read_sample_by_sample(reads: Reads) -> None:
+    list(open_loader(DataLoader(dataset(), 2)))
+    assert (reads.at_once, reads.by_sample) == (0, 9)
+
+
+def test_a_few_failures_end_the_attempts(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def fail(self: Any, indices: Any) -> Any:
+        attempts.append(indices)
+        raise LookupError("no rows")
+
+    monkeypatch.setattr(memory_rows._TensorRows, "take", fail)
+    assert_same(list(open_loader(DataLoader(dataset(), 4))), list(DataLoader(dataset(), 4)))
+    assert (len(attempts), reads.by_sample) == (3, 5)
 
 
 class OwnLoader(DataLoader[Any]):
@@ -116,79 +170,101 @@ def own_collate(samples: Any) -> Any:
     ],
     ids=["loader", "collate function", "function for workers"],
 )
-def test_loaders_with_something_of_the_user_stay(make: Callable[[], DataLoader[Any]], samples_read: list[Any]) -> None:
-    list(opened(make()))
-    assert samples_read == list(range(SIZE))
+def test_loaders_with_something_of_the_user_stay(make: Callable[[], DataLoader[Any]], reads: Reads) -> None:
+    assert_same(list(open_loader(make())), list(make()))
+    assert (reads.at_once, reads.by_sample) == (0, 0)
 
 
-def test_batches_that_the_dataset_reads_itself(samples_read: list[Any]) -> None:
+def test_batches_that_the_dataset_reads_itself(reads: Reads) -> None:
     """Without batches of the loader, the sampler's item is the index."""
     loader = DataLoader(dataset(), batch_size=None, sampler=[[1, 2], [3]])
-    assert [len(batch[0]) for batch in opened(loader)] == [2, 1]
-    assert samples_read == [[1, 2], [3]]
+    assert [len(batch[0]) for batch in open_loader(loader)] == [2, 1]
+    assert (reads.at_once, reads.by_sample) == (0, 0)
 
 
-def test_an_extended_collate_function(samples_read: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extended_collate_function(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     def collate(batch: Any, *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(list(batch)) + 1
 
     monkeypatch.setitem(default_collate_fn_map, Tensor, collate)
-    list(opened(DataLoader(dataset(), 4)))
-    assert samples_read == list(range(SIZE))
+    assert_same(list(open_loader(DataLoader(dataset(), 4))), list(DataLoader(dataset(), 4)))
+    assert (reads.at_once, reads.by_sample) == (0, 0)
 
 
-def test_seeded_workers_are_no_obstacle(samples_read: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeded_workers_are_no_obstacle(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    loader = DataLoader(dataset(), 4)
+    loader = DataLoader(dataset(), 4, drop_last=True)
     seed_workers(loader, 0)
     assert loader.worker_init_fn is not None
-    list(opened(loader))
-    assert samples_read == []
+    list(open_loader(loader))
+    assert reads.at_once == 4
 
 
-@pytest.mark.parametrize("indices", [[SIZE], [0, -SIZE - 1], ["0"], []], ids=str)
+def test_large_samples_of_workers_are_stacked_by_them() -> None:
+    data = TensorDataset(torch.zeros(8, 2000))
+    assert row_loading._rows_of_loader(DataLoader(data, 4)) is not None
+    assert row_loading._rows_of_loader(DataLoader(data, 4, num_workers=1)) is None
+
+
+class ReadsItsLoader:
+    """A batch sampler that asks the loader for its dataset."""
+
+    loader: DataLoader[Any]
+
+    def __iter__(self) -> Any:
+        return iter([list(range(len(self.loader.dataset.tensors[0])))])  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_the_loader_itself_stays_as_it_is(reads: Reads) -> None:
+    sampler = ReadsItsLoader()
+    sampler.loader = DataLoader(dataset(), batch_sampler=sampler)  # type: ignore[arg-type]
+    (batch,) = open_loader(sampler.loader)
+    assert len(batch[0]) == SIZE
+    assert reads.at_once == 1
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 2, SIZE], [0, 1, 2, -SIZE - 1], [0, 1, 2, "0"], []], ids=str)
 def test_errors_are_those_of_the_samples(indices: list[Any]) -> None:
     with pytest.raises(Exception) as expected:  # noqa: PT011 - the same, whichever it is
         list(DataLoader(dataset(), batch_sampler=[indices]))
     with pytest.raises(type(expected.value)) as actual:
-        list(opened(DataLoader(dataset(), batch_sampler=[indices])))
+        list(open_loader(DataLoader(dataset(), batch_sampler=[indices])))
     assert str(actual.value) == str(expected.value)
 
 
 def test_a_dataset_that_changes_within_a_pass() -> None:
     data = dataset()
-    batches = opened(DataLoader(data, 4))
+    batches = open_loader(DataLoader(data, 4))
     next(batches)
     data.tensors = tuple(tensor + 1 for tensor in data.tensors)
     assert_same(next(batches), list(DataLoader(data, 4))[1])
 
 
 def test_batches_of_processes_may_be_empty() -> None:
-    loader = DataLoader(dataset(), batch_sampler=[[0, 1], []], collate_fn=Collate(default_collate))
-    first, second = opened(loader)
-    assert_same(first, default_collate([dataset()[0], dataset()[1]]))
+    loader = DataLoader(dataset(), batch_sampler=[range(4), []], collate_fn=Collate(default_collate))
+    first, second = open_loader(loader)
+    assert_same(first, default_collate([dataset()[index] for index in range(4)]))
     assert second is NO_BATCH
 
 
-def test_training_takes_rows_at_once(samples_read: list[Any]) -> None:
-    """In training, in validation, and for several loaders that are read together."""
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
 
-    class Pairs(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch["one"], batch_idx)
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("loss", super().training_step(batch, batch_idx))
-
-    ((features, labels),) = make_batches([SIZE])
+def test_training_and_validation_take_rows_at_once(reads: Reads) -> None:
+    ((features, labels),) = make_batches([16])
     data = TensorDataset(features, labels)
     trainer = Trainer(
         max_epochs=2,
+        num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loaders = {"one": DataLoader(data, 4, shuffle=True), "other": DataLoader(data, 4)}
-    trainer.fit(Pairs(), loaders, DataLoader(data, 8, sampler=SequentialSampler(data)))
-    assert samples_read == []
+    trainer.fit(Validated(), DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
+    assert (reads.at_once, reads.by_sample) == (12, 0)
