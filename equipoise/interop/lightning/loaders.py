@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from equipoise.interop.lightning.classes import is_a
 
-__all__ = ["combine", "combined_mode", "seed_workers"]
+__all__ = ["combine", "combined_mode", "seed_workers", "seeds_workers"]
 
 
 def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
