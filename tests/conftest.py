@@ -4,6 +4,7 @@ The guard below is there for every test: after it, and after all its fixtures, t
 """
 
 import gc
+import importlib.util
 import logging
 import os
 import random
@@ -23,9 +24,14 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from equipoise.parallel.workers.preloading import preload
+from tests.simulated.devices.installation import is_installed
 from tests.support.quick_cases import mark_further_cases
 
 __all__ = ["LIGHTNINGS_OWN_WARNINGS", "Surroundings", "ignoring", "threads_that_stay"]
+
+# A machine without Hydra can run all other tests.
+_NEED_HYDRA = ["app", "examples", "trainer/checkpointing/test_objects.py"]
+collect_ignore = [] if importlib.util.find_spec("hydra") else _NEED_HYDRA
 
 torch.set_num_threads(1)  # small tensors: more threads would only wait for each other, and results would depend on them
 
@@ -74,8 +80,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Chooses the seed here rather than in each test, so that it can be named and given again."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; programs in tests inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if torch.cuda.is_available() and not _is_about_gpus(config):
+        # By default a Trainer takes GPUs where there are any, and these tests say what it does on a CPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+
+
+def _is_about_gpus(config: pytest.Config) -> bool:
+    """Tell whether GPUs are wanted: they are simulated, or `tests/gpu` is all that runs."""
+    folder = Path(__file__).with_name("gpu")
+    paths = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
+    return is_installed() or all(path.is_relative_to(folder) for path in paths)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

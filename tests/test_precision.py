@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError
 from equipoise.precision import Precision, make_precision
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 NAMES = ["32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32", "bf16-true", "64-true"]
 SHARED = ["32-true", "bf16-mixed", "16-true", "bf16-true", "64-true"]  # what Lightning runs on a CPU
 TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -740,16 +738,3 @@ def test_gradients_of_both_dtypes_are_clipped_together() -> None:
     torch.testing.assert_close(norm.double(), total, rtol=2e-3, atol=0)
     after = torch.stack([p.grad.double().pow(2).sum() for p in module.parameters()]).sum().sqrt()
     torch.testing.assert_close(after, total / 4, rtol=2e-3, atol=0)
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_every_precision_trains_on_cuda(name: str) -> None:
-    precision = make_precision(name, "cuda")
-    module = make_module().cuda()
-    fit(module, precision, [(images.cuda(), labels.cuda()) for images, labels in make_batches()])
-    losses = torch.stack(module.losses).float()
-    assert losses.isfinite().all()
-    reference = fit(make_module(), make_precision(64, "cpu"), make_batches())
-    torch.testing.assert_close(losses.cpu(), torch.stack(reference.losses).float(), rtol=0.1, atol=0.05)

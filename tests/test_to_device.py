@@ -50,16 +50,6 @@ def test_a_value_that_arrives_is_the_one_of_the_beginning() -> None:
     assert value.read(wait=True) == 0.25
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_value_arrives_from_a_device() -> None:
-    tensor = torch.full((), 0.25, device="cuda")
-    value = ArrivingValue(tensor)
-    tensor.fill_(7.0)
-    assert value.read(wait=True) == 0.25
-    assert value.read() == 0.25
-
-
 def asynchronous_copies(tree: ast.AST) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "non_blocking":

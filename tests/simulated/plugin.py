@@ -14,6 +14,8 @@ installation.install()
 
 __all__ = ["ON_OTHER_DEVICES_ONLY"]
 
+pytest_plugins = ["tests.simulated.as_gpus"]
+
 _PIPELINE = "tests/strategies/pipeline"
 
 # Tests that cannot pass on simulated devices, each with the reason. They are deselected. A name without parameters
@@ -37,14 +39,11 @@ ON_OTHER_DEVICES_ONLY = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let every Trainer of this process, and its workers, use the simulated devices."""
+    """Let every Trainer of this process use the simulated devices."""
     import torch
 
-    from equipoise.parallel.workers import preloading
     from equipoise.trainer.settings import defaults
 
-    # The server of worker processes imports this first.
-    preloading._TORCH = ("tests.simulated.devices.preloaded", *preloading._TORCH)  # type: ignore[assignment]
     select = defaults.select_devices
 
     def select_simulated(*args: Any, **kwargs: Any) -> list[torch.device]:
@@ -85,10 +84,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     stale = [name for name in unknown if name.partition("::")[0] in files]
     if stale and not is_selection:
         raise pytest.UsageError(f"ON_OTHER_DEVICES_ONLY names tests that do not exist: {stale}")
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Tell how much each device has computed."""
-    extension = installation.extension()
-    for index in range(extension.device_count()):
-        terminalreporter.write_line(f"cuda:{index} (simulated) has launched {extension.launches(index)} kernels")

@@ -1,4 +1,4 @@
-"""The tests of the pipeline, and those of the simulation itself, on two CUDA devices that are simulated on a CPU.
+"""The tests of the pipeline and of GPUs, and those of the simulation, on two CUDA devices simulated on a CPU.
 
 CUDA must be there before torch is asked for it, so each file runs in a process of its own.
 """
@@ -38,8 +38,18 @@ def extension() -> Path:
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("file", FILES)
 def test_file(file: str) -> None:
+    check("tests.simulated.plugin", file)
+
+
+@pytest.mark.usefixtures("extension")
+def test_what_needs_a_gpu() -> None:
+    check("tests.simulated.as_gpus", "tests/gpu")
+
+
+def check(plugin: str, path: str) -> None:
+    """Run tests; all must pass, and both devices compute."""
     # The further cases of a test differ in numbers, not in devices.
-    code, output = run("-p", "tests.simulated.plugin", "-m", "not slow", file)
+    code, output = run("-p", plugin, "-m", "not slow", path)
     assert code == 0, output
     assert re.search(r"\d+ passed", output), output
     for device in ("cuda:0", "cuda:1"):

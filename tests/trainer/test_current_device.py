@@ -60,19 +60,3 @@ def test_the_device_is_given_back_after_an_error() -> None:
     with pytest.raises(ValueError, match="planned"):
         trainer(max_steps=1).fit(Noting(fails=True), loader())
     assert CURRENT == []
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_the_second_gpu_is_current_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-
-    class Placing(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.made = torch.zeros(1, device="cuda")
-            return super().training_step(batch, batch_idx)
-
-    module = Placing()
-    trainer(max_steps=1, accelerator="cuda", devices=[1]).fit(module, loader())
-    assert module.made.device == torch.device("cuda", 1)
-    assert torch.cuda.current_device() == 0

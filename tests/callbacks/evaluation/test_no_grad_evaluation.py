@@ -708,18 +708,3 @@ def test_a_metric_that_needs_all_its_states() -> None:
     result = NoGradEvaluation(batches, PearsonCorrCoef()).run(nn.Identity())
     expected = float(torch.corrcoef(torch.stack([x, y]))[0, 1])
     assert result.values["PearsonCorrCoef"] == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_a_gpu_memory_is_bounded_and_nothing_changes(tmp_path: Path) -> None:
-    options = {"accelerator": "gpu", "precision": "bf16-mixed", "accumulate_grad_batches": 2}
-    alone, _ = trained(Trainer, None, tmp_path, **options)
-    with_it, evaluation = trained(Trainer, False, tmp_path, **options)
-    assert_same(alone, with_it)
-    assert all(out[0].device.type == "cpu" for out in evaluation.outputs)
-    module = nn.Linear(1024, 2**20 // 4, bias=False, device="cuda")  # 1 GiB; an output of 4 rows is 4 MiB
-    NoGradEvaluation([torch.ones(4, 1024)], collect=True).run(module)  # the workspace of cuBLAS stays
-    few = NoGradEvaluation([torch.ones(4, 1024)] * 2, collect=True).run(module).memory
-    many = NoGradEvaluation([torch.ones(4, 1024)] * 20, collect=True).run(module).memory
-    assert 2**22 <= many <= few < 2**24

@@ -1,7 +1,5 @@
 """Values of a device are shown without waiting for it."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -102,28 +100,3 @@ def test_a_name_may_change_its_dtype_and_shape_and_need_a_gradient(values: Lates
     values.read({"loss": remote(1 / 3, torch.float64).reshape(1).requires_grad_()})
     queue.events[1].passed = True
     assert values.read({"loss": remote(0.0)}) == {"loss": 1 / 3}
-
-
-@pytest.fixture
-def busy() -> Iterator[torch.cuda.Stream]:
-    """A device whose queue takes long."""
-    torch.cuda.synchronize()
-    yield torch.cuda.current_stream()
-    torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_busy_device_is_not_waited_for(busy: torch.cuda.Stream):
-    values = LatestValues()
-    loss = torch.full((), 1.5, device="cuda")
-    assert values.read({"loss": loss}, wait=True) == {"loss": 1.5}  # pinned memory is there from now on
-    matrix = torch.randn(4096, 4096, device="cuda")
-    for _ in range(200):
-        matrix = (matrix @ matrix).clamp(-1, 1)
-    loss = matrix[0, 0] * 0 + 2.5
-    assert not busy.query()
-    assert values.read({"loss": loss}) == {"loss": 1.5}
-    assert not busy.query(), "reading waited for the device"
-    busy.synchronize()
-    assert values.read({"loss": loss + 1}) == {"loss": 2.5}

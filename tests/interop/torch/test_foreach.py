@@ -116,16 +116,3 @@ def test_a_factor_that_lies_elsewhere_is_moved() -> None:
     assert torch.equal(here, torch.full((3,), 0.5))
     with pytest.raises(RuntimeError):
         foreach.multiply_([here], torch.tensor(0.5, device="meta"))  # no value to move
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("place", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_tensors_on_cuda(dtype: torch.dtype, place: str) -> None:
-    tensors = [torch.randn(4, 5, device="cuda").to(dtype), torch.randn(3).to(dtype)]
-    for factor in (4 / 3, torch.tensor(4 / 3, dtype=torch.float64, device=place)):
-        expected = [tensor * (4 / 3) for tensor in tensors]
-        foreach.multiply_(tensors, factor)
-        for tensor, other in zip(tensors, expected, strict=True):
-            torch.testing.assert_close(tensor, other)

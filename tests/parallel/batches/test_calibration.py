@@ -153,22 +153,3 @@ def test_devices_that_are_not_simulated_have_no_limit() -> None:
 def test_sizes_to_measure_stay_within_limits(limits: list[int | None], sizes: list[int]) -> None:
     simulated = {index: device(most=most) for index, most in enumerate(limits)}
     assert Calibration([CPU] * 3, simulated).sizes(12) == sizes
-
-
-# CUDA
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_memory_of_cuda_devices_is_read() -> None:
-    cuda = torch.device("cuda", 0)
-    measuring = Calibration([cuda, CPU], {})
-    for _ in range(3):
-        kept = measuring.measured(0, lambda: torch.empty(8, 2**20, device=cuda).sum(), 8)()
-        measuring.measured(1, lambda: None, 8)()
-        measuring.end_step(16)
-    most = measuring.times[0].most
-    assert kept.device == cuda
-    assert most is not None
-    assert most * 2**22 <= torch.cuda.get_device_properties(cuda).total_memory
-    assert measuring.times[1].most is None

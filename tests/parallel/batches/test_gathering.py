@@ -241,15 +241,3 @@ def test_tensors_are_gathered_where_they_are_wanted() -> None:
         gathered = gather(parts, [1, 3], torch.device("meta"), weights=weights)
         assert {tensor.device.type for tensor in gathered.values()} == {"meta"}
         assert gathered["a"].shape == (4, 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_of_several_devices() -> None:
-    parts = [torch.ones(2), torch.full((3,), 2.0, device="cuda")]
-    for device in (CPU, torch.device("cuda", 0)):
-        gathered = gather(parts, [2, 3], device)
-        assert gathered.device == device
-        assert gathered.tolist() == [1, 1, 2, 2, 2]
-        mean = gather([part.mean() for part in parts], [2, 3], device, weights=[2, torch.tensor(3, device="cuda")])
-        assert (mean.device, round(mean.item(), 6)) == (device, 1.6)

@@ -369,32 +369,3 @@ def test_on_device_is_for_a_while(cuda: Cuda) -> None:
         with on_device(CPU):
             assert cuda.device == 1
     assert cuda.device == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_threads_take_a_stream_of_cuda_along() -> None:
-    device = torch.device("cuda", torch.cuda.device_count() - 1)
-    threads = DeviceThreads([CPU, META])
-    stream = torch.cuda.Stream(device)
-    try:
-        with torch.cuda.stream(stream):
-            (seen,) = threads.run([(1, lambda: (torch.cuda.current_device(), torch.cuda.current_stream(device)))])
-            assert seen == (device.index, stream)
-    finally:
-        threads.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_devices_are_current_in_their_threads() -> None:
-    device = torch.device("cuda", torch.cuda.device_count() - 1)
-    threads = DeviceThreads([CPU, device])
-    try:
-        with torch.autocast("cuda", torch.bfloat16):
-            made = threads.run([(0, torch.cuda.current_device), (1, lambda: torch.ones(2, 2, device="cuda"))])[1]
-            product = threads.run([(0, name), (1, lambda: (made @ made).dtype)])[1]
-    finally:
-        threads.close()
-    assert made.device == device
-    assert product is torch.bfloat16

@@ -831,44 +831,6 @@ def test_hooks_on_parameters_are_refused(method: str) -> None:
     replicas.refresh([0, 1])
 
 
-# CUDA
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_copies_on_cuda() -> None:
-    devices = [torch.device("cuda", 0), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-    module = net().to(devices[0])
-    expected, replicas = copy.deepcopy(module), Replicas(module, devices)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (module, expected)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        replicas.refresh(range(len(devices)))
-        for index, device in enumerate(devices):
-            x = torch.randn(index + 2, 3, dtype=torch.float64, device=device)
-            replicas[index](x).pow(2).sum().backward()
-            expected(x.to(devices[0])).pow(2).sum().backward()
-        replicas.collect_gradients()
-        for optimizer in optimizers:
-            optimizer.step()
-    for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_recurrent_copies_on_cuda_are_flat() -> None:
-    """CuDNN would warn."""
-    module = nn.LSTM(3, 4).cuda()
-    replicas = Replicas(module, [torch.device("cuda", 0)] * 2)
-    for _ in range(2):
-        replicas.refresh([0, 1])
-        replicas[1](torch.randn(2, 5, 3, device="cuda"))[0].sum().backward()
-        with torch.no_grad():
-            module.weight_hh_l0.add_(1)
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize(
     "make",

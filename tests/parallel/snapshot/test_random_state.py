@@ -19,8 +19,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from equipoise.errors import CheckpointError
 from equipoise.parallel.snapshot.random_state import RandomState, capture, isolated
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 # One draw of each kind. A normal number leaves a second one behind, in Python, numpy and torch alike.
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch.rand": lambda: torch.rand(3).tolist(),
@@ -293,16 +291,3 @@ def test_mps_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     generators.draw()
     state.restore()  # on a machine without
     assert generators.states[0].item() == 10
-
-
-@gpu
-@pytest.mark.gpu
-def test_streams_of_real_cuda_devices() -> None:
-    devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    torch.cuda.manual_seed_all(3)
-    state = through_a_file(capture())
-    first = [torch.rand(5, device=device).tolist() for device in devices]
-    with isolated():
-        assert [torch.rand(5, device=device).tolist() for device in devices] != first
-    state.restore()
-    assert [torch.rand(5, device=device).tolist() for device in devices] == first

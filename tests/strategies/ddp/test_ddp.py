@@ -3,7 +3,6 @@
 import csv
 import os
 import threading
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -589,20 +588,3 @@ def test_manual_optimisation_needs_a_batch_everywhere() -> None:
 def test_shared_batch_statistics_are_refused_on_the_cpu() -> None:
     with pytest.raises(ConfigurationError, match=r"sync_batchnorm=True needs CUDA devices"):
         trainer("ddp", 2, sync_batchnorm=True).fit(numbered(), DataLoader(Samples(4), batch_size=2))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_shared_batch_statistics() -> None:
-    """Two processes on one device, over gloo: the statistics are those of both, and the layers come back."""
-    module = numbered()
-    module.net.insert(1, nn.BatchNorm1d(5))
-    one = deepcopy(module)
-    strategy = DDPStrategy(backend="gloo")
-    options = {"max_epochs": 1, "sync_batchnorm": True}
-    run = Trainer(strategy=strategy, devices=["cuda:0", "cuda:0"], **{**QUIET, **options})
-    run.fit(module, DataLoader(Samples(12), batch_size=3))
-    trainer("single_device", 1, max_epochs=1).fit(one, DataLoader(Samples(12), batch_size=6))
-    assert type(module.net[1]) is nn.BatchNorm1d
-    torch.testing.assert_close(module.net[1].running_mean, one.net[1].running_mean)
-    assert_same_weights(one, module)

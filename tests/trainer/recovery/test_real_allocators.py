@@ -1,9 +1,8 @@
-"""Allocators that really fail: a process with little address space, a device of which a part may be used."""
+"""An allocator that really fails: that of a process with little address space. For GPUs see tests/gpu."""
 
 import json
 
 import pytest
-import torch
 
 from tests.support.programs import Program
 
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from equipoise import OOMRecovery, Trainer
 
-device, limited = sys.argv[1], sys.argv[2] == "limited"
+limited = sys.argv[1] == "limited"
 
 class Wide(L.LightningModule):
     def __init__(self):
@@ -29,13 +28,11 @@ class Wide(L.LightningModule):
 torch.set_num_threads(1)
 module, recovery = Wide(), OOMRecovery()
 data = DataLoader(TensorDataset(torch.randn(2 * 3000, 8, generator=torch.Generator().manual_seed(1))), batch_size=3000)
-trainer = Trainer(accelerator=device, devices=1, max_epochs=1, callbacks=[recovery], logger=False,
+trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[recovery], logger=False,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 module.net(torch.zeros(2, 8)).sum().backward()  # libraries take their own memory first
-if limited and device == "cpu":
+if limited:
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 300 * 2**20, -1))
-elif limited:
-    torch.cuda.set_per_process_memory_fraction(300 * 2**20 / torch.cuda.get_device_properties(0).total_memory)
 trainer.fit(module, data)
 events = [[e.phase, e.parts, e.requested] for e in recovery.events]
 print(json.dumps({"events": events, "weight": float(module.net[2].weight.double().sum())}))
@@ -50,8 +47,10 @@ def run(*arguments: str) -> dict[str, object]:
     return answer
 
 
-def check(device: str) -> None:
-    free, limited = run(device, "free"), run(device, "limited")
+@pytest.mark.slow
+def test_little_address_space() -> None:
+    free = run("free")
+    limited = run("limited")
     assert free["events"] == []
     events = limited["events"]
     assert isinstance(events, list)
@@ -60,14 +59,3 @@ def check(device: str) -> None:
         assert phase in ("forward", "backward")
         assert requested > 2**20
     assert limited["weight"] == pytest.approx(free["weight"], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_little_address_space() -> None:
-    check("cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_part_of_a_device() -> None:
-    check("cuda")

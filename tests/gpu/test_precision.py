@@ -1,0 +1,115 @@
+"""Every precision trains on a GPU, near float64 on the CPU; steps whose gradients overflow are left out."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from equipoise.precision import make_precision
+from tests.conftest import ignoring
+from tests.gpu.runs import CPU, Classifier, fit, weights
+from tests.test_precision import NAMES, make_batches, make_module
+from tests.test_precision import Classifier as Convolution
+from tests.test_precision import fit as fit_by_hand
+
+pytestmark = ignoring()
+
+
+class Placed(Convolution):
+    """Makes its tensor where its batch is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.device(batch[0].device):
+            return super().training_step(batch, batch_idx)
+
+
+def placed() -> Placed:
+    torch.manual_seed(3)
+    return Placed()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_precision_trains(name: str) -> None:
+    module = placed().cuda()
+    fit_by_hand(
+        module, make_precision(name, "cuda"), [(images.cuda(), labels.cuda()) for images, labels in make_batches()]
+    )
+    losses = torch.stack(module.losses).float()
+    assert losses.isfinite().all()
+    reference = fit_by_hand(make_module(), make_precision(64, "cpu"), make_batches())
+    torch.testing.assert_close(losses.cpu(), torch.stack(reference.losses).float(), rtol=0.1, atol=0.05)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Adam divides by numbers that are too small for float16."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Losses(Callback):
+    """Notes the loss of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["loss"].detach().double().cpu())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("strategy", "parts"), [("single_device", 1), ("dp", 2), ("pipeline", 2)])
+def test_every_precision_of_a_trainer(strategy: str, parts: int, name: str) -> None:
+    expected, losses = Losses(), Losses()
+    fit(lambda: Classifier(sgd), CPU, callbacks=[expected])
+    fit(lambda: Classifier(sgd), strategy=strategy, parts=parts, callbacks=[losses], precision=name)
+    torch.testing.assert_close(torch.stack(losses.seen), torch.stack(expected.seen), rtol=0.1, atol=0.05)
+
+
+# Overflow
+
+
+class Overflowing(Classifier):
+    """In one step the scaled loss has gradients beyond float16."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.current_epoch == 0:
+            return loss * torch.inf
+        return loss
+
+
+class Steps(Callback):
+    """Notes the weights after each batch, and the scale of the loss."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[Tensor]] = []
+        self.scales: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.weights.append(weights(module))
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [None, fused], ids=["foreach", "fused"])
+@pytest.mark.parametrize(("strategy", "parts"), [("single_device", 1), ("dp", 2), ("pipeline", 2)])
+def test_a_step_that_overflows_is_left_out(strategy: str, parts: int, optimizer: Any) -> None:
+    steps = Steps()
+    fit(
+        lambda: Overflowing(optimizer),
+        strategy=strategy,
+        parts=parts,
+        callbacks=[steps],
+        precision="16-mixed",
+    )
+    changed = [
+        any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        for before, after in zip(steps.weights, steps.weights[1:], strict=False)
+    ]
+    assert changed == [True, False, True, True, True, True, True]
+    assert steps.scales[2] == steps.scales[1] / 2
+    assert all(parameter.isfinite().all() for parameter in steps.weights[-1])

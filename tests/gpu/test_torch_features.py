@@ -1,0 +1,143 @@
+"""What users of GPUs take from torch, in the trainer: optimisers, streams, memory formats, compiled steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from equipoise import PipelineStrategy
+from tests.conftest import ignoring
+from tests.gpu.runs import CPU, Classifier, fit
+from tests.test_transparency import Mlp, assert_same
+
+pytestmark = ignoring("This instance was constructed with capturable=True")
+
+TOLERANCE = 1e-10
+
+# Optimisers
+
+KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
+FUSED = [(kind, {"fused": True}) for kind in KINDS]
+CAPTURABLE = [
+    (kind, {"capturable": True})
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop)
+]
+TENSOR_RATES = [
+    (torch.optim.AdamW, {"capturable": True, "lr": torch.tensor(0.01, dtype=torch.float64)}),
+    (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.01, dtype=torch.float64)}),
+]
+
+
+def named(case: tuple[Any, dict[str, Any]]) -> str:
+    kind, options = case
+    return " ".join([kind.__name__, *options])
+
+
+@pytest.mark.parametrize("case", FUSED, ids=named)
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}], ids=str)
+def test_fused_optimizers(case: Any, options: dict[str, Any]) -> None:
+    compare(case, options)
+
+
+@pytest.mark.parametrize("case", [*CAPTURABLE, *TENSOR_RATES], ids=named)
+def test_optimizers_that_a_graph_could_capture(case: Any) -> None:
+    """They compute with the number of steps in float32."""
+    compare(case, {}, tolerance=1e-4)
+
+
+def compare(case: Any, options: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    """Train on the CPU without the options of the optimiser, and on the GPU with them."""
+    kind, of_optimizer = case
+
+    def plain(parameters: Any) -> torch.optim.Optimizer:
+        return kind(parameters, lr=0.01)
+
+    def with_options(parameters: Any) -> torch.optim.Optimizer:
+        return kind(parameters, **{"lr": 0.01, **of_optimizer})
+
+    expected = fit(lambda: Classifier(plain), CPU, **options)
+    assert_same(expected, fit(lambda: Classifier(with_options), **options), tolerance)
+
+
+# Streams
+
+
+class Streams(Callback):
+    """Notes in which stream each step runs."""
+
+    def __init__(self) -> None:
+        self.seen: set[torch.cuda.Stream] = set()
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        self.seen.add(torch.cuda.current_stream())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [("single_device", 1), ("dp", 2), ("balanced", 2), (PipelineStrategy(micro_batches=2), 2)],
+    ids=["single_device", "dp", "balanced", "pipeline"],
+)
+def test_a_run_within_a_stream(strategy: Any, parts: int) -> None:
+    """Everything runs in the stream of the caller, which nothing else is ordered with."""
+    expected = fit(Mlp, CPU)
+    streams = Streams()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        actual = fit(Mlp, strategy=strategy, parts=parts, callbacks=[streams])
+    stream.synchronize()
+    assert streams.seen == {stream}
+    assert_same(expected, actual, TOLERANCE)
+
+
+# Memory formats
+
+
+class ChannelsLast(Classifier):
+    """A convolution whose channels come last in memory."""
+
+    def __init__(self, memory_format: torch.memory_format = torch.channels_last) -> None:
+        super().__init__()
+        self.memory_format = memory_format
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.GroupNorm(2, 8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 4),
+        )
+        self.to(memory_format=memory_format)
+
+    def forward(self, features: Tensor) -> Tensor:
+        images = features.unsqueeze(1).expand(-1, 3, -1, -1).contiguous(memory_format=self.memory_format)
+        return self.net(images)
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("single_device", 1), ("dp", 1), ("pipeline", 1)])
+def test_channels_last(strategy: str, parts: int) -> None:
+    expected = fit(lambda: ChannelsLast(torch.contiguous_format), CPU)
+    actual = fit(ChannelsLast, strategy=strategy, parts=parts)
+    assert_same(expected, actual, TOLERANCE)
+    module = actual[0]
+    assert module.net[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+# Compiled steps
+
+
+@pytest.mark.slow
+@pytest.mark.not_simulated("no kernels that a compiler could make")
+@pytest.mark.parametrize("part", ["network", "step"])
+def test_compiled(part: str) -> None:
+    def compiled() -> Mlp:
+        module = Mlp()
+        if part == "network":
+            module.net.compile()
+        else:
+            module.training_step = torch.compile(module.training_step)  # type: ignore[method-assign]
+        return module
+
+    expected = fit(Mlp, CPU)
+    assert_same(expected, fit(compiled), 1e-8)

@@ -1,0 +1,173 @@
+"""No step waits for a GPU unless the user asked for it: CUDA raises an error where the host would wait."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from equipoise import MemoryLogger, OOMRecovery, Trainer
+from equipoise.callbacks.progress.latest_values import LatestValues
+from tests.conftest import ignoring
+from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader
+
+pytestmark = [
+    *ignoring("An epoch has \\d+ batches", "Synchronization debug mode is a prototype"),
+    pytest.mark.usefixtures("waits_allowed_again"),
+]
+
+STEPS = [8] * 10
+FIRST = 3  # in earlier steps optimisers make their states, pipelines are cut, libraries choose their kernels
+
+
+@pytest.fixture
+def waits_allowed_again() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class Guard(Callback):
+    """Lets CUDA raise an error where the host waits, from one step to the end of the epoch's last step.
+
+    Attributes:
+        guarded: Number of steps in which it would have been raised.
+    """
+
+    def __init__(self) -> None:
+        self.guarded = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.guarded += torch.cuda.get_sync_debug_mode() == 2
+        if batch_idx == len(STEPS) - 1:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Logging(Classifier):
+    """Logs its loss, and a number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("number", float(batch_idx), on_epoch=True)
+        self.log("loss_of_epoch", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def train(make: Any = Logging, **options: Any) -> Guard:
+    """Train for one epoch of pinned batches, and for waits in its later steps."""
+    guard = Guard()
+    trainer = Trainer(
+        **{
+            **QUIET,
+            "devices": [GPU],
+            "max_epochs": 1,
+            "callbacks": [*options.pop("callbacks", ()), guard],
+            **options,
+        }
+    )
+    trainer.fit(make(), loader(STEPS, pinned=True))
+    return guard
+
+
+# What differs is the step; the rest of the loop is the same.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "clipped": {"gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    "bfloat16": {"precision": "bf16-mixed"},
+    "replicas": {"strategy": "dp", "devices": [GPU, GPU]},
+    "replicas, accumulated": {"strategy": "dp", "devices": [GPU, GPU], "accumulate_grad_batches": 2},
+    "stages": {"strategy": "pipeline", "devices": [GPU, GPU]},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_do_not_wait(name: str) -> None:
+    assert train(**OPTIONS[name]).guarded == len(STEPS) - FIRST
+
+
+@pytest.mark.parametrize("make", [lambda: MemoryLogger(every_n_steps=1, leaks=False), OOMRecovery])
+def test_callbacks_do_not_wait(make: Any) -> None:
+    assert train(callbacks=[make()]).guarded == len(STEPS) - FIRST
+
+
+def test_a_fused_optimizer_does_not_wait_for_the_scaler() -> None:
+    """Gradients that overflow are found by the kernel that would have applied them."""
+
+    def fused(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+    assert train(lambda: Logging(fused), precision="16-mixed").guarded == len(STEPS) - FIRST
+
+
+class Waiting(Logging):
+    """Reads its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        assert torch.isfinite(loss)
+        return loss
+
+
+def test_a_wait_of_the_module_is_an_error() -> None:
+    """A guard that sees nothing would let everything pass."""
+    with pytest.raises(Exception, match="synchronizing CUDA operation"):
+        train(Waiting)
+
+
+# Values that are shown
+
+
+@pytest.fixture
+def busy() -> Iterator[torch.cuda.Stream]:
+    """A device whose queue takes long."""
+    torch.cuda.synchronize()
+    yield torch.cuda.current_stream()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.not_simulated("no queue: they compute at once")
+def test_a_busy_device_is_not_waited_for(busy: torch.cuda.Stream) -> None:
+    values = LatestValues()
+    loss = torch.full((), 1.5, device="cuda")
+    assert values.read({"loss": loss}, wait=True) == {"loss": 1.5}  # pinned memory is there from now on
+    matrix = torch.randn(4096, 4096, device="cuda")
+    for _ in range(200):
+        matrix = (matrix @ matrix).clamp(-1, 1)
+    loss = matrix[0, 0] * 0 + 2.5
+    assert not busy.query()
+    assert values.read({"loss": loss}) == {"loss": 1.5}
+    assert not busy.query(), "reading waited for the device"
+    busy.synchronize()
+    assert values.read({"loss": loss + 1}) == {"loss": 2.5}
+
+
+# Batches
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_batches_that_are_freed_early_arrive_whole(pinned: bool) -> None:
+    """The host lets go of a batch when its copy has been started."""
+
+    class Summing(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums: list[Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.sums.append(batch["features"].double().sum())
+            return super().training_step(batch, batch_idx)
+
+    sizes = [4096] * 20
+    module, _, _ = fit(Summing, sizes=sizes, pinned=pinned, max_epochs=1)
+    for expected, actual in zip(loader(sizes), module.sums, strict=True):
+        torch.testing.assert_close(actual.cpu(), expected["features"].double().sum(), rtol=1e-10, atol=1e-8)
