@@ -120,6 +120,7 @@ def test_a_copy_to_the_host_is_late(dtype: torch.dtype) -> None:
 def test_a_wait_for_another_stream_is_none() -> None:
     stream = torch.cuda.Stream(SECOND)
     value = torch.ones(2, device=SECOND)
+    stream.wait_stream(torch.cuda.current_stream(SECOND))
     with torch.cuda.stream(stream):
         assert torch.cuda.current_device() == 1
         copy = value.to("cpu", non_blocking=True)

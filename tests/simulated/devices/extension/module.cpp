@@ -23,6 +23,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   // Streams.
   module.def("set_stream", [](int64_t stream, int device) { current_stream[device] = stream; });
+  module.def("last_writer", [](const Tensor& tensor) {
+    const Uses* uses = uses_of(tensor);
+    TORCH_CHECK(uses != nullptr && uses->last_write.has_value(), "nobody has written to this tensor");
+    return uses->last_write->stream.number;
+  });
+  module.def("is_behind", [](int device, int64_t stream, int64_t other) {
+    const auto index = static_cast<DeviceIndex>(device);
+    return is_behind({index, stream}, {index, other});
+  });
 
   // Waiting.
   module.def("synchronize", [](int device) {

@@ -5,6 +5,7 @@
 #include "../runtime/streams.h"
 #include "host_tensors.h"
 #include "operation_names.h"
+#include "stream_order.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -31,7 +32,9 @@ class FallbackCall {
         name_(op.schema().name()),
         argument_count_(op.schema().arguments().size()),
         first_argument_(stack->size() - argument_count_),
-        takes_columns_(simulated::takes_columns(name_)) {}
+        takes_columns_(simulated::takes_columns(name_)),
+        makes_view_(makes_view(name_)),
+        work_(name_) {}
 
   void run() {
     TORCH_CHECK_NOT_IMPLEMENTED(is_known_to_host(), "a simulated CUDA device has no ", name_);
@@ -43,7 +46,7 @@ class FallbackCall {
     if (makes_host_wait(name_)) {
       wait_for_stream(device_index(), current_stream[device_index()], name_);
     }
-    if (!makes_view(name_)) {
+    if (!makes_view_) {
       launches[device_index()]++;
     }
     op_.redispatchBoxed(kHostKeys, stack_);
@@ -69,6 +72,13 @@ class FallbackCall {
 
   DeviceIndex device_index() const {
     return device_.has_value() ? index_of(*device_) : current_device;
+  }
+
+  // A view uses no memory.
+  void note_use(const Tensor& tensor, bool is_written) {
+    if (!makes_view_) {
+      work_.note(tensor, is_written);
+    }
   }
 
   // Arguments.
@@ -102,6 +112,8 @@ class FallbackCall {
   void replace_tensors() {
     for (size_t index = 0; index < argument_count_; index++) {
       IValue& value = argument(index);
+      const auto* alias = op_.schema().arguments()[index].alias_info();
+      is_written_ = alias != nullptr && alias->isWrite();
       if (value.isTensor()) {
         value = host_tensor_of(value.toTensor());
       } else if (value.isTensorList()) {
@@ -144,6 +156,7 @@ class FallbackCall {
     if (!device_.has_value()) {
       device_ = tensor.device();
     }
+    note_use(tensor, is_written_);
     // Tensors that are the same, or share memory, do so on the CPU as well.
     for (const Pair& pair : pairs_) {
       if (is_same(pair.on_device, tensor)) {
@@ -192,6 +205,7 @@ class FallbackCall {
       if (host_storage.nbytes() > 0 && host_storage.data() != storage->data()) {
         storage->set_data_ptr_noswap(memory_around(host_storage, pair.on_device.device().index()));
         storage->set_nbytes(host_storage.nbytes());
+        note_use(pair.on_device, true);
       }
       auto* impl = pair.on_device.unsafeGetTensorImpl();
       const Tensor& twin = pair.on_host;
@@ -233,7 +247,9 @@ class FallbackCall {
         return device_view(pair.on_device, result);
       }
     }
-    return device_tensor(result, device_index());
+    const Tensor tensor = device_tensor(result, device_index());
+    note_use(tensor, true);
+    return tensor;
   }
 
   const c10::OperatorHandle& op_;
@@ -242,6 +258,10 @@ class FallbackCall {
   const size_t argument_count_;
   const size_t first_argument_;
   const bool takes_columns_;
+  const bool makes_view_;
+  WorkOnDevices work_;
+  // Whether the operation writes to the argument that is being replaced.
+  bool is_written_ = false;
   std::vector<Pair> pairs_;
   // The device of the first tensor, or that which the call names.
   std::optional<Device> device_;

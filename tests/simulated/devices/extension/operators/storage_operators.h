@@ -3,6 +3,7 @@
 
 #include "../runtime/streams.h"
 #include "host_tensors.h"
+#include "stream_order.h"
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -89,6 +90,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   }
   const DeviceIndex device = (self.is_cuda() ? self : source).device().index();
   launches[device]++;
+  note_copy(self, source);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   Tensor destination = host_side(self);
   const Tensor values = host_side(source);
@@ -135,7 +137,9 @@ inline Tensor& set_nothing(Tensor& self) {
   return set_storage_and_shape(self, std::move(storage), 0, {0}, {1});
 }
 
-inline void record_stream(Tensor& /*self*/, Stream /*stream*/) {}
+inline void record_stream(Tensor& self, Stream stream) {
+  DeviceGuard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);

@@ -1,7 +1,7 @@
 // The memory of the devices, with a limit for each, and pinned memory of the host.
 #pragma once
 
-#include "devices.h"
+#include "order.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
@@ -64,10 +64,12 @@ struct Allocation {
   int64_t bytes;
   void* data;
   c10::Storage storage;
+  Uses uses;
 };
 
 inline void release(void* context) {
   auto* allocation = static_cast<Allocation*>(context);
+  note_freed(allocation->uses);
   allocated_bytes[allocation->device] -= allocation->bytes;
   std::free(allocation->data);
   delete allocation;
@@ -82,7 +84,7 @@ class DeviceAllocator final : public c10::Allocator {
       count_bytes(device, static_cast<int64_t>(bytes));
       data = allocate_poisoned(bytes);
     }
-    auto* allocation = new Allocation{device, static_cast<int64_t>(bytes), data, {}};
+    auto* allocation = new Allocation{device, static_cast<int64_t>(bytes), data, {}, {stream_in_use(device)}};
     return {data, allocation, &release, Device(c10::kCUDA, device)};
   }
 
@@ -111,8 +113,16 @@ inline DataPtr memory_around(const c10::Storage& storage, DeviceIndex device) {
   if (bytes > 0) {
     count_bytes(device, bytes);
   }
-  auto* allocation = new Allocation{device, bytes, nullptr, storage};
+  auto* allocation = new Allocation{device, bytes, nullptr, storage, {stream_in_use(device)}};
   return {storage.mutable_data(), allocation, &release, Device(c10::kCUDA, device)};
+}
+
+// Who has used memory of a device; a null pointer for memory that is not of our allocators.
+inline Uses* uses_of(const DataPtr& memory) {
+  if (memory.get_deleter() != &release) {
+    return nullptr;
+  }
+  return &static_cast<Allocation*>(memory.get_context())->uses;
 }
 
 inline std::mutex pinned_mutex;

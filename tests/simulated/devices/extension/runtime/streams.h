@@ -1,6 +1,7 @@
-// Streams and events. Work is done in the order of the program, so streams only tell what a wait is for.
+// Streams and events. Work is done in the order of the program; `order.h` finds where it might be done in another.
 #pragma once
 
+#include "memory.h"
 #include "waiting.h"
 
 #include <c10/core/Stream.h>
@@ -10,7 +11,6 @@ namespace simulated {
 
 using c10::Stream;
 
-inline thread_local int64_t current_stream[kMostDevices] = {0};
 inline std::atomic<int64_t> last_stream{0};
 
 inline Stream stream_of(Device device, int64_t number) {
@@ -20,11 +20,19 @@ inline Stream stream_of(Device device, int64_t number) {
 inline void wait_for_device(DeviceIndex device, const std::string& reason) {
   const DeviceIndex index = device < 0 ? current_device : device;
   wait_for({index, kEveryStream, kEveryNumber}, reason);
+  let_host_wait(index, kEveryStream);
 }
 
 inline void wait_for_stream(DeviceIndex device, int64_t stream, const std::string& reason) {
   wait_for({device, stream, kEveryNumber}, reason);
+  let_host_wait(device, stream);
 }
+
+// What an event marks: which late copies have arrived, and which work is done.
+struct RecordedEvent {
+  Mark mark;
+  Clock clock;
+};
 
 struct DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   // Devices.
@@ -84,7 +92,11 @@ struct DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   bool queryStream(const Stream& stream) const override {
-    return has_arrived({stream.device_index(), stream.id(), kEveryNumber});
+    const bool is_done = has_arrived({stream.device_index(), stream.id(), kEveryNumber});
+    if (is_done) {
+      let_host_wait(stream.device_index(), stream.id());
+    }
+    return is_done;
   }
 
   void synchronizeStream(const Stream& stream) const override {
@@ -95,24 +107,47 @@ struct DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) {
-      *event = new Mark;
+      *event = new RecordedEvent;
     }
-    *static_cast<Mark*>(*event) = mark_of(stream.device_index(), stream.id());
+    const StreamName name{stream.device_index(), stream.id()};
+    *static_cast<RecordedEvent*>(*event) = {mark_of(name.device, name.number), clock_of(name)};
   }
 
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
-    delete static_cast<Mark*>(event);
+    delete static_cast<RecordedEvent*>(event);
   }
 
-  void block(void* /*event*/, const Stream& /*stream*/) const override {}
+  void block(void* event, const Stream& stream) const override {
+    if (event != nullptr) {
+      let_stream_wait({stream.device_index(), stream.id()}, static_cast<RecordedEvent*>(event)->clock);
+    }
+  }
 
   bool queryEvent(void* event) const override {
-    return event == nullptr || has_arrived(*static_cast<Mark*>(event));
+    if (event == nullptr) {
+      return true;
+    }
+    const auto& recorded = *static_cast<RecordedEvent*>(event);
+    const bool is_done = has_arrived(recorded.mark);
+    if (is_done) {
+      let_host_wait(recorded.clock);
+    }
+    return is_done;
   }
 
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
-      wait_for(*static_cast<Mark*>(event), "event.synchronize");
+      const auto& recorded = *static_cast<RecordedEvent*>(event);
+      wait_for(recorded.mark, "event.synchronize");
+      let_host_wait(recorded.clock);
+    }
+  }
+
+  // Memory that a stream uses which does not own it.
+  void recordDataPtrOnStream(const DataPtr& memory, const Stream& stream) const override {
+    if (Uses* uses = uses_of(memory)) {
+      std::lock_guard<std::mutex> lock(order_mutex);
+      uses->recorded.insert({stream.device_index(), stream.id()});
     }
   }
 

@@ -1,7 +1,7 @@
 // What the host waits for: copies to pinned memory, which arrive only when somebody waits for them.
 #pragma once
 
-#include "devices.h"
+#include "order.h"
 
 #include <algorithm>
 #include <functional>
@@ -26,7 +26,6 @@ struct Mark {
   int64_t number;
 };
 
-constexpr int64_t kEveryStream = -1;
 constexpr int64_t kEveryNumber = INT64_MAX;
 // Only the first reasons are kept, so that a long run does not fill the memory.
 constexpr size_t kMostReasons = 10000;
