@@ -14,6 +14,7 @@ from equipoise.interop.lightning.self_log import bind_log
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.trainer.data.dataloader_iter import checking_batches
 from equipoise.trainer.data.loaders import Source
+from equipoise.trainer.data.transfer.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.cross_process import LogReduction
 from equipoise.trainer.logging.csv_rows import keep_rows
@@ -99,6 +100,7 @@ def make_context(parts: TrainerParts, request: Request) -> RunContext:
         # A subclass of the Trainer may override the method and the property.
         save_checkpoint=parts.trainer.save_checkpoint,
         trainer_validates=lambda: parts.trainer.enable_validation,
+        prefetch=Prefetch(parts.state.prefetch),
         sources=sources,
     )
 

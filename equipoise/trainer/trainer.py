@@ -103,6 +103,8 @@ class Trainer(PublicState):
         activation_checkpointing: Submodules that compute their activations again in the backward and do not keep them:
             names, or patterns such as ["encoder.layers.*"]. Lightning has no such argument. Default: None, no
             submodule.
+        prefetch: Whether the next batch travels to a CUDA device while the device computes. "auto": a batch of at least
+            64 KiB. True: each batch. False: none. Lightning has no such argument. Default: "auto".
 
     Raises:
         ConfigurationError: If an argument is wrong, or contradicts another one.
@@ -159,6 +161,7 @@ class Trainer(PublicState):
         enable_autolog_hparams: bool = True,
         activation_checkpointing: list[str] | None = None,
         detect_nonfinite: bool | None = None,
+        prefetch: bool | Literal["auto"] = "auto",
     ) -> None:
         # 1. Devices, strategy and precision.
         check.check_flags(
@@ -174,6 +177,7 @@ class Trainer(PublicState):
         self.num_nodes = machines
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
+        self.prefetch = check.check_prefetch(prefetch)
 
         # 2. Arguments that `barebones` turns off, and switches.
         options = check.check_barebones(

@@ -2,4 +2,6 @@
 
 from tests.simulated.devices.installation import is_installed
 
-collect_ignore = [] if is_installed() else ["test_simulation.py", "test_recovery.py", "test_waits.py"]
+_NAMES = ("simulation", "streams", "recovery", "waits", "prefetch")
+
+collect_ignore = [] if is_installed() else [f"test_{name}.py" for name in _NAMES]

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PIPELINE = "tests/strategies/pipeline"
 FILES = [
-    *(f"tests/simulated/test_{name}.py" for name in ("simulation", "replicas", "recovery", "waits")),
+    *(f"tests/simulated/test_{name}.py" for name in ("simulation", "streams", "replicas")),
+    *(f"tests/simulated/test_{name}.py" for name in ("recovery", "waits", "prefetch")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "stacks", "faults", "processes", "process_loops")),
 ]

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor
 
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy, Transfer
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
+from equipoise.trainer.data.transfer.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
@@ -41,6 +40,7 @@ class RunContext:
         lightning_optimizers: Returns the optimisers as `self.optimizers()` gives them.
         save_checkpoint: The trainer's method, called with a path.
         trainer_validates: Returns the trainer's `enable_validation`.
+        prefetch: Copies batches beside the computation, where that is possible.
         sources: The origin of the loaders of each stage.
         fitting: The sizes that fit into memory, as far as training and evaluations have measured them.
     """
@@ -56,6 +56,7 @@ class RunContext:
     lightning_optimizers: Callable[[], list[LightningOptimizer]]
     save_checkpoint: Callable[[str | os.PathLike[str]], None]
     trainer_validates: Callable[[], bool]
+    prefetch: Prefetch
     sources: dict[str, Source] = field(default_factory=dict)
     fitting: dict[str, Any] = field(default_factory=dict)
 
@@ -125,9 +126,10 @@ class RunContext:
         move = hooks.bind_data("transfer_batch_to_device")
         after = hooks.bind_data("on_after_batch_transfer")
         action = hooks.action_of_strategy("batch_to_device")
+        copy = self.prefetch.copier(self.strategy.devices, user_copies=move is not None)
         is_plain = convert is None and before is None and move is None and after is None
         if is_plain:
-            return hooks.profiled(_move, action)
+            return hooks.profiled(copy, action)
 
         # 2. A function that calls them.
         def transfer(batch: Any, device: torch.device) -> Any:
@@ -136,7 +138,7 @@ class RunContext:
             if before is not None:
                 batch = before(batch, dataloader_idx)
             if move is None:
-                batch = _move(batch, device)
+                batch = copy(batch, device)
             else:
                 batch = move(batch, device, dataloader_idx)
             if after is not None:
@@ -182,23 +184,3 @@ class RunContext:
         if self.hooks.is_profiled:
             return self.hooks.profiler.profile(action)
         return nullcontext()
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to a device; a tensor, or tensors in a tuple or list, that are on it are returned as they are."""
-    # This runs for every batch. `is_cpu` costs less than a comparison of devices.
-    is_for_cpu = device.type == "cpu"
-    if type(batch) in (tuple, list):
-        entries = batch
-    else:
-        entries = (batch,)
-    for tensor in entries:
-        if type(tensor) is not Tensor:
-            return move_data_to_device(batch, device)
-        if is_for_cpu:
-            is_on_device = tensor.is_cpu
-        else:
-            is_on_device = tensor.device == device
-        if not is_on_device:
-            return move_data_to_device(batch, device)
-    return batch

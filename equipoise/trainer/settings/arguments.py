@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
+from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.validation import is_number, is_whole
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "check_flags",
     "check_order",
     "check_patterns",
+    "check_prefetch",
     "check_val_intervals",
     "gradient_clipping",
     "make_profiler",
@@ -351,6 +353,22 @@ def check_patterns(name: str, value: Any) -> list[str]:
     if not _is_list_of_names(value):
         raise ConfigurationError(f"{name} must be a list of names or patterns of submodules, not {value!r}.")
     return list(value)
+
+
+def check_prefetch(value: Any) -> PrefetchChoice:
+    """Check the choice of whether batches travel beside the computation.
+
+    Args:
+        value: "auto", True or False.
+
+    Raises:
+        ConfigurationError: If it is something else.
+    """
+    if isinstance(value, bool):
+        return value
+    if value == "auto":
+        return "auto"
+    raise ConfigurationError(f'prefetch must be "auto", True or False, not {value!r}.')
 
 
 def _is_list_of_names(value: Any) -> bool:

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
+from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.trainer.settings.limits import Limits
 from equipoise.trainer.state.progress import FitProgress
 from equipoise.trainer.state.sent_state import LOCAL, LOCAL_RESULT, RESULT, SentState
@@ -64,6 +65,7 @@ class RunState(SentState, Stages, Limits):
     use_distributed_sampler: bool = True
     reload_dataloaders_every_n_epochs: int = 0
     inference_mode: bool = True
+    prefetch: PrefetchChoice = "auto"
 
     # Settings of logging, diagnostics and files.
     log_every_n_steps: int = 50

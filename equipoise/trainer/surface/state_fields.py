@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.trainer.state.progress import FitProgress
 from equipoise.trainer.state.run_state import MetricListener, RunState
 
@@ -113,6 +114,7 @@ class StateFields:
     use_distributed_sampler = StateField[bool]()
     reload_dataloaders_every_n_epochs = StateField[int]()
     inference_mode = StateField[bool]()
+    prefetch = StateField[PrefetchChoice]()
     log_every_n_steps = StateField[int]()
     enable_autolog_hparams = StateField[bool]()
     detect_anomaly = StateField[bool]()

@@ -1,0 +1,34 @@
+"""A batch copied to a device in turn with the work that is there."""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+__all__ = ["copy_batch"]
+
+
+def copy_batch(batch: Any, device: torch.device) -> Any:
+    """Copy a batch to a device; a tensor, or tensors in a tuple or list, that are on it are returned as they are.
+
+    Args:
+        batch: The batch.
+        device: The device.
+    """
+    # This runs for every batch. `is_cpu` costs less than a comparison of devices.
+    is_for_cpu = device.type == "cpu"
+    if type(batch) in (tuple, list):
+        entries = batch
+    else:
+        entries = (batch,)
+    for tensor in entries:
+        if type(tensor) is not Tensor:
+            return move_data_to_device(batch, device)
+        if is_for_cpu:
+            is_on_device = tensor.is_cpu
+        else:
+            is_on_device = tensor.device == device
+        if not is_on_device:
+            return move_data_to_device(batch, device)
+    return batch

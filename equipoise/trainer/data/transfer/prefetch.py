@@ -1,0 +1,112 @@
+"""Prefetch: the next batch travels to its device while the device computes the present step.
+
+The host is ahead of a CUDA device: it has started a step long before the device has done it, and reads the next batch
+meanwhile. On a stream of its own the copy of that batch begins at once. Nothing else moves: hooks, random numbers,
+checkpoints and repeated steps see what they see without it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.data.transfer.plain_batches import foreign_type, host_tensors, with_copies
+from equipoise.trainer.data.transfer.plain_copy import copy_batch
+from equipoise.trainer.data.transfer.side_stream import SideStream
+
+__all__ = ["Prefetch", "PrefetchChoice"]
+
+PrefetchChoice = Literal["auto"] | bool
+
+# Bytes. CUDA puts a smaller batch into the queue of the device with its values, so a stream of its own gains nothing.
+_LEAST_BYTES = 1 << 16
+
+
+class Prefetch:
+    """Copies the batches of a run beside the computation, where that is possible.
+
+    Args:
+        choice: True; False: never; "auto": batches of at least 64 KiB.
+
+    Example:
+        >>> batch = (torch.ones(2), "a name")
+        >>> copy = Prefetch("auto").copier([torch.device("cpu")])
+        >>> copy(batch, torch.device("cpu")) == batch
+        True
+    """
+
+    def __init__(self, choice: PrefetchChoice) -> None:
+        self._choice = choice
+        self._least_bytes = 0 if choice is True else _LEAST_BYTES
+        self._streams: dict[torch.device, SideStream] = {}
+        # Reasons that the user knows: a run binds its copies once for each epoch and loader.
+        self._reported: set[str] = set()
+
+    def copier(
+        self, devices: Sequence[torch.device], *, user_copies: bool = False
+    ) -> Callable[[Any, torch.device], Any]:
+        """Return the function that copies a batch to a device.
+
+        Args:
+            devices: The devices of the run.
+            user_copies: Whether a hook of the user's copies batches instead. Default: False.
+        """
+        if self._choice is False:
+            return copy_batch
+        if all(device.type != "cuda" for device in devices):
+            self._report("batches are copied beside the computation on CUDA devices alone", unasked=False)
+            return copy_batch
+        if user_copies:
+            self._report("`transfer_batch_to_device` is overridden, so the copy is the user's own")
+            return copy_batch
+        return self._copy
+
+    def _copy(self, batch: Any, device: torch.device) -> Any:
+        """Copy a batch beside the computation, or in turn where it cannot be done otherwise."""
+        if device.type != "cuda":
+            return copy_batch(batch, device)
+        # 1. Batches of which only their own classes know how they are copied.
+        foreign = foreign_type(batch)
+        if foreign is not None:
+            self._report(
+                f"the copy of a {foreign.__module__}.{foreign.__qualname__} in a batch is a matter of its class"
+            )
+            return copy_batch(batch, device)
+        # 2. Batches that gain nothing.
+        tensors = host_tensors(batch)
+        if not tensors or sum(tensor.nbytes for tensor in tensors) < self._least_bytes:
+            return copy_batch(batch, device)
+        # 3. All others.
+        copies = self._copies(tensors, device)
+        if copies is None:
+            return copy_batch(batch, device)
+        return with_copies(batch, iter(copies), device)
+
+    def _copies(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor] | None:
+        """Return copies of tensors; None if only the memory of the computation can hold them."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = SideStream(device)
+        try:
+            return stream.copy(tensors)
+        except torch.OutOfMemoryError:
+            # The memory that the stream of the computation has freed may suffice, which no other stream can have.
+            return None
+
+    def _report(self, reason: str, *, unasked: bool = True) -> None:
+        """Tell the user once in a run why batches are not prefetched.
+
+        Args:
+            reason: The reason.
+            unasked: Whether to tell also those who have not asked for it. Default: True.
+        """
+        if reason in self._reported:
+            return
+        self._reported.add(reason)
+        if self._choice is True:
+            rank_zero_warn(f"prefetch=True has no effect here: {reason}.")
+        elif unasked:
+            rank_zero_info(f"prefetch is off: {reason}.")
