@@ -104,7 +104,8 @@ class Trainer(PublicState):
             names, or patterns such as ["encoder.layers.*"]. Lightning has no such argument. Default: None, no
             submodule.
         prefetch: Whether the next batch travels to a CUDA device while the device computes. "auto": a batch of at least
-            64 KiB. True: each batch. False: none. Lightning has no such argument. Default: "auto".
+            64 KiB, or 1 MiB if it is pinned. True: each batch. False: none. Lightning has no such argument. Default:
+            "auto".
 
     Raises:
         ConfigurationError: If an argument is wrong, or contradicts another one.

@@ -304,11 +304,13 @@ def test_evaluations_are_prefetched() -> None:
     assert MAIN not in streams.writers
 
 
-def test_small_batches_are_copied_in_turn_by_default() -> None:
-    assert streams_of("auto").writers == [MAIN] * 6
-    count = (1 << 16) // (8 * FEATURES) + 1
-    large = streams_of("auto", loader=lambda: DataLoader(samples(count), batch_size=count))
-    assert MAIN not in large.writers
+@pytest.mark.parametrize(("pinned", "least"), [(False, 1 << 16), (True, 1 << 20)])
+def test_small_batches_are_copied_in_turn_by_default(pinned: bool, least: int) -> None:
+    size_of_sample = 8 * FEATURES + 8
+    for count, is_beside in ((least // size_of_sample, False), (least // size_of_sample + 1, True)):
+        loader = DataLoader(samples(count), batch_size=count, pin_memory=pinned)
+        (writer,) = streams_of("auto", loader=lambda loader=loader: loader).writers
+        assert (writer != MAIN) is is_beside
 
 
 class Counts(L.Callback):
@@ -377,6 +379,24 @@ class Hooked(Validated):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.calls.append(("after", batch[0].device.type))
         return [batch[0] + torch.randn_like(batch[0]), batch[1]]
+
+
+class Keeping(Validated):
+    """Uses the batch before last, which it has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches.append(batch[0][:2])
+        if len(self.batches) > 2:
+            self.batches.pop(0)
+        return super().training_step(batch, batch_idx) + 0.1 * self(self.batches[0]).square().mean()
+
+
+def test_batches_may_be_kept() -> None:
+    assert_same(train(True, module=Keeping), train(False, module=Keeping))
 
 
 def test_hooks_around_the_copy_see_what_they_see_without_it() -> None:

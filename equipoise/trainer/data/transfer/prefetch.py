@@ -21,15 +21,18 @@ __all__ = ["Prefetch", "PrefetchChoice"]
 
 PrefetchChoice = Literal["auto"] | bool
 
-# Bytes. CUDA puts a smaller batch into the queue of the device with its values, so a stream of its own gains nothing.
+# Bytes of a batch. CUDA puts smaller ones into the queue of the device with their values, and does not wait.
 _LEAST_BYTES = 1 << 16
+# The same in pinned memory, whose copy never waits: a smaller one takes the device less time than a second stream takes
+# the host. An estimate.
+_LEAST_PINNED_BYTES = 1 << 20
 
 
 class Prefetch:
     """Copies the batches of a run beside the computation, where that is possible.
 
     Args:
-        choice: True; False: never; "auto": batches of at least 64 KiB.
+        choice: True; False: never; "auto": batches of at least 64 KiB, or 1 MiB if all of it is pinned.
 
     Example:
         >>> batch = (torch.ones(2), "a name")
@@ -40,7 +43,6 @@ class Prefetch:
 
     def __init__(self, choice: PrefetchChoice) -> None:
         self._choice = choice
-        self._least_bytes = 0 if choice is True else _LEAST_BYTES
         self._streams: dict[torch.device, SideStream] = {}
         # Reasons that the user knows: a run binds its copies once for each epoch and loader.
         self._reported: set[str] = set()
@@ -77,13 +79,22 @@ class Prefetch:
             return copy_batch(batch, device)
         # 2. Batches that gain nothing.
         tensors = host_tensors(batch)
-        if not tensors or sum(tensor.nbytes for tensor in tensors) < self._least_bytes:
+        if not self._gains(tensors):
             return copy_batch(batch, device)
         # 3. All others.
         copies = self._copies(tensors, device)
         if copies is None:
             return copy_batch(batch, device)
         return with_copies(batch, iter(copies), device)
+
+    def _gains(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if a stream of its own is worth its time for these tensors."""
+        if self._choice is True:
+            return bool(tensors)
+        least = _LEAST_BYTES
+        if all(tensor.is_pinned() for tensor in tensors):
+            least = _LEAST_PINNED_BYTES
+        return sum(tensor.nbytes for tensor in tensors) >= least
 
     def _copies(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor] | None:
         """Return copies of tensors; None if only the memory of the computation can hold them."""
