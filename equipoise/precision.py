@@ -71,6 +71,7 @@ class Precision:
         scaler: Scales the loss. Default: None.
 
     Attributes:
+        autocast: Type of device and dtype of the mixed precision; None if there is none.
         convert_input: Converts the floating tensors of a nested batch; None if there is nothing to convert.
         forward_context: Returns the context of one forward; None if forward needs none.
 
@@ -100,6 +101,9 @@ class Precision:
         self._norm32 = norm32
         self.convert_input: Callable[[Any], Any] | None = None
         self.forward_context = autocast
+        self.autocast: tuple[str, torch.dtype] | None = None
+        if isinstance(autocast, _Autocast):
+            self.autocast = (autocast.device_type, autocast.dtype)
         if dtype is not None:
             self.convert_input = partial(_cast, dtype=dtype)
             self.forward_context = _DefaultDtype(dtype)

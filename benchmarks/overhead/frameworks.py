@@ -54,7 +54,8 @@ def terminal() -> Iterator[None]:
 def frameworks() -> dict[str, dict[str, Contestant]]:
     """All contestants, by framework and load; of the others, those that are not installed are left out."""
     found = {"Equipoise": _equipoise()}
-    for name, make in (("Lightning", _lightning), ("Fabric", _fabric), ("Accelerate", _accelerate)):
+    others = {"Lightning": _lightning, "Fabric": _fabric, "Accelerate": _accelerate, "Ignite": _ignite}
+    for name, make in others.items():
         with contextlib.suppress(ModuleNotFoundError):
             found[name] = make()
     return found
@@ -63,7 +64,12 @@ def frameworks() -> dict[str, dict[str, Contestant]]:
 def _equipoise() -> dict[str, Contestant]:
     from equipoise import Trainer
 
-    return _trainer_loads(Trainer)
+    def compiled(data: TimedBatches) -> nn.Module:
+        module = Classifier()
+        _trainer(Trainer, compile=True).fit(module, loader_of(data))
+        return module.network
+
+    return {**_trainer_loads(Trainer), "compiled": compiled}
 
 
 def _lightning() -> dict[str, Contestant]:
@@ -233,6 +239,56 @@ def _accelerate() -> dict[str, Contestant]:
             for features, labels in loader:
                 F.cross_entropy(model(features), labels)
         return accelerator.unwrap_model(model)
+
+    return {
+        "bare": train,
+        "logs": lambda data: train(data, report=logs),
+        "full": full,
+        "samples": lambda data: train(data, loader=loader_of_samples),
+        "accumulation": lambda data: train(data, window=4),
+        "evaluation": evaluate,
+    }
+
+
+def _ignite() -> dict[str, Contestant]:
+    from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
+
+    def train(
+        data: TimedBatches,
+        window: int = 1,
+        report: Callable[[Any], None] | None = None,
+        loader: LoaderOf = loader_of,
+    ) -> nn.Module:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+        engine = create_supervised_trainer(model, optimizer, F.cross_entropy, "cpu", gradient_accumulation_steps=window)
+        if report is not None:
+            engine.add_event_handler(Events.ITERATION_COMPLETED, report)
+        engine.run(loader(data), max_epochs=1)
+        return model
+
+    def logs(engine: Any) -> None:
+        engine.state.metrics["loss"] = engine.state.output
+        engine.state.metrics["again"] = engine.state.output
+
+    def full(data: TimedBatches) -> nn.Module:
+        from tqdm import tqdm
+
+        with tempfile.TemporaryDirectory() as folder, terminal(), tqdm(total=len(data)) as bar:
+            table = _Table(Path(folder, "metrics.csv"))
+
+            def report(engine: Any) -> None:
+                logs(engine)
+                bar.update()
+                if engine.state.iteration % LOG_EVERY == 0:
+                    table.write(dict(engine.state.metrics), engine.state.iteration)
+
+            return train(data, report=report)
+
+    def evaluate(data: TimedBatches) -> nn.Module:
+        model = network()
+        create_supervised_evaluator(model, device="cpu").run(loader_of(data))
+        return model
 
     return {
         "bare": train,

@@ -1,4 +1,4 @@
-"""What a step costs over a hand-written loop: Equipoise beside Lightning, Fabric and Accelerate, on one CPU thread.
+"""What a step costs over a hand-written loop: Equipoise beside Lightning, Fabric, Accelerate and Ignite, on one thread.
 
 python benchmarks/overhead/main.py                          the whole table, a quarter of an hour
 python benchmarks/overhead/main.py --frameworks equipoise   Equipoise alone
@@ -32,7 +32,7 @@ HAND: dict[str, Contestant] = {
 }
 COLUMNS = ["group", "contestant", "load", "per step", "over by hand", "quartiles", "ratio", "rounds"]
 WIDTH = 110
-ALL = ("equipoise", "lightning", "fabric", "accelerate")
+ALL = ("equipoise", "lightning", "fabric", "accelerate", "ignite")
 
 
 def arguments(command: list[str] | None = None) -> argparse.Namespace:
@@ -52,7 +52,7 @@ def arguments(command: list[str] | None = None) -> argparse.Namespace:
         "--loads",
         nargs="+",
         metavar="LOAD",
-        help="bare, logs, full, 'full with epoch values', samples, accumulation, evaluation (default: all)",
+        help="bare, compiled, logs, full, 'full with epoch values', samples, accumulation, evaluation (default: all)",
     )
     parser.add_argument(
         "--import-rounds", type=int, default=9, help="pairs of fresh interpreters; 0 leaves the import out (default: 9)"

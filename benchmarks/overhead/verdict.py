@@ -11,8 +11,9 @@ TRUSTED_NOISE = 2.0
 """Microseconds by which the second hand-written row may be off; beyond that the machine was too busy for a verdict."""
 MICROSECONDS = {"bare": 5.0, "full": 30.0, "evaluation": 5.0}
 """The most that a step may cost over the hand-written loop, by load."""
-SAMPLES_RATIO = 0.75
-"""The most that a step with samples in memory may take, as a multiple of the hand-written loop's time."""
+RATIOS = {"samples": 0.75, "compiled": 0.75}
+"""The most that a step may take, as a multiple of the time of the hand-written loop, by load. The loop is eager, and has
+the same DataLoader."""
 IMPORT_RATIO = 1.2
 
 
@@ -36,11 +37,9 @@ def broken_bounds(rows: Sequence[Row], imports: ImportTimes | None) -> list[str]
             broken.append(
                 f"accumulation: {row.ratio:.3f} times the hand-written loop, at most 1.0 is allowed, within the noise"
             )
-        if row.load == "samples" and row.ratio > SAMPLES_RATIO:
-            broken.append(
-                f"samples: {row.ratio:.3f} times the hand-written loop with the same DataLoader, at most"
-                f" {SAMPLES_RATIO} is allowed"
-            )
+        ratio = RATIOS.get(row.load)
+        if ratio is not None and row.ratio > ratio:
+            broken.append(f"{row.load}: {row.ratio:.3f} times the hand-written loop, at most {ratio} is allowed")
     if imports is not None and imports.ratio > IMPORT_RATIO:
         broken.append(f"import: {imports.ratio:.2f} times `import torch`, at most {IMPORT_RATIO} are allowed")
     return broken

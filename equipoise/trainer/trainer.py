@@ -106,6 +106,9 @@ class Trainer(PublicState):
         prefetch: Whether the next batch travels to a CUDA device while the device computes. "auto": a batch of at least
             64 KiB, or 1 MiB if it is pinned. True: each batch. False: none. Lightning has no such argument. Default:
             "auto".
+        compile: Compile forward, loss and backward of the training step to one program for each shape of a batch, which
+            is used if it computes the same as the step itself; see docs/compile.md. Lightning has no such argument.
+            Default: False.
 
     Raises:
         ConfigurationError: If an argument is wrong, or contradicts another one.
@@ -161,6 +164,7 @@ class Trainer(PublicState):
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
         activation_checkpointing: list[str] | None = None,
+        compile: bool = False,
         detect_nonfinite: bool | None = None,
         prefetch: bool | Literal["auto"] = "auto",
     ) -> None:
@@ -201,6 +205,7 @@ class Trainer(PublicState):
         self.inference_mode = inference_mode
         self.detect_nonfinite = options["detect_nonfinite"]
         self.enable_autolog_hparams = enable_autolog_hparams
+        self.compiles_steps = check.check_flag("compile", compile)
         self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
 
         # 3. Limits.

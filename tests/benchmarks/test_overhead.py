@@ -16,7 +16,7 @@ from tests.benchmarks.conftest import Scripts
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main", "armed")
-LOADS = ("bare", "logs", "full", "full with epoch values", "accumulation", "evaluation")
+LOADS = ("bare", "samples", "logs", "full", "full with epoch values", "accumulation", "evaluation")
 
 
 @pytest.fixture
@@ -26,21 +26,21 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.filterwarnings("ignore")  # of Lightning and Accelerate, about loaders, terminals and folders
+@pytest.mark.filterwarnings("ignore")  # of Lightning, Accelerate and Ignite, about loaders, terminals and folders
 @pytest.mark.parametrize("load", LOADS)
 def test_all_loops_end_with_the_same_weights(load: str, benchmark: dict[str, ModuleType]) -> None:
     size = benchmark["workload"].Size(steps=9, warm_up=2)
-    batches = benchmark["workload"].make_batches(5)
+    batches = benchmark["workload"].make_batches(6)
     hand = benchmark["main"].HAND[load if load in benchmark["main"].HAND else "training"]
     expected = hand(benchmark["workload"].TimedBatches(batches, size)).state_dict()
     if load != "evaluation":
         assert not torch.equal(expected["0.weight"], benchmark["workload"].network().state_dict()["0.weight"])
 
     found = benchmark["frameworks"].frameworks()
-    assert {"Equipoise", "Lightning", "Fabric", "Accelerate"} == set(found)
+    assert {"Equipoise", "Lightning", "Fabric", "Accelerate", "Ignite"} == set(found)
     for name, contestants in found.items():
         if load not in contestants:
-            assert name in ("Fabric", "Accelerate")
+            assert name in ("Fabric", "Accelerate", "Ignite")
             continue
         data = benchmark["workload"].TimedBatches(batches, size)
         state = contestants[load](data).state_dict()

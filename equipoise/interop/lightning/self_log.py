@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _
 
 from equipoise.interop.lightning.classes import base_of
 
-__all__ = ["CURRENT_HOOK", "LogOptions", "bind_log", "logging_levels", "unbind_log"]
+__all__ = ["CURRENT_HOOK", "LogOptions", "bind_log", "has_own_log", "logging_levels", "unbind_log"]
 
 # Attribute of the module that names the current hook: `LightningModule.log` reads it, and a setter would go through
 # nn.Module (1 µs).
@@ -96,6 +96,11 @@ def bind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:
         attributes = vars(callback)
         attributes["log"] = module.log
         attributes["log_dict"] = module.log_dict
+
+
+def has_own_log(module: LightningModule) -> bool:
+    """Return True if the module's class or the user has defined its `log`, so that `bind_log` left it."""
+    return not _was_bound(vars(module).get("log"))
 
 
 def _was_bound(log: Any) -> bool:

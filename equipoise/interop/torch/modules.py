@@ -14,6 +14,7 @@ __all__ = [
     "STRUCTURE",
     "buffers_of",
     "children_of",
+    "has_gradient_hooks",
     "has_hooks",
     "has_module_hooks",
     "hook_registries_of",
@@ -39,6 +40,11 @@ _HOOK_REGISTRIES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return True if a hook runs when the gradient of a parameter is computed; nothing public lists such hooks."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def shell_of(module: nn.Module) -> nn.Module:

@@ -185,20 +185,13 @@ class Hooks:
             name: The method's name.
             module: A copy of the module, whose method is bound. Default: the module itself.
         """
-        # 1. Find the method, and let it accept the index of the batch.
+        # 1. Find the method. Profile it: copies run in other threads, while a profiler works in one only.
         if module is None:
             module = self.module
-        step = getattr(module, name)
-        run = step
-        if not is_param_in_hook_signature(step, "batch_idx", min_args=2):
-
-            def run(batch: Any, batch_idx: int, *rest: int) -> Any:
-                return step(batch, *rest)
-
-        # 2. Profile it. Copies run in other threads, while a profiler works in one only.
+        run = self.plain_step(name, module)
         if module is self.module:
             run = self.profiled(run, self.action_of_strategy(name))
-        # 3. Set the current hook around it. Local names are the quickest to read.
+        # 2. Set the current hook around it. Local names are the quickest to read.
         state = vars(module)
         current = CURRENT_HOOK
 
@@ -213,6 +206,22 @@ class Hooks:
             return result
 
         return fire_step
+
+    def plain_step(self, name: str, module: LightningModule | None = None) -> Hook:
+        """Return the user's `training_step` or one of its siblings, such that it accepts the index of the batch.
+
+        Args:
+            name: The method's name.
+            module: A copy of the module, whose method is returned. Default: the module itself.
+        """
+        step: Hook = getattr(self.module if module is None else module, name)
+        if is_param_in_hook_signature(step, "batch_idx", min_args=2):
+            return step
+
+        def run(batch: Any, batch_idx: int, *rest: int) -> Any:
+            return step(batch, *rest)
+
+        return run
 
     def action_of_strategy(self, name: str) -> str:
         """Return the name of an action of the strategy in a profile."""

@@ -9,6 +9,7 @@
 A resumed run first completes the epoch in which its checkpoint was written.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -24,7 +25,9 @@ from equipoise.trainer.loops.resumption import Resumption, resume
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
+from equipoise.trainer.optimization.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.batch_weight import BatchWeight
+from equipoise.trainer.optimization.compiled.compiled_step import compiled_step_class
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all
@@ -50,6 +53,7 @@ class FitLoop:
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
+        step_class: Creates the compiled training step of an epoch; None if no step is compiled.
     """
 
     context: "RunContext"
@@ -64,6 +68,7 @@ class FitLoop:
         self.fit = FitState(state.progress)
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
+        self.step_class: Callable[..., AutomaticStep] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what outlives a run, for another process."""
@@ -73,6 +78,7 @@ class FitLoop:
             "fit": self.fit,
             "resumption": None,
             "loss_watch": None,
+            "step_class": None,
         }
 
     # One run.
@@ -110,6 +116,7 @@ class FitLoop:
         self.schedulers = Schedulers(context, self.fit.progress.scheduler)
         self.stopping = Stopping(context, self.fit)
         self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
+        self.step_class = compiled_step_class(context)
         self.load_data()
         if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
@@ -169,6 +176,7 @@ class FitLoop:
         if self.loss_watch is not None:
             closing.insert(0, self.loss_watch.close)
         self.loss_watch = None
+        self.step_class = None
         call_all(closing)
 
     # Data.
@@ -254,6 +262,7 @@ class FitLoop:
             weight=self.weight,
             loss_watch=self.loss_watch,
             after_batch=self._after_batch(),
+            step_class=self.step_class,
         )
         self.optimization = epoch.optimization
         if not epoch.is_stopped():

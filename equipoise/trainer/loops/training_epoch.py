@@ -1,5 +1,6 @@
 """The loop over the batches of a training epoch."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from equipoise.parallel.batches.weighting import AccumulationWindow
@@ -7,6 +8,7 @@ from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
+from equipoise.trainer.optimization.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 
@@ -26,6 +28,7 @@ class TrainingEpoch:
         weight: Finds the weight of a batch in its accumulation window.
         loss_watch: Reports a loss that is not finite.
         after_batch: Does what is due after a batch, and returns whether the epoch ends there.
+        step_class: Creates the training step. Default: None, a step that is not compiled.
 
     Attributes:
         optimization: Takes the steps.
@@ -40,6 +43,7 @@ class TrainingEpoch:
         weight: BatchWeight,
         loss_watch: LossWatch,
         after_batch: AfterBatch,
+        step_class: Callable[..., AutomaticStep] | None = None,
     ) -> None:
         self.context = context
         self.state = context.state
@@ -48,6 +52,7 @@ class TrainingEpoch:
         self.schedulers = schedulers
         self.loss_watch = loss_watch
         self.after_batch = after_batch
+        self.step_class = step_class
         # Called in place of on_train_batch_end where only other processes have a batch.
         self._idle_end = context.hooks.bind_deciders("on_train_batch_end")
         self.optimization = self._bind_optimization(fit.window, weight)
@@ -62,6 +67,7 @@ class TrainingEpoch:
             weight,
             skip_backward=self.fit.skip_backward,
             count_skipped=self.loss_watch.count_skipped,
+            step_class=self.step_class,
         )
 
     def run(self) -> None:

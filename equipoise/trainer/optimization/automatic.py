@@ -41,6 +41,8 @@ __all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
 
 
 ForwardBackward = Callable[[Any, Sequence[Any], bool], StepResult]
+# Creates a training step from the arguments of `AutomaticStep`; it can be repeated if a recovery asks for that.
+StepClass = Callable[..., AutomaticStep]
 
 
 def make_optimization(
@@ -50,6 +52,7 @@ def make_optimization(
     *,
     skip_backward: bool,
     count_skipped: Callable[[], None],
+    step_class: StepClass | None = None,
 ) -> "AutomaticOptimization | ManualOptimization":
     """Return the optimisation that the module chooses by `automatic_optimization`.
 
@@ -59,11 +62,17 @@ def make_optimization(
         batch_weight: Finds the weight of a batch.
         skip_backward: Run the forward only.
         count_skipped: Called when `training_step` has returned None.
+        step_class: Creates the training step of automatic optimisation. Default: None, a step that is not compiled.
     """
     if not context.module.automatic_optimization:
         return ManualOptimization(context)
     return AutomaticOptimization(
-        context, window, batch_weight, skip_backward=skip_backward, count_skipped=count_skipped
+        context,
+        window,
+        batch_weight,
+        skip_backward=skip_backward,
+        count_skipped=count_skipped,
+        step_class=step_class,
     )
 
 
@@ -86,6 +95,7 @@ class AutomaticOptimization:
         *,
         skip_backward: bool,
         count_skipped: Callable[[], None],
+        step_class: StepClass | None = None,
     ) -> None:
         hooks = context.hooks
         state = context.state
@@ -108,7 +118,8 @@ class AutomaticOptimization:
         self._gradients = WindowGradients(context, window, self._optimizer, optimizers, may_split=recovers)
 
         # 2. The training step.
-        step_class = RepeatableStep if recovers else AutomaticStep
+        if step_class is None:
+            step_class = RepeatableStep if recovers else AutomaticStep
         self.step = step_class(
             context,
             window,
@@ -123,7 +134,7 @@ class AutomaticOptimization:
         self._recovery: Recovery | None = None
         self._forward_backward: ForwardBackward = strategy.forward_backward
         self._optimizers = optimizers
-        if isinstance(self.step, RepeatableStep):
+        if recovers:
             recovery = Recovery(context, self.step)
             self._recovery = recovery
             self._forward_backward = recovery

@@ -127,6 +127,21 @@ class Backward:
             )
         self._run(loss, args, kwargs)
 
+    def first_gradient(self, loss: Tensor, share: float | Tensor | None) -> Tensor | None:
+        """Return the gradient with which the backward of a part begins; None stands for 1.
+
+        Args:
+            loss: A loss of the same dtype and device.
+            share: The part's factor in the window; None stands for 1.
+        """
+        if self._scaler is not None:
+            seed = self._seed(loss, 1.0 if share is None else share)
+            scaled: Tensor = self._scaler.scale(seed)
+            return scaled
+        if share is None:
+            return None
+        return self._seed(loss, share)
+
     def _run(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the backward of a loss with all that belongs to it."""
         if self._scaler is not None:

@@ -22,6 +22,7 @@ from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, ta
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.names import warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
+from equipoise.trainer.optimization.compiled.obstacles import check_strategy
 from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
 
 if TYPE_CHECKING:
@@ -168,6 +169,8 @@ def _check_fit(context: "RunContext") -> None:
         )
 
     # 3. Arguments without an effect.
+    if context.state.compiles_steps:
+        check_strategy(context.strategy)
     if not module.automatic_optimization:
         _check_manual_optimization(context)
 
@@ -181,6 +184,9 @@ def _check_manual_optimization(context: "RunContext") -> None:
     elif state.accumulate_grad_batches and state.accumulate_grad_batches != 1:
         argument = f"accumulate_grad_batches={state.accumulate_grad_batches}"
         instead = "step the optimisers after every so many batches"
+    elif state.compiles_steps:
+        argument = "compile=True"
+        instead = "compile functions with `torch.compile`"
     else:
         return
     raise ConfigurationError(

@@ -20,6 +20,7 @@ __all__ = [
     "check_batch_limit",
     "check_choice",
     "check_count",
+    "check_flag",
     "check_flags",
     "check_order",
     "check_patterns",
@@ -106,6 +107,21 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if value is not None and not isinstance(value, bool):
             raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return a switch that must be True or False.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+
+    Raises:
+        ConfigurationError: If it is something else.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
 
 
 def check_batch_limit(name: str, value: Any) -> int | float:

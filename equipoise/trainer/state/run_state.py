@@ -59,6 +59,7 @@ class RunState(SentState, Stages, Limits):
     gradient_clip_val: int | float | None = None
     gradient_clip_algorithm: str | None = None
     activation_checkpointing: list[str] | None = None
+    compiles_steps: bool = False
     sync_batchnorm: bool = False
 
     # Settings of data and evaluation.

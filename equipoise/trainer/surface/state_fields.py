@@ -110,6 +110,7 @@ class StateFields:
     gradient_clip_val = StateField[int | float | None]()
     gradient_clip_algorithm = StateField[str | None]()
     activation_checkpointing = StateField[list[str] | None]()
+    compiles_steps = StateField[bool]()
     sync_batchnorm = StateField[bool]()
     use_distributed_sampler = StateField[bool]()
     reload_dataloaders_every_n_epochs = StateField[int]()

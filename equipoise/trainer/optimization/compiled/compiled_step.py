@@ -1,0 +1,217 @@
+"""The training step with forward, loss and backward compiled to one program; see `Trainer(compile=True)`.
+
+A step is eager until batches of its shape were seen a few times. Then comes a trial: the program is compiled, and the
+program and the eager step are computed from the same state. If they agree, the program computes later steps. If not, a
+warning says so, and steps stay eager. If a condition on which the Python code of the step depends no longer holds,
+there is another trial.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from equipoise.interop.lightning.self_log import CURRENT_HOOK
+from equipoise.interop.torch.compiling import NewVariant
+from equipoise.parallel.step_protocols import StepResult
+from equipoise.trainer.optimization.automatic_step import RepeatableStep
+from equipoise.trainer.optimization.compiled.obstacles import why_eager
+from equipoise.trainer.optimization.compiled.step_program import LoggedCall, StepProgram
+from equipoise.trainer.optimization.compiled.trial import Trial
+from equipoise.trainer.optimization.compiled.variants import Variant, Variants
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["CompiledStep", "compiled_step_class"]
+
+
+T = TypeVar("T")
+
+_NO_CONTEXT = nullcontext()
+
+
+def _no_context() -> AbstractContextManager[Any]:
+    return _NO_CONTEXT
+
+
+class _Share(NamedTuple):
+    """The share of a batch in its window.
+
+    Attributes:
+        weight: The weight of the batch; None if the window needs none.
+        seed: The gradient with which the backward begins; None stands for 1.
+    """
+
+    weight: int | None
+    seed: Tensor | None
+
+
+class CompiledStep(RepeatableStep):
+    """A training step that computes forward, loss and backward by one compiled program, where that is the same.
+
+    Args:
+        variants: The variants of the step, which last for several epochs.
+        context: The run. This and all others are arguments of `AutomaticStep`.
+    """
+
+    def __init__(
+        self, variants: Variants, context: "RunContext", *args: Any, skip_backward: bool, **kwargs: Any
+    ) -> None:
+        super().__init__(context, *args, skip_backward=skip_backward, **kwargs)
+        self._attributes = vars(self.module)
+        self._precision = context.precision
+        self._default_dtype: Callable[[], AbstractContextManager[Any]] = _no_context
+        if self._precision.autocast is None and self._precision.forward_context is not None:
+            self._default_dtype = self._precision.forward_context
+        self._after_backward = context.hooks.bind("on_after_backward")
+        # The loss of an eager step, for its dtype and device.
+        self._last_loss: Tensor | None = None
+        # True if the gradients of the present batch are computed already.
+        self._has_gradients = False
+        self._trial: Trial | None = None
+        # Number of values that were logged before the eager step of a trial.
+        self._num_pending = 0
+
+        # The variants, unless something in this epoch needs the steps as they are.
+        self._variants: Variants | None = variants
+        self._program = variants.program
+        reason = why_eager(context, skip_backward=skip_backward)
+        if reason is not None:
+            self._variants = None
+            variants.warn_once(reason)
+
+    def __call__(self, part: Any) -> StepResult:
+        """Run the training step on a batch, with its backward if it is compiled."""
+        self._has_gradients = False
+        self._trial = None
+        variant = None
+        if self._variants is not None and not self.in_micro_batches and self._around is None:
+            variant = self._variants.of(part, self.begins_window)
+
+        # 1. The program.
+        if variant is not None and self._last_loss is not None:
+            if variant.is_ready:
+                result = self._run_program(variant, part)
+                if result is not None:
+                    return result
+            self._try(variant, part)
+
+        # 2. The eager step.
+        result = RepeatableStep.__call__(self, part)
+        if result.loss is not None:
+            self._last_loss = result.loss.detach()
+        return result
+
+    def backward(self, result: StepResult) -> None:
+        """Run the backward, unless the program has run it."""
+        if self._has_gradients:
+            if self._after_backward is not None:
+                self._after_backward()
+            return
+        RepeatableStep.backward(self, result)
+        if self._trial is not None:
+            trial = self._trial
+            self._trial = None
+            self._judge(trial, result)
+
+    # The program
+
+    def _run_program(self, variant: Variant, part: Any) -> StepResult | None:
+        """Compute loss and gradients by the program; None if no compiled variant fits, and nothing was computed."""
+        # 1. Zero the gradients, and find the share of the batch.
+        window_before = self.window.state_dict()
+        share = self._share_of(part)
+        if share is None:
+            return None
+        if self.begins_window:
+            self.begins_window = False
+            self._zero_grad(self.batch_idx)
+
+        # 2. Compute.
+        try:
+            result = self._compute(variant.function, part, share.seed)
+        except NewVariant:
+            self.window.load_state_dict(window_before)
+            return None
+        self._has_gradients = True
+        variant.note_use()
+
+        # 3. Log.
+        if result.logged:
+            self._log(result.logged)
+        return StepResult(result.loss, share.weight, result.outputs)
+
+    def _share_of(self, part: Any) -> _Share | None:
+        """Count a batch in its window, and return its share; None if it has no weight."""
+        weight = None
+        factor: float | Tensor | None = None
+        if self._weight_of is not None:
+            weight = self._weight_of(part, self.batch_idx)
+            if not weight:
+                return None
+            factor = self.window.add(weight)
+        assert self._last_loss is not None
+        return _Share(weight, self.run_backward.first_gradient(self._last_loss, factor))
+
+    def _log(self, calls: Sequence[LoggedCall]) -> None:
+        """Log what the program has noted."""
+        attributes = self._attributes
+        outer_hook = attributes[CURRENT_HOOK]
+        attributes[CURRENT_HOOK] = "training_step"
+        log = attributes["log"]
+        # A logged number has the default dtype of the step.
+        with self._default_dtype():
+            for name, value, args, kwargs in calls:
+                log(name, value, *args, **kwargs)
+        attributes[CURRENT_HOOK] = outer_hook
+
+    def _compute(self, function: Callable[..., T], part: Any, seed: Tensor | None) -> T:
+        """Call the compiled program. Autocast is a part of it, but the default dtype of a precision is not."""
+        with self._default_dtype():
+            return self._program.run(function, part, self.batch_idx, seed)
+
+    # The trial
+
+    def _try(self, variant: Variant, part: Any) -> None:
+        """Compile the program, and compute it for a comparison with the eager step that follows."""
+        assert self._variants is not None
+        # 1. A step whose Python code always does something else is not worth the time.
+        if not variant.begin_trial():
+            conditions = self._compute(variant.function.unmet_conditions, part, None)
+            Trial.refuse_changing(self._variants, variant, conditions)
+            return
+
+        # 2. The share is found without counting the batch.
+        window_before = self.window.state_dict()
+        share = self._share_of(part)
+        self.window.load_state_dict(window_before)
+        if share is None:
+            return
+
+        # 3. The trial.
+        trial = Trial(self._variants, variant, self.module, part)
+        trial.run(lambda: self._compute(variant.function.compile, part, share.seed), begins_window=self.begins_window)
+        self._trial = trial
+        self._num_pending = len(self._logs.pending)
+
+    def _judge(self, trial: Trial, result: StepResult) -> None:
+        """Compare the eager step with the program."""
+        logged = [(entry.name, value) for entry, value, _ in self._logs.pending[self._num_pending :]]
+        autocast = self._precision.autocast
+        trial.judge(result.loss, result.outputs, logged, None if autocast is None else autocast[1])
+
+
+def compiled_step_class(context: "RunContext") -> Callable[..., CompiledStep] | None:
+    """Return a function that creates the compiled training step of an epoch; None if no step is to be compiled.
+
+    Args:
+        context: The run, in all of whose epochs the same compiled programs are used.
+    """
+    if not context.state.compiles_steps:
+        return None
+    step = context.hooks.plain_step("training_step")
+    program = StepProgram(context.module, step, context.precision.autocast)
+    return partial(CompiledStep, Variants(program))

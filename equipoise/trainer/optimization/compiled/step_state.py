@@ -1,0 +1,156 @@
+"""The state after a step, for the comparison of a compiled step with the step itself.
+
+The two are computed from the same state. Compared are the loss, the outputs, the gradients, the logged values, the
+buffers, and the states of the generators.
+
+Kernels of the compiler round otherwise than torch's own. Two tensors agree if no element differs by more than a share
+of the largest element, and a smaller share of the largest gradient: the gradient of a bias before a BatchNorm is
+nothing but rounding.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.parallel.snapshot import random_state
+from equipoise.parallel.snapshot.random_state import RandomState
+from equipoise.tree import leaves_of
+
+__all__ = ["TOLERANCES", "StepState", "Tolerance"]
+
+
+class Tolerance(NamedTuple):
+    """Largest difference of two tensors.
+
+    Attributes:
+        relative: In parts of the largest element of the tensor.
+        floor: In parts of the largest element of all gradients; for other tensors, an absolute number.
+    """
+
+    relative: float
+    floor: float
+
+
+# By the dtype of the computation.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-9, 1e-12),
+    torch.float32: Tolerance(1e-4, 1e-6),
+    torch.bfloat16: Tolerance(5e-2, 1e-2),
+    torch.float16: Tolerance(1e-2, 1e-3),
+}
+
+
+class StepState:
+    """What a step has computed and changed.
+
+    Args:
+        module: The module, after the step.
+        loss: The loss.
+        outputs: The return value of the step.
+        logged: Name and value of what it logged.
+    """
+
+    def __init__(self, module: nn.Module, loss: Tensor, outputs: Any, logged: Sequence[tuple[str, Any]]) -> None:
+        self._loss = loss.detach().clone()
+        self._outputs = _plain_leaves(outputs)
+        self._logged = [(name, _detached(value)) for name, value in logged]
+        self._gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        self._generators = random_state.capture()
+
+    def first_difference(self, compiled: "StepState", tolerance: Tolerance) -> str | None:
+        """Return what the compiled step computes otherwise than this one; None if they agree.
+
+        Args:
+            compiled: The state of the compiled step.
+            tolerance: The largest difference of tensors.
+        """
+        # 1. The loss and the gradients.
+        if not _agree(self._loss, compiled._loss, tolerance):
+            return f"the loss is {compiled._loss.item():.8g} and not {self._loss.item():.8g}"
+        largest = _largest(gradient for gradient in self._gradients.values() if gradient is not None)
+        floor = Tolerance(tolerance.relative, tolerance.floor * largest)
+        for name, gradient in self._gradients.items():
+            if not _agree(gradient, compiled._gradients[name], floor):
+                return f"the gradient of {name} is another"
+
+        # 2. The buffers and the outputs.
+        for name, buffer in self._buffers.items():
+            if not _agree(buffer, compiled._buffers.get(name), tolerance):
+                return f"the buffer {name} is another"
+        if not _all_agree(self._outputs, compiled._outputs, tolerance):
+            return "the outputs are others"
+
+        # 3. What it logged and drew.
+        names = [name for name, _ in self._logged]
+        if names != [name for name, _ in compiled._logged]:
+            return "other values are logged"
+        for (name, value), (_, other) in zip(self._logged, compiled._logged, strict=True):
+            if not _agree(value, other, tolerance):
+                return f"the logged value {name!r} is another"
+        if not _same_generators(self._generators, compiled._generators):
+            return "it draws random numbers otherwise"
+        return None
+
+
+def _plain_leaves(outputs: Any) -> list[Any]:
+    """Return the tensors and numbers of outputs, the tensors detached."""
+    return [_detached(leaf) for leaf in leaves_of(outputs) if isinstance(leaf, Tensor | int | float | bool | str)]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _all_agree(values: Sequence[Any], others: Sequence[Any], tolerance: Tolerance) -> bool:
+    if len(values) != len(others):
+        return False
+    return all(_agree(value, other, tolerance) for value, other in zip(values, others, strict=True))
+
+
+def _agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
+    """Return True if two values are the same within a tolerance. A number may stand for a tensor of one element."""
+    if not isinstance(value, Tensor) and not isinstance(other, Tensor):
+        return type(value) is type(other) and bool(value == other)
+    if value is None or other is None:
+        return False
+    tensor = torch.as_tensor(value)
+    other_tensor = torch.as_tensor(other, device=tensor.device)
+    if tensor.shape != other_tensor.shape:
+        return False
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return bool((tensor == other_tensor).all())
+    if not tensor.numel():
+        return True
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    allowed = tolerance.relative * _largest([tensor]) + tolerance.floor
+    return torch.allclose(tensor.to(wide), other_tensor.to(wide), rtol=0.0, atol=allowed, equal_nan=True)
+
+
+def _largest(tensors: Any) -> float:
+    """Return the largest absolute value of the finite elements of tensors; 0 without any."""
+    largest = 0.0
+    for tensor in tensors:
+        if tensor.numel():
+            finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
+            largest = max(largest, float(finite.abs().max()))
+    return largest
+
+
+def _same_generators(state: RandomState, other: RandomState) -> bool:
+    """Return True if two states of all generators are equal."""
+    if state.python != other.python or not torch.equal(state.cpu, other.cpu):
+        return False
+    if len(state.cuda) != len(other.cuda):
+        return False
+    return all(map(torch.equal, state.cuda, other.cuda)) and _same_numpy(state.numpy, other.numpy)
+
+
+def _same_numpy(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_same_numpy(value, other[name]) for name, value in state.items())
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    return bool(state == other)

@@ -1,0 +1,142 @@
+"""The trial of a variant: the compiled program and the eager step, computed from the same state, and compared."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from equipoise.interop.torch.compiling import CompilerError
+from equipoise.memory.out_of_memory import is_out_of_memory
+from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.trainer.optimization.compiled.step_program import ProgramResult
+from equipoise.trainer.optimization.compiled.step_state import TOLERANCES, StepState
+from equipoise.trainer.optimization.compiled.variants import Variant, Variants, shape_of
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """One trial of a variant. The eager step is computed after it, and its results count.
+
+    Args:
+        variants: All variants of the step.
+        variant: The variant.
+        module: The user's module.
+        batch: The batch.
+    """
+
+    def __init__(self, variants: Variants, variant: Variant, module: LightningModule, batch: Any) -> None:
+        self._variants = variants
+        self._variant = variant
+        self._module = module
+        self._batch = batch
+        self._state: StepState | None = None
+        self._seconds = 0.0
+
+    def run(self, compute: Callable[[], ProgramResult], *, begins_window: bool) -> None:
+        """Compile and compute the program, and restore everything that it changes.
+
+        Args:
+            compute: Compiles and computes the program.
+            begins_window: Whether the window has no gradients yet; those in the parameters are of the last one.
+        """
+        begin = time.perf_counter()
+        try:
+            with preserve_state(self._module, containers=True), self._gradients_restored(begins_window):
+                result = compute()
+                self._seconds = time.perf_counter() - begin
+                self._note(result)
+        except CompilerError as error:
+            self._refuse(str(error))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._refuse("there is not enough memory to compare it with a compiled one")
+
+    def _note(self, result: ProgramResult) -> None:
+        """Note the state after the program."""
+        if result.loss is None:
+            self._refuse("it returns no loss")
+        elif isinstance(result.outputs, dict) and "loss_weight" in result.outputs:
+            self._refuse("it returns 'loss_weight', on which the gradients depend")
+        else:
+            logged = [(call.name, call.value) for call in result.logged]
+            self._state = StepState(self._module, result.loss, result.outputs, logged)
+
+    @contextmanager
+    def _gradients_restored(self, begins_window: bool) -> Iterator[None]:
+        """Let the program add to copies of the gradients, or to none at the beginning of a window."""
+        parameters = list(self._module.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        copies = [None if gradient is None or begins_window else gradient.clone() for gradient in gradients]
+        try:
+            _set_gradients(parameters, copies)
+            yield
+        finally:
+            _set_gradients(parameters, gradients)
+
+    def judge(
+        self, loss: Tensor | None, outputs: Any, logged: Sequence[tuple[str, Any]], dtype: torch.dtype | None
+    ) -> None:
+        """Compare the program with the eager step, after whose backward this is called.
+
+        Args:
+            loss: The loss of the eager step.
+            outputs: The return value of the eager step.
+            logged: Names and values of what it logged.
+            dtype: The dtype of a mixed precision. None: that of the loss.
+        """
+        if self._state is None:
+            return
+        if loss is None:
+            self._refuse("it returns no loss")
+            return
+        state = StepState(self._module, loss, outputs, logged)
+        tolerance = TOLERANCES.get(dtype or loss.dtype, TOLERANCES[torch.float32])
+        difference = state.first_difference(self._state, tolerance)
+        if difference is not None:
+            self._refuse(f"a compiled one differs: {difference}")
+            return
+        self._variant.approve()
+        rank_zero_info(
+            f"The training step is compiled for batches of {_describe(shape_of(self._batch))}, in"
+            f" {self._seconds:.1f} s. It computes the same as the eager step."
+        )
+
+    def _refuse(self, reason: str) -> None:
+        self._variant.refuse()
+        self._variants.warn_once(reason)
+
+    @classmethod
+    def refuse_changing(cls, variants: Variants, variant: Variant, conditions: Sequence[str]) -> None:
+        """Leave a variant eager that was compiled again and again.
+
+        Args:
+            variants: All variants of the step.
+            variant: The variant.
+            conditions: Conditions on which the variants depend, and that do not hold any more.
+        """
+        reason = "its Python code does something else again and again"
+        if conditions:
+            reason += f", now because {conditions[0]} does not hold any more"
+        variant.refuse()
+        variants.warn_once(reason)
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _describe(shape: Any) -> str:
+    """Return the shapes of a batch as text."""
+    texts = []
+    for entry in shape:
+        size = entry if isinstance(entry, torch.Size) else entry[1]
+        texts.append(str(list(size)))
+    return ", ".join(texts) or "no tensor"

@@ -1,0 +1,147 @@
+"""The inner workings of torch's compiler that compiled steps rely on are still there, and do what is relied upon."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.interop.torch import compiling
+from equipoise.interop.torch.compiling import CompiledFunction, CompilerError, NewVariant, why_not_compiled
+from equipoise.interop.torch.modules import has_gradient_hooks
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run graphs as they were traced."""
+    monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: graph.forward)
+    yield
+    torch.compiler.reset()
+
+
+class Steps:
+    """A step with its backward, which depends on an attribute."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(2, 1).double()
+        self.scale = 2.0
+
+    def compute(self, x: Tensor) -> Tensor:
+        loss = (self.layer(x) * self.scale).sum()
+        loss.backward()
+        return loss.detach()
+
+
+def test_torch_has_what_is_needed() -> None:
+    assert why_not_compiled() is None
+
+
+def test_a_missing_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_SETTINGS", {"no_such_setting": True})
+    why_not_compiled.cache_clear()
+    assert "no setting no_such_setting" in str(why_not_compiled())
+    why_not_compiled.cache_clear()
+
+
+def test_the_backward_is_a_part() -> None:
+    steps = Steps()
+    function = CompiledFunction(steps.compute)
+    x = torch.ones(3, 2, dtype=torch.float64)
+    with pytest.raises(NewVariant):
+        function(x)
+    assert steps.layer.weight.grad is None
+    loss = function.compile(x)
+    expected = Steps()
+    expected.layer.load_state_dict(steps.layer.state_dict())
+    assert torch.allclose(loss, expected.compute(x), rtol=1e-14)
+    assert torch.equal(steps.layer.weight.grad, expected.layer.weight.grad)
+    assert function.number_of_variants == 1
+
+
+def test_conditions() -> None:
+    steps = Steps()
+    function = CompiledFunction(steps.compute)
+    x = torch.ones(3, 2, dtype=torch.float64)
+    function.compile(x)
+    steps.layer.zero_grad()
+    function(x)
+    # The gradients are there now, and would be added to.
+    with pytest.raises(NewVariant):
+        function(x)
+    steps.layer.zero_grad()
+    steps.scale = 3.0
+    with pytest.raises(NewVariant):
+        function(x)
+    assert function.unmet_conditions(x) == ["self.scale == 2.0"]
+    assert steps.layer.weight.grad is None
+
+
+def add_forward_hook(layer: nn.Linear) -> None:
+    layer.register_forward_hook(lambda *args: None)
+
+
+def freeze(layer: nn.Linear) -> None:
+    layer.weight.requires_grad_(False)
+
+
+def evaluate(layer: nn.Linear) -> None:
+    layer.eval()
+
+
+@pytest.mark.parametrize("change", [add_forward_hook, freeze, evaluate])
+def test_changes_of_modules_are_noticed(change: Callable[[nn.Linear], Any]) -> None:
+    steps = Steps()
+    dropout = nn.Dropout(0.5)
+    compute = steps.compute
+    function = CompiledFunction(lambda x: compute(dropout(x)))
+    x = torch.ones(3, 2, dtype=torch.float64)
+    function.compile(x)
+    steps.layer.zero_grad()
+    function(x)
+    steps.layer.zero_grad()
+    change(dropout if change is evaluate else steps.layer)  # type: ignore[arg-type]
+    with pytest.raises(NewVariant):
+        function(x)
+
+
+def test_functions_with_the_same_code_have_variants_of_their_own() -> None:
+    x = torch.ones(3, 2, dtype=torch.float64)
+    first = CompiledFunction(Steps().compute)
+    first.compile(x)
+    for _ in range(10):
+        CompiledFunction(Steps().compute).compile(x)
+    second = CompiledFunction(Steps().compute)
+    with pytest.raises(NewVariant):
+        second(x)
+    assert second.unmet_conditions(x) == []
+
+
+def prints(x: Tensor) -> Tensor:
+    print("x")
+    return x
+
+
+def test_the_reason_names_the_line() -> None:
+    with pytest.raises(CompilerError, match=rf"test_compiling.py, line {prints.__code__.co_firstlineno + 1}"):
+        CompiledFunction(prints).compile(torch.ones(1))
+
+
+def test_errors_of_the_computation_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: fail)
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        CompiledFunction(Steps().compute).compile(torch.ones(3, 2, dtype=torch.float64))
+
+
+def test_hooks_on_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    assert not has_gradient_hooks(parameter)
+    handle = parameter.register_hook(lambda gradient: None)
+    assert has_gradient_hooks(parameter)
+    handle.remove()
+    assert not has_gradient_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert has_gradient_hooks(parameter)
