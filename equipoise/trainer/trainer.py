@@ -182,7 +182,6 @@ class Trainer(PublicState):
         self.num_nodes = machines
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
-        self.prefetch = check.check_prefetch(prefetch)
 
         # 2. Arguments that `barebones` turns off, and switches.
         options = check.check_barebones(
@@ -205,10 +204,10 @@ class Trainer(PublicState):
         self.inference_mode = inference_mode
         self.detect_nonfinite = options["detect_nonfinite"]
         self.enable_autolog_hparams = enable_autolog_hparams
-        self.compiles_steps = check.check_flag("compile", compile)
         self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
 
-        # 3. Limits.
+        # 3. Speed, and limits.
+        self.run_state.choose_speed(check.check_prefetch(prefetch), check.check_flag("compile", compile))
         self.run_state.limit_training(max_epochs, min_epochs, max_steps, min_steps)
         self.run_state.limit_batches(
             limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches

@@ -106,6 +106,16 @@ class RunState(SentState, Stages, Limits):
         super().begin(fn)
         self.should_stop = False
 
+    def choose_speed(self, prefetch: PrefetchChoice, compiles_steps: bool) -> None:
+        """Take what makes steps faster.
+
+        Args:
+            prefetch: Whether the next batch travels to the device ahead of its step.
+            compiles_steps: Whether training steps are compiled.
+        """
+        self.prefetch = prefetch
+        self.compiles_steps = compiles_steps
+
     def set_root_dir(self, root_dir: str) -> None:
         """Take the folder of files for which the user names no folder."""
         self.root_dir = root_dir
