@@ -12,8 +12,7 @@ TRUSTED_NOISE = 2.0
 MICROSECONDS = {"bare": 5.0, "full": 30.0, "evaluation": 5.0}
 """The most that a step may cost over the hand-written loop, by load."""
 RATIOS = {"samples": 0.75, "compiled": 0.75}
-"""The most that a step may take, as a multiple of the time of the hand-written loop, by load. The loop is eager, and has
-the same DataLoader."""
+"""The most that a step may take, as a multiple of the time of the eager hand-written loop with the same DataLoader."""
 IMPORT_RATIO = 1.2
 
 
