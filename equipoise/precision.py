@@ -105,7 +105,7 @@ class Precision:
         if isinstance(autocast, _Autocast):
             self.autocast = (autocast.device_type, autocast.dtype)
         if dtype is not None:
-            self.convert_input = partial(_cast, dtype=dtype)
+            self.convert_input = partial(_cast_input, dtype=dtype)
             self.forward_context = _DefaultDtype(dtype)
 
     def convert_module(self, module: nn.Module) -> None:
@@ -235,6 +235,21 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
             return data.to(dtype)
         return data
     return apply_to_collection(data, Tensor, _cast, dtype)
+
+
+def _cast_input(data: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating tensors of a nested batch; what lies in pinned memory does so afterwards.
+
+    From other memory, the copy to a device would wait for the device.
+    """
+    if not isinstance(data, Tensor):
+        return apply_to_collection(data, Tensor, _cast_input, dtype)
+    if not data.is_floating_point() or data.dtype == dtype:
+        return data
+    if data.layout != torch.strided or not data.is_pinned():
+        return data.to(dtype)
+    pinned = torch.empty_like(data, dtype=dtype, pin_memory=True)
+    return pinned.copy_(data)
 
 
 class _DefaultDtype(AbstractContextManager["_DefaultDtype"]):

@@ -40,21 +40,9 @@ ON_OTHER_DEVICES_ONLY = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let every Trainer of this process use the simulated devices."""
-    import torch
+    from tests.simulated.devices.selection import replace_selection
 
-    from equipoise.trainer.settings import defaults
-
-    select = defaults.select_devices
-
-    def select_simulated(*args: Any, **kwargs: Any) -> list[torch.device]:
-        count = torch.cuda.device_count()
-        devices = select(*args, **kwargs)
-        for index, device in enumerate(devices):
-            if device.type == "cpu":
-                devices[index] = torch.device("cuda", index % count)
-        return devices
-
-    defaults.select_devices = select_simulated
+    replace_selection()
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,7 +2,9 @@
 // of each other, have a limited memory and generators of their own, and do not wait for the host.
 //
 // One file is compiled: each of several would read torch's headers anew, which takes most of the time.
+#include "operators/exchanges.h"
 #include "operators/fallback.h"
+#include "operators/list_operators.h"
 #include "operators/own_kernels.h"
 #include "operators/storage_operators.h"
 #include "runtime/hooks.h"
@@ -20,6 +22,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("exchange_device", [](int device) { return static_cast<int>(exchange_current_device(device)); });
   module.def("default_generator", [](int device) { return default_generator(device); });
   module.def("launches", [](int device) { return launches[device].load(); });
+  module.def("record_launches", [](bool recorded) { launches_are_recorded = recorded; });
+  module.def("take_launches", &take_launches);
 
   // Streams.
   module.def("set_stream", [](int64_t stream, int device) { current_stream[device] = stream; });

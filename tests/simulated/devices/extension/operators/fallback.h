@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../runtime/generators.h"
+#include "../runtime/launches.h"
 #include "../runtime/streams.h"
 #include "host_tensors.h"
 #include "operation_names.h"
@@ -47,7 +48,7 @@ class FallbackCall {
       wait_for_stream(device_index(), current_stream[device_index()], name_);
     }
     if (!makes_view_) {
-      launches[device_index()]++;
+      count_launch(device_index(), name_);
     }
     op_.redispatchBoxed(kHostKeys, stack_);
     note_changed_tensors();

@@ -1,6 +1,7 @@
 // Operations that allocate, resize or copy memory of a device.
 #pragma once
 
+#include "../runtime/launches.h"
 #include "../runtime/streams.h"
 #include "host_tensors.h"
 #include "stream_order.h"
@@ -89,7 +90,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   const DeviceIndex device = (self.is_cuda() ? self : source).device().index();
-  launches[device]++;
+  count_launch(device, "aten::copy_");
   note_copy(self, source);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   Tensor destination = host_side(self);

@@ -47,7 +47,4 @@ inline DeviceIndex index_of(Device device) {
   return device.has_index() ? device.index() : current_device;
 }
 
-// The number of kernels that were launched on each device.
-inline std::atomic<int64_t> launches[kMostDevices];
-
 }  // namespace simulated
