@@ -7,8 +7,10 @@ here waits for a device.
 import os
 import platform
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
+from weakref import WeakSet
 
 import psutil
 import torch
@@ -20,6 +22,7 @@ __all__ = [
     "DeviceInfo",
     "MemoryReading",
     "PeakMeter",
+    "PeakWatch",
     "empty_cache",
     "free_memory",
     "list_devices",
@@ -34,6 +37,9 @@ _resident = ResidentSet()
 _earlier_peaks: dict[str, int] = {}
 # By device, the largest peak before any reset: `peak_of_process` includes it.
 _before_resets: dict[str, int] = {}
+# Watches that are in use, started by threads of several devices. A reset lets them note the peak that it forgets.
+_watches: "WeakSet[PeakWatch]" = WeakSet()
+_watches_lock = Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +127,17 @@ def read_memory(device: str | torch.device) -> MemoryReading:
         >>> reading.reserved is None and reading.peak >= reading.allocated > 0
         True
     """
-    device = _readable(device)
+    reading = _read(_readable(device))
+    earlier_peak = _earlier_peaks.get(reading.device, 0)
+    if reading.peak is None or reading.peak >= earlier_peak:
+        return reading
+    return replace(reading, peak=earlier_peak)
+
+
+def _read(device: torch.device) -> MemoryReading:
+    """Read the memory of a device, and its peak since torch or the system last forgot one."""
     if device.type == "cpu":
         resident, peak = _resident.read()
-        peak = max(peak, _earlier_peaks.get("cpu", 0))
         return MemoryReading(device="cpu", allocated=resident, reserved=None, peak=peak)
     if device.type == "mps":
         return MemoryReading(
@@ -142,7 +155,6 @@ def read_memory(device: str | torch.device) -> MemoryReading:
         allocated = stats["allocated_bytes"]["all"]["current"]
         reserved = stats["reserved_bytes"]["all"]["current"]
         peak = stats["allocated_bytes"]["all"]["peak"]
-    peak = max(peak, _earlier_peaks.get(str(device), 0))
     return MemoryReading(device=str(device), allocated=allocated, reserved=reserved, peak=peak)
 
 
@@ -174,6 +186,10 @@ def reset_peak(device: str | torch.device) -> None:
     """
     device = _readable(device)
     _before_resets[str(device)] = peak_of_process(device) or 0
+    with _watches_lock:
+        watches = [watch for watch in _watches if watch.device == device]
+    for watch in watches:
+        watch.note_peak()
     _earlier_peaks.pop(str(device), None)
     if device.type == "cpu":
         _resident.reset()
@@ -220,6 +236,52 @@ class PeakMeter:
             peak = after.allocated
         self.extra = max(0, peak - self._before.allocated)
         _earlier_peaks[str(self.device)] = max(peak, self._before.peak or 0)
+
+
+class PeakWatch:
+    """Peak of a device since the watch was started, whoever resets the peak of the device meanwhile.
+
+    A watch changes no reading of others; `torch.cuda.max_memory_allocated` sees its starts.
+
+    Args:
+        device: As for `read_memory`.
+
+    Raises:
+        ConfigurationError: If there are no readings for this kind of device.
+
+    Example:
+        >>> watch = PeakWatch("cpu")
+        >>> reset_peak("cpu")
+        >>> watch.peak() > 0
+        True
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.device = _readable(device)
+        self._noted_peak = 0
+        with _watches_lock:
+            _watches.add(self)
+        self.start()
+
+    def start(self) -> None:
+        """Start again: forget what was allocated until now."""
+        peak_for_others = read_memory(self.device).peak
+        reset_peak(self.device)
+        if peak_for_others is not None:
+            _earlier_peaks[str(self.device)] = peak_for_others
+        self._noted_peak = 0
+
+    def note_peak(self) -> None:
+        """Take the present peak of the device into account; called before it is reset."""
+        self._noted_peak = self.peak()
+
+    def peak(self) -> int:
+        """Return the largest amount allocated since the start, in bytes; the present one where no peak is kept."""
+        reading = _read(self.device)
+        peak = reading.peak
+        if peak is None:
+            peak = reading.allocated
+        return max(peak, self._noted_peak)
 
 
 def free_memory(device: str | torch.device) -> int | None:

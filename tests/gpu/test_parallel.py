@@ -144,7 +144,7 @@ def test_devices_are_current_in_their_threads(threads: DeviceThreads, last: torc
 
 
 def test_memory_of_devices_is_measured() -> None:
-    measuring = Calibration([GPU, CPU], {})
+    measuring = Calibration([GPU, CPU], {}, PeakWatch)
     for _ in range(3):
         kept = measuring.measured(0, lambda: torch.empty(8, 2**20, device=GPU).sum(), 8)()
         measuring.measured(1, lambda: None, 8)()

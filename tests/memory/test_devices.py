@@ -15,6 +15,7 @@ from equipoise.memory import devices
 from equipoise.memory.devices import (
     MemoryReading,
     PeakMeter,
+    PeakWatch,
     list_devices,
     peak_of_process,
     read_memory,
@@ -127,6 +128,31 @@ def test_a_meter_sees_a_peak_and_leaves_that_of_others() -> None:
     assert read_memory("cpu").peak - before.allocated > 250e6  # that of the first block, whoever measured in between
     reset_peak("cpu")
     assert read_memory("cpu").peak - before.allocated < 150e6
+
+
+def test_a_watch_has_a_peak_of_its_own() -> None:
+    reset_peak("cpu")
+    first = mapped(300_000_000)
+    del first
+    before = read_memory("cpu")
+    watch, other = PeakWatch("cpu"), PeakWatch("cpu")
+    second = mapped(200_000_000)
+    del second
+    reset_peak("cpu")  # somebody else's
+    assert 150e6 < watch.peak() - before.allocated < 250e6
+    watch.start()
+    assert watch.peak() - before.allocated < 50e6
+    assert other.peak() - before.allocated > 150e6
+    assert peak_of_process("cpu") >= before.peak
+
+
+def test_starts_of_a_watch_change_no_reading() -> None:
+    reset_peak("cpu")
+    block = mapped(200_000_000)
+    del block
+    before = read_memory("cpu")
+    PeakWatch("cpu").start()
+    assert read_memory("cpu").peak >= before.peak
 
 
 def test_a_peak_between_two_readings_is_seen() -> None:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -58,12 +58,23 @@ class SimulatedDevice:
         return result
 
 
+class Peak(Protocol):
+    """Peak of a device's memory since a start of its own; see `equipoise.memory.devices.PeakWatch`."""
+
+    def start(self) -> None:
+        """Forget what was allocated until now."""
+
+    def peak(self) -> int:
+        """Return the largest amount allocated since the start, in bytes."""
+
+
 class Calibration:
     """Measures devices while they compute, until their shares are known.
 
     Args:
         devices: The devices.
         simulated: Devices that are simulated, by index.
+        watch_peak: Returns the peak of a device, started now. That of torch may be reset by callbacks that read memory.
 
     Attributes:
         times: The measurements of each device.
@@ -73,8 +84,10 @@ class Calibration:
         self,
         devices: Sequence[torch.device],
         simulated: Mapping[int, SimulatedDevice],
+        watch_peak: Callable[[torch.device], Peak],
     ) -> None:
         self.devices = devices
+        self._watch_peak = watch_peak
         self.simulated = simulated
         self.times = [DeviceTimes() for _ in devices]
         for index, device in simulated.items():
@@ -87,6 +100,8 @@ class Calibration:
         self._batch_size = 0
         # For each device: bytes allocated before the last step, and the number of samples of that step.
         self._allocated: dict[int, tuple[int, int]] = {}
+        # The peak of each device since then.
+        self._peaks: dict[int, Peak] = {}
 
     @property
     def is_done(self) -> bool:
@@ -169,7 +184,7 @@ class Calibration:
         if index in self._allocated:
             # 1. Bytes of one sample in the last step.
             allocated, last_size = self._allocated[index]
-            peak = torch.cuda.max_memory_allocated(device)
+            peak = self._peaks[index].peak()
             used = max(peak - allocated, 1)
             per_sample = used / last_size
             # 2. Bytes that a step may use: unused ones of the device and of torch's allocator.
@@ -178,7 +193,9 @@ class Calibration:
             free = unused + reserved - allocated
             most = int(_RESERVE * free / per_sample)
             self.limit(index, max(1, most))
-        torch.cuda.reset_peak_memory_stats(device)
+            self._peaks[index].start()
+        else:
+            self._peaks[index] = self._watch_peak(device)
         allocated = torch.cuda.memory_allocated(device)
         self._allocated[index] = (allocated, size)
 

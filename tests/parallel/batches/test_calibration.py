@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from equipoise.memory.devices import PeakWatch
 from equipoise.parallel.batches import calibration
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.batches.shares import DeviceTimes
@@ -66,7 +67,7 @@ def test_a_simulated_device_runs_out_of_memory() -> None:
 def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> None:
     batch_size *= devices
     simulated = {index: device(1.0, 1.0) for index in range(devices)}
-    measuring = Calibration([CPU] * devices, simulated)
+    measuring = Calibration([CPU] * devices, simulated, PeakWatch)
     taken = []
     while not measuring.is_done:
         taken.append(step(measuring, simulated, batch_size))
@@ -81,7 +82,7 @@ def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> N
 
 def test_the_warm_up_is_not_measured() -> None:
     slow, quick = {0: device(100.0), 1: device(100.0)}, {0: device(0.0, 1.0), 1: device(0.0, 1.0)}
-    measuring = Calibration([CPU, CPU], quick)
+    measuring = Calibration([CPU, CPU], quick, PeakWatch)
     step(measuring, slow, 16)
     assert [times.measured for times in measuring.times] == [[], []]
     while not measuring.is_done:
@@ -104,7 +105,7 @@ def test_shares_with_which_all_finish_together(
     simulated: list[SimulatedDevice], batch_size: int, sizes: list[int]
 ) -> None:
     by_index = dict(enumerate(simulated))
-    measuring = Calibration([CPU] * len(simulated), by_index)
+    measuring = Calibration([CPU] * len(simulated), by_index, PeakWatch)
     while not measuring.is_done:
         taken = step(measuring, by_index, batch_size)  # no device runs out of memory
         assert sum(taken) == batch_size
@@ -113,7 +114,7 @@ def test_shares_with_which_all_finish_together(
 
 def test_the_result_is_for_a_full_batch() -> None:
     simulated = {0: device(0, 1), 1: device(0, 3)}
-    measuring = Calibration([CPU, CPU], simulated)
+    measuring = Calibration([CPU, CPU], simulated, PeakWatch)
     for batch_size in (16, 64, 64, 10, 64, 64, 8):
         step(measuring, simulated, batch_size)
     assert measuring.is_done
@@ -121,7 +122,7 @@ def test_the_result_is_for_a_full_batch() -> None:
 
 
 def test_a_device_that_fails_is_not_measured() -> None:
-    measuring = Calibration([CPU, CPU], {})
+    measuring = Calibration([CPU, CPU], {}, PeakWatch)
     measuring.end_step(8)
 
     def fail() -> None:
@@ -133,7 +134,7 @@ def test_a_device_that_fails_is_not_measured() -> None:
 
 
 def test_devices_that_are_not_simulated_have_no_limit() -> None:
-    measuring = Calibration([CPU, CPU], {1: device(most=3)})
+    measuring = Calibration([CPU, CPU], {1: device(most=3)}, PeakWatch)
     assert [times.most for times in measuring.times] == [None, 3]
     assert measuring.times[0] == DeviceTimes()
 
@@ -152,4 +153,4 @@ def test_devices_that_are_not_simulated_have_no_limit() -> None:
 )
 def test_sizes_to_measure_stay_within_limits(limits: list[int | None], sizes: list[int]) -> None:
     simulated = {index: device(most=most) for index, most in enumerate(limits)}
-    assert Calibration([CPU] * 3, simulated).sizes(12) == sizes
+    assert Calibration([CPU] * 3, simulated, PeakWatch).sizes(12) == sizes
