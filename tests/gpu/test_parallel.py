@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from equipoise.interop.torch import foreach
+from equipoise.memory.devices import PeakWatch
 from equipoise.parallel.batches.calibration import Calibration
 from equipoise.parallel.batches.gathering import gather
 from equipoise.parallel.replicas.device_threads import DeviceThreads

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "tests/strategies/pipeline"
 FILES = [
     *(f"tests/simulated/test_{name}.py" for name in ("simulation", "streams", "replicas")),
-    *(f"tests/simulated/test_{name}.py" for name in ("recovery", "waits", "prefetch")),
+    *(f"tests/simulated/test_{name}.py" for name in ("recovery", "defects", "prefetch")),
+    *(f"tests/simulated/configurations/test_{name}.py" for name in ("configurations", "resumption", "processes")),
+    *(f"tests/simulated/steps/test_{name}.py" for name in ("launches", "waits")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "stacks", "faults", "processes", "process_loops")),
 ]
