@@ -17,7 +17,6 @@
 namespace simulated {
 
 using c10::IValue;
-using c10d::Work;
 
 // One collective call of a process. It has ended when it returns: here the exchange and the step never overlap.
 class Exchange {
@@ -83,15 +82,15 @@ class Exchange {
       return value;
     }
     if (value.isObject()) {
-      const auto work = value.toCustomClass<Work>();
-      work->wait();
+      const auto collective = value.toCustomClass<c10d::Work>();
+      collective->wait();
       return ended_work();
     }
     return value;
   }
 
   // Work whose result is the tensors of the devices.
-  c10::intrusive_ptr<Work> ended_work() const {
+  c10::intrusive_ptr<c10d::Work> ended_work() const {
     std::vector<Tensor> tensors;
     std::set<DeviceIndex> indices;
     for (const Pair& pair : pairs_) {
@@ -104,7 +103,7 @@ class Exchange {
     }
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
     future->markCompleted(IValue(tensors));
-    return Work::create_from_future(future);
+    return c10d::Work::create_from_future(future);
   }
 
   const c10::OperatorHandle& op_;
