@@ -153,7 +153,6 @@ def test_the_second_gpu_is_current_while_it_trains() -> None:
 # Several processes
 
 
-@pytest.mark.not_simulated("no exchange between processes (gloo)")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_two_processes_on_one_gpu(options: str) -> None:
     torch.manual_seed(3)
@@ -164,7 +163,7 @@ def test_two_processes_on_one_gpu(options: str) -> None:
     assert_close(module, expected)
 
 
-@pytest.mark.not_simulated("no exchange between processes (gloo)")
+@pytest.mark.not_simulated("no kernels of batch statistics over several processes")
 def test_shared_batch_statistics() -> None:
     """Two processes on one device, over gloo: the statistics are those of both, and the layers come back."""
     torch.manual_seed(3)

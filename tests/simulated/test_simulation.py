@@ -174,6 +174,35 @@ def test_launches_are_counted() -> None:
     assert [extension().launches(index) for index in range(2)] == [before[0], before[1] + 2]
 
 
+def test_a_list_of_tensors_is_one_launch_where_all_are_alike() -> None:
+    tensors = [torch.ones(size, device=SECOND) for size in range(1, 6)]
+    versions = [tensor._version for tensor in tensors]
+    before = extension().launches(1)
+    torch._foreach_mul_(tensors, 2.0)
+    assert extension().launches(1) == before + 1
+    assert [tensor._version for tensor in tensors] == [version + 1 for version in versions]
+    torch._foreach_mul_(tensors, torch.tensor(2.0, device=SECOND))
+    assert extension().launches(1) == before + 3  # with that of the factor
+    torch._foreach_mul_(tensors, torch.tensor(0.5, dtype=torch.float64, device=SECOND))
+    assert extension().launches(1) == before + 4 + len(tensors)
+    assert {value for tensor in tensors for value in tensor.tolist()} == {2.0}
+    norms = torch._foreach_norm([torch.ones(4, device=FIRST), torch.ones(9, device=SECOND)])
+    assert [norm.device for norm in norms] == [FIRST, SECOND]
+    assert [norm.item() for norm in norms] == [2, 3]
+
+
+def test_launches_can_be_recorded() -> None:
+    value = torch.ones(2, device=SECOND)
+    extension().record_launches(True)
+    try:
+        (value * 2).to(FIRST)
+    finally:
+        extension().record_launches(False)
+    assert extension().take_launches() == [(1, "aten::mul"), (0, "aten::copy_")]
+    value.add_(1)
+    assert extension().take_launches() == []
+
+
 # Random numbers
 
 

@@ -65,9 +65,31 @@ class KernelForLists {
   std::vector<Tensor> first_list_;
 };
 
+// The tensors into which an operation writes.
+inline std::vector<Tensor> written_tensors(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack.size() - arguments.size();
+  std::vector<Tensor> written;
+  for (size_t index = 0; index < arguments.size(); index++) {
+    const auto* alias = arguments[index].alias_info();
+    if (alias != nullptr && alias->isWrite() && stack[first + index].isTensorList()) {
+      const auto tensors = stack[first + index].toTensorVector();
+      written.insert(written.end(), tensors.begin(), tensors.end());
+    }
+  }
+  return written;
+}
+
 inline void run_list(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   if (KernelForLists(op, *stack).is_possible()) {
+    const auto written = written_tensors(op, *stack);
     FallbackCall(op, stack).run();
+    // As the kernels do: autograd counts the changes of single tensors alone.
+    for (const Tensor& tensor : written) {
+      if (!tensor.is_inference()) {
+        tensor.unsafeGetTensorImpl()->bump_version();
+      }
+    }
   } else {
     // The CPU has no kernels for lists: its own call one operation for each tensor, on whichever device that lies.
     op.redispatchBoxed(kHostKeys, stack);
