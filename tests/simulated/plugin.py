@@ -4,7 +4,6 @@ Use it as `python -m pytest -p tests.simulated.plugin FILE ...`. Each device "cp
 cuda:0, cuda:1, cuda:0 and so on, in turn.
 """
 
-
 import pytest
 
 from tests.simulated.devices import installation
