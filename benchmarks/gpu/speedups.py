@@ -1,0 +1,168 @@
+"""Items 4 and 11: batches that travel while others compute, and steps that are captured or compiled.
+
+A feature that `Trainer` does not have yet is reported as not built.
+"""
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.gpu.campaign import Row
+from benchmarks.gpu.measuring import Setting, TimedBatches, Window, seconds_of
+from benchmarks.gpu.networks import Task, Training, adam, mlp, sgd
+from benchmarks.gpu.steps import first_line, fit, quiet, train_by_hand
+from equipoise import Trainer
+
+__all__ = ["captured_and_compiled", "loader"]
+
+NOT_BUILT = "not built"
+MOST_OF_EAGER = 0.75
+"""A captured or compiled step of the MLP, by the eager hand-written one."""
+MOST_OF_THE_LONGER = 1.1
+"""A step, by the longer of its copy and its computation."""
+
+
+def is_built(argument: str) -> bool:
+    """Tell whether `Trainer` has an argument."""
+    return argument in inspect.signature(Trainer.__init__).parameters
+
+
+# Item 4
+
+
+class Ready(Dataset[Any]):
+    """The same large batch again and again, as workers would have made it."""
+
+    def __init__(self, features: Tensor, labels: Tensor, count: int) -> None:
+        self.features = features
+        self.labels = labels
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.features, self.labels
+
+
+class Watched(Training):
+    """Tells the window of each batch, since those of workers are fetched in other processes."""
+
+    def __init__(self, task: Task, window: Window) -> None:
+        super().__init__(task, sgd)
+        self.window = window
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.window.on_fetch(batch_idx)
+
+
+def loader(setting: Setting) -> Iterator[Row]:
+    """Compare a step with its copy and its computation, each by itself."""
+    quiet()
+    width = 1024
+    samples = setting.pick(2**24 // width, 8)  # 64 MiB of float32
+    features = torch.randn(samples, width)
+    labels = torch.randint(10, (samples,))
+    task = Task("wide", partial(wide, width, setting.pick(24, 1)), lambda number: (features, labels))
+    # 1. Both by themselves.
+    pinned = features.pin_memory()
+    repeats = setting.pick(20, 2)
+    copy = seconds_of(lambda: pinned.to(setting.device, non_blocking=True), setting, repeats)
+    yield Row.time("copy of a pinned batch", 1e3 * copy, "ms")
+    compute = computation(task, setting)
+    yield Row.time("computation of a step", 1e3 * compute, "ms")
+    # 2. Together.
+    longer = max(copy, compute)
+    for name, options in {"pageable": {}, "pinned": {}, "pinned, prefetched": {"prefetch": True}}.items():
+        if not all(map(is_built, options)):
+            yield Row(f"step, {name}", NOT_BUILT)
+            continue
+        if not options and is_built("prefetch"):
+            options = {"prefetch": False}
+        seconds = seconds_of_a_step(task, setting, is_pinned="pinned" in name, options=options)
+        what = f"step, {name}: by the longer of copy and computation"
+        if "prefetched" in name:
+            yield Row.at_most(what, seconds / longer, MOST_OF_THE_LONGER, is_time=True)
+        else:
+            yield Row.time(what, seconds / longer, "")
+
+
+def wide(width: int, layers: int) -> nn.Module:
+    """Return a network whose step takes about as long as the copy of its batch."""
+    torch.manual_seed(0)
+    hidden = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+
+def computation(task: Task, setting: Setting) -> float:
+    """Return the seconds of a step on a batch that is there already."""
+    window = Window(setting, setting.pick(20, 2), 3)
+    fit(Trainer, Training(task, sgd), TimedBatches(task.batches(1, setting.device), window).loader(), setting)
+    assert window.measured is not None
+    return window.measured.time / 1e6
+
+
+def seconds_of_a_step(task: Task, setting: Setting, *, is_pinned: bool, options: dict[str, Any]) -> float:
+    """Return the seconds of a step whose batch comes from four workers."""
+    window = Window(setting, setting.pick(20, 2), 3)
+    workers = 0 if setting.is_simulated else 4
+    data = Ready(*task.batch(0), window.batches)
+    batches = DataLoader(data, batch_size=None, num_workers=workers, pin_memory=is_pinned)
+    fit(Trainer, Watched(task, window), batches, setting, **options)
+    assert window.measured is not None
+    return window.measured.time / 1e6
+
+
+# Item 11
+
+
+def captured_and_compiled(setting: Setting) -> Iterator[Row]:
+    """Compare eager steps written by hand with captured and compiled ones."""
+    quiet()
+    task = mlp(setting)
+    yield Row.time(
+        "by hand, eager: time of a step", time_of(partial(train_by_hand, task, setting), task, setting), "µs"
+    )
+    for argument in ("capture", "compile"):
+        title = f"Trainer({argument}=True)"
+        if not is_built(argument):
+            yield Row(title, NOT_BUILT)
+        elif setting.is_simulated:
+            yield Row(title, "simulated devices have no graphs and no compiler")
+        elif argument == "capture" and not setting.has_cuda:
+            yield Row(title, "needs a CUDA device")
+        else:
+            yield from speedup(title, argument, task, setting)
+
+
+def speedup(title: str, argument: str, task: Task, setting: Setting) -> Iterator[Row]:
+    """Compare one way, in pairs with the hand-written loop."""
+    ours = partial(train_with, task, setting, {argument: True})
+    try:
+        ratios = []
+        for _ in range(setting.pick(3, 1)):
+            hand = time_of(partial(train_by_hand, task, setting), task, setting)
+            ratios.append(time_of(ours, task, setting) / hand)
+    except Exception as error:
+        yield Row.holds(title, False, first_line(error))
+        return
+    what = f"{title}: time by that of the eager hand-written step"
+    yield Row.at_most(what, sorted(ratios)[len(ratios) // 2], MOST_OF_EAGER, is_time=True)
+
+
+def train_with(task: Task, setting: Setting, options: dict[str, Any], data: TimedBatches) -> None:
+    """Train with Equipoise."""
+    fit(Trainer, Training(task, adam), data.loader(), setting, **options)
+
+
+def time_of(run: Any, task: Task, setting: Setting) -> float:
+    """Return the microseconds of a step."""
+    window = Window(setting, setting.pick(300, 3), setting.pick(50, 6))
+    run(TimedBatches(task.batches(4, setting.device), window))
+    assert window.measured is not None
+    return window.measured.time

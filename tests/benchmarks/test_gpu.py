@@ -1,0 +1,187 @@
+"""The campaign for a GPU: it runs without one, keeps what it has found, and tells what is broken."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import campaign
+from benchmarks.gpu.campaign import ITEMS, Item, Outcome, Row
+from benchmarks.gpu.measuring import Setting
+from tests.simulated.devices.build import NotBuildable, built_extension
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_collections")]
+
+ON_A_CPU = [item.number for item in ITEMS if not item.needs_cuda]
+# The tests run by themselves, and a compiler takes minutes.
+LONG = [1, 11]
+
+
+@pytest.fixture
+def unchanged() -> Iterator[None]:
+    """Put back what an item changes in its own process."""
+    threads = torch.get_num_threads()
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    yield
+    torch.set_num_threads(threads)
+    logger.setLevel(level)
+
+
+def rows_of(number: int, path: Path) -> list[dict[str, Any]]:
+    """Run an item as its child process does, in this process."""
+    path.touch()
+    assert command.main(["--child", str(number), "--out", str(path), "--small"]) == 0
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("number", [number for number in ON_A_CPU if number not in LONG])
+def test_items_on_a_cpu(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = rows_of(number, tmp_path / "rows")
+    assert len(rows) > 2
+    assert [row for row in rows if row["is_kept"] is False] == []
+    # Times of small sizes are not judged.
+    assert [row for row in rows if row["is_time"] and row["is_kept"] is not None] == []
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_what_needs_cuda_is_skipped(tmp_path: Path) -> None:
+    assert rows_of(3, tmp_path / "rows") == [{"skipped": "needs a CUDA device"}]
+
+
+def test_limits_leave_room_for_all_items_that_matter_most() -> None:
+    assert sum(item.limit for item in ITEMS[:8]) <= campaign.SECONDS
+
+
+# Processes
+
+
+def item_that(code: str, monkeypatch: pytest.MonkeyPatch, limit: float = 120.0) -> Outcome:
+    """Run Python code as the process of an item."""
+    run_limited = campaign.run_limited
+
+    def run_code(arguments: Any, limit: float) -> str:
+        path = arguments[arguments.index("--out") + 1]
+        return run_limited([sys.executable, "-c", code, path], limit)
+
+    monkeypatch.setattr(campaign, "run_limited", run_code)
+    monkeypatch.setattr(campaign, "LEAST_SECONDS", 0.1)
+    return campaign.run_item(Item(99, "code", "", limit), [], 120.0)
+
+
+WRITING = """
+import json, sys
+row = {"what": "first", "value": 1.0, "unit": "", "bound": "", "is_kept": None, "is_time": False}
+print(json.dumps(row), file=open(sys.argv[1], "w"))
+"""
+
+
+def test_an_item_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = item_that(WRITING, monkeypatch)
+    assert (outcome.rows, outcome.problem, outcome.is_good) == ((Row("first", 1.0),), "", True)
+
+
+def test_an_item_that_fails_keeps_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = item_that(WRITING + "raise ValueError('planned')", monkeypatch)
+    assert outcome.rows == (Row("first", 1.0),)
+    assert outcome.problem == "exit code 1: ValueError: planned"
+    assert not outcome.is_good
+
+
+def test_an_item_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = item_that("import threading; threading.Event().wait()", monkeypatch, limit=0.5)
+    assert outcome.problem == "ended after 0 s"
+    assert not outcome.is_good
+
+
+def test_no_item_begins_when_the_time_is_over() -> None:
+    outcome = campaign.run_item(ITEMS[2], [], 3.0)
+    assert outcome.is_skipped
+    assert outcome.is_good
+    assert outcome.seconds == 0.0
+
+
+# Results
+
+
+@pytest.mark.parametrize(
+    ("row", "is_good"),
+    [
+        (Row("plain", "text"), True),
+        (Row.at_most("bound", 2.0, 2.0), True),
+        (Row.at_most("bound", 2.1, 2.0), False),
+        (Row.at_most("bound", float("nan"), 2.0), False),
+        (Row.at_most("bound", 2.1, 2.0, is_time=True).unjudged(), True),
+        (Row.holds("truth", False), False),
+    ],
+)
+def test_verdict(row: Row, is_good: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "run_item", lambda item, *_: Outcome(item, (row,), 1.0))
+    assert command.main(["--items", "2"]) == int(not is_good)
+    printed = capsys.readouterr().out
+    assert row.what in printed
+    assert ("none." in printed) == is_good
+
+
+def test_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (Row.at_most("step", 1.5, 2.0, "µs"), Row("name", "[text]"))
+    monkeypatch.setattr(command, "run_item", lambda item, *_: Outcome(item, rows, 1.0, "needs it", is_skipped=True))
+    path = tmp_path / "gpu.json"
+    assert command.main(["--items", "0", "4", "--out", str(path), "--simulated"]) == 0
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["is_simulated"]
+    assert [item["number"] for item in content["items"]] == [0, 4]
+    assert content["items"][1]["rows"][0] == {
+        "what": "step",
+        "value": 1.5,
+        "unit": "µs",
+        "bound": "≤ 2",
+        "is_kept": True,
+        "is_time": False,
+    }
+
+
+def test_a_machine_without_a_gpu_has_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    setting = Setting.find(is_small=False, is_simulated=False)
+    assert setting.is_small
+    assert setting.pick("full", "small") == "small"
+
+
+# The whole command
+
+
+def run_all(numbers: list[int], options: list[str], path: Path) -> dict[int, dict[str, Any]]:
+    """Run items with more time, since the machine may be busy; return them by their numbers."""
+    chosen = ["--items", *map(str, numbers)]
+    code = command.main([*chosen, "--out", str(path), "--patience", "20", *options])
+    items = json.loads(path.read_text(encoding="utf-8"))["items"]
+    broken = [row for item in items for row in item["rows"] if row["is_kept"] is False]
+    assert code == 0, (broken, [item["problem"] for item in items])
+    return {item["number"]: item for item in items}
+
+
+@pytest.mark.slow
+def test_the_command_on_a_cpu(tmp_path: Path) -> None:
+    items = run_all([0, 3, 10], [], tmp_path / "gpu.json")
+    assert {number: item["is_skipped"] for number, item in items.items()} == {0: False, 3: True, 10: False}
+
+
+@pytest.mark.slow
+def test_the_command_on_simulated_devices(tmp_path: Path) -> None:
+    try:
+        built_extension()
+    except NotBuildable as reason:
+        pytest.skip(f"no devices can be simulated: {reason}")
+    numbers = [item.number for item in ITEMS if item.number not in LONG]
+    items = run_all(numbers, ["--simulated"], tmp_path / "gpu.json")
+    assert not any(item["is_skipped"] for item in items.values())
