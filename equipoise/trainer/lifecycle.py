@@ -29,6 +29,7 @@ from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
 from equipoise.trainer.logging.csv_rows import continue_files
+from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
@@ -133,6 +134,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     if request.fitting:
         configured = context.hooks.call_module("configure_optimizers")
         optimizers, configs = parse_optimizers(configured, context.module)
+        if state.fuses_optimizers:
+            fuse_optimizers(optimizers, context.module)
         state.set_optimizers(optimizers, configs)
         context.hooks.call("on_fit_start")
     if state.enable_autolog_hparams:

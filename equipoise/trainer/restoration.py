@@ -14,6 +14,7 @@ from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
 from equipoise.trainer.hooks.hooks import state_key_of
+from equipoise.trainer.optimization.configuration.fused import with_present_choice
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
@@ -218,6 +219,8 @@ def _check_kind(index: int, optimizer: Optimizer, state: dict[str, Any]) -> None
 
 def _load_optimizer(context: RunContext, index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
     try:
+        if context.state.fuses_optimizers:
+            state = with_present_choice(optimizer, state)
         context.strategy.portable.load_optimizer_state(optimizer, state)
     except ValueError as error:
         raise CheckpointError(

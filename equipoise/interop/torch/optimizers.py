@@ -5,7 +5,10 @@ Each name stands here with the reason why nothing public does; a test notices wh
 
 from torch.optim import Optimizer
 
-__all__ = ["has_step_hooks", "unscales_by_itself"]
+__all__ = ["fuse", "has_step_hooks", "unscales_by_itself"]
+
+# The constructor of an optimiser sets this attribute with `fused=True`; nothing public sets it later.
+_SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -15,4 +18,16 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 def unscales_by_itself(optimizer: Optimizer) -> bool:
     """Return True if an optimiser unscales inside its step, as fused ones do; GradScaler reads the same attribute."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return bool(getattr(optimizer, _SUPPORTS_SCALING, False))
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Let an optimiser that has not stepped yet update its parameters by one kernel, as with `fused=True`.
+
+    Args:
+        optimizer: An optimiser of torch with an option `fused`.
+    """
+    optimizer.defaults["fused"] = True
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    setattr(optimizer, _SUPPORTS_SCALING, True)

@@ -21,7 +21,6 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.optimizers import closure_not_called
-from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult
@@ -106,7 +105,7 @@ class AutomaticOptimization:
         self._scaler = context.precision.scaler
         self._counts = state.progress.optimizer_step.current
         self._optimizer: Optimizer = state.optimizers[0]
-        _check_scaler(self._scaler, self._optimizer, state.gradient_clip_val)
+        _check_scaler(self._scaler, self._optimizer)
         if self._scaler is not None:
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
@@ -273,21 +272,13 @@ class AutomaticOptimization:
         return outputs
 
 
-def _check_scaler(scaler: GradScaler | None, optimizer: Optimizer, clip_value: float | None) -> None:
+def _check_scaler(scaler: GradScaler | None, optimizer: Optimizer) -> None:
     """Check that an optimiser can be used with a scaler of the loss.
 
     Raises:
         ConfigurationError: If it cannot.
     """
-    if scaler is None:
-        return
-    if isinstance(optimizer, LBFGS):
+    if scaler is not None and isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             "precision='16-mixed' scales the loss, which LBFGS cannot take. Choose bf16-mixed or another optimiser."
-        )
-    if clip_value and unscales_by_itself(optimizer):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__}(fused=True) unscales gradients in its own step, too late for"
-            f" gradient_clip_val={clip_value}."
-            " Take fused=False, or precision='bf16-mixed'."
         )

@@ -110,16 +110,18 @@ class WindowGradients:
                 # An earlier part of the window had a loss.
                 skipped = False
 
-        # 2. The scale of the loss. A fused optimiser divides by it in its step, and without gradients there is none.
-        if self._scaler is not None and not skipped and not unscales_by_itself(optimizer):
+        # 2. The scale of the loss; without gradients there is none. A fused optimiser divides by it in its step, unless
+        #    gradients are seen or clipped before. Callbacks may change how they are clipped, so the settings are read
+        #    in each step.
+        value = self._state.gradient_clip_val
+        if self._scaler is not None and not skipped and (value or self._unscales_early(optimizer)):
             self._optimizers.of(optimizer).unscale(self._scaler)
 
         # 3. The hook sees gradients before they are clipped.
         if self._before_step is not None:
             self._before_step(optimizer)
 
-        # 4. Callbacks may change how gradients are clipped, so the settings are read in each step.
-        value = self._state.gradient_clip_val
+        # 4. Clipping.
         if self._user_clip is not None:
             algorithm = self._state.gradient_clip_algorithm
             self._user_clip(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
@@ -127,6 +129,12 @@ class WindowGradients:
             algorithm = self._state.gradient_clip_algorithm
             self._strategy.clip_gradients(optimizer, value, algorithm or "norm")
         return skipped
+
+    def _unscales_early(self, optimizer: Optimizer) -> bool:
+        """Return True if gradients must be unscaled before the optimiser's step."""
+        if self._before_step is not None or self._user_clip is not None:
+            return True
+        return not unscales_by_itself(optimizer)
 
     def _weigh_if_split(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Weigh the gradients of a batch that was split; a batch that was not split has added no weight."""

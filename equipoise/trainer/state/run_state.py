@@ -17,8 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.trainer.settings.limits import Limits
+from equipoise.trainer.settings.speed import Speed
 from equipoise.trainer.state.progress import FitProgress
 from equipoise.trainer.state.sent_state import LOCAL, LOCAL_RESULT, RESULT, SentState
 from equipoise.trainer.state.stages import Stages
@@ -30,10 +30,11 @@ MetricListener = Callable[[Any, dict[str, Any], int], None]
 
 
 @dataclass(eq=False)
-class RunState(SentState, Stages, Limits):
+class RunState(SentState, Stages, Limits, Speed):
     """The state of a trainer, from its constructor on; a second run goes on with it.
 
-    Limits, and settings without a text here, are the checked arguments of the Trainer of the same names.
+    Limits, choices about speed, and settings without a text here, are the checked arguments of the Trainer of the same
+    names.
 
     Attributes:
         root_dir: The folder of files for which the user names no folder, as it was passed.
@@ -59,14 +60,12 @@ class RunState(SentState, Stages, Limits):
     gradient_clip_val: int | float | None = None
     gradient_clip_algorithm: str | None = None
     activation_checkpointing: list[str] | None = None
-    compiles_steps: bool = False
     sync_batchnorm: bool = False
 
     # Settings of data and evaluation.
     use_distributed_sampler: bool = True
     reload_dataloaders_every_n_epochs: int = 0
     inference_mode: bool = True
-    prefetch: PrefetchChoice = "auto"
 
     # Settings of logging, diagnostics and files.
     log_every_n_steps: int = 50
@@ -105,16 +104,6 @@ class RunState(SentState, Stages, Limits):
         """Begin a run of an entry point."""
         super().begin(fn)
         self.should_stop = False
-
-    def choose_speed(self, prefetch: PrefetchChoice, compiles_steps: bool) -> None:
-        """Take what makes steps faster.
-
-        Args:
-            prefetch: Whether the next batch travels to the device ahead of its step.
-            compiles_steps: Whether training steps are compiled.
-        """
-        self.prefetch = prefetch
-        self.compiles_steps = compiles_steps
 
     def set_root_dir(self, root_dir: str) -> None:
         """Take the folder of files for which the user names no folder."""

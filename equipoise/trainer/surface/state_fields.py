@@ -111,6 +111,7 @@ class StateFields:
     gradient_clip_algorithm = StateField[str | None]()
     activation_checkpointing = StateField[list[str] | None]()
     compiles_steps = StateField[bool]()
+    fuses_optimizers = StateField[bool]()
     sync_batchnorm = StateField[bool]()
     use_distributed_sampler = StateField[bool]()
     reload_dataloaders_every_n_epochs = StateField[int]()

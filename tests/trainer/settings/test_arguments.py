@@ -21,7 +21,13 @@ from tests.support.trainer_runs import Small, loader, trainer
 
 pytestmark = ignoring()
 LIGHTNINGS_ALONE = {"model_registry"}  # of Lightning's own cloud
-OURS_ALONE = {"activation_checkpointing": None, "compile": False, "detect_nonfinite": None, "prefetch": "auto"}
+OURS_ALONE = {
+    "activation_checkpointing": None,
+    "compile": False,
+    "detect_nonfinite": None,
+    "fused_optimizer": False,
+    "prefetch": "auto",
+}
 FOLLOWS_FROM_THE_PLACE = "num_nodes"  # 1 in Lightning; here nothing was said
 
 # The Trainer as a whole

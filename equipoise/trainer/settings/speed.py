@@ -1,0 +1,34 @@
+"""Choices that make steps faster."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
+from equipoise.trainer.settings import arguments as check
+
+__all__ = ["Speed"]
+
+
+@dataclass
+class Speed:
+    """The choices of a trainer's runs, checked.
+
+    Attributes:
+        prefetch: Whether the next batch travels to the device ahead of its step.
+        compiles_steps: Whether training steps are compiled.
+        fuses_optimizers: Whether optimisers step all parameters by one kernel.
+    """
+
+    prefetch: PrefetchChoice = "auto"
+    compiles_steps: bool = False
+    fuses_optimizers: bool = False
+
+    def choose_speed(self, prefetch: Any, compile: Any, fused_optimizer: Any) -> None:
+        """Set the choices; see the Trainer's arguments of these names.
+
+        Raises:
+            ConfigurationError: If a value is none of those that are allowed.
+        """
+        self.prefetch = check.check_prefetch(prefetch)
+        self.compiles_steps = check.check_flag("compile", compile)
+        self.fuses_optimizers = check.check_flag("fused_optimizer", fused_optimizer)
