@@ -29,10 +29,16 @@ class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
-        self.sizes: list[int] = []
+        # Epoch, batch, device and size of each part. Devices compute at the same time, in any order.
+        self.parts: list[tuple[int, int, str, int]] = []
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of all parts by batch and device."""
+        return [size for *_, size in sorted(self.parts, key=lambda part: part[:3])]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.sizes.append(len(batch))
+        self.parts.append((self.current_epoch, batch_idx, str(batch.device), len(batch)))
         return self.layer(batch).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -85,7 +91,7 @@ def test_the_first_device() -> None:
 
 
 BAD: list[tuple[dict[str, Any], int, str]] = [
-    ({"shares": [1, 2, 3]}, 2, r"3 numbers, but there are 2 devices: cpu, cpu"),
+    ({"shares": [1, 2, 3]}, 2, r"3 numbers, but there are 2 devices: (cpu, cpu|cuda:0, cuda:1)"),
     ({"shares": []}, 2, r"a number from 0 for each device.*not \[\]"),
     ({"shares": [0, 0]}, 2, r"not all of them 0.*not \[0, 0\]"),
     ({"shares": [1, -1]}, 2, r"from 0.*not \[1, -1\]"),
@@ -144,7 +150,7 @@ def test_a_part_that_is_too_large_runs_out_of_memory() -> None:
     strategy = BalancedDataParallelStrategy(shares=[1, 1], simulated={1: SimulatedDevice(most_samples=10)})
     with pytest.raises(torch.OutOfMemoryError, match="holds 10 samples, not 16") as caught:
         fit(strategy)
-    assert caught.value.__notes__ == ["This was part 2 of 2 of the batch, on cpu."]
+    assert caught.value.__notes__ == [f"This was part 2 of 2 of the batch, on {strategy.devices[1]}."]
 
 
 def test_small_batches_are_not_measured() -> None:

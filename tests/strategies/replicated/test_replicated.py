@@ -500,7 +500,8 @@ def test_an_error_in_one_replica(parallelize: Any) -> None:
     run = trainer(BalancedDataParallelStrategy(shares=[3, 4], parallelize=parallelize), 2, max_epochs=1)
     with pytest.raises(KeyError, match="in the user's code") as caught:
         run.fit(module, loader(), loader())
-    assert caught.value.__notes__ == ["This was part 2 of 2 of the batch, on cpu."]
+    second = run.connected_strategy.devices[1]
+    assert caught.value.__notes__ == [f"This was part 2 of 2 of the batch, on {second}."]
     assert any(entry.name == "forward" and entry.path == Path(__file__) for entry in caught.traceback)
     fails = False
     run.fit(module, loader(), loader())
@@ -613,7 +614,7 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("output_device", [2, "cuda:7", "nowhere"])
 def test_output_device_must_be_one_of_the_devices(output_device: Any) -> None:
-    with pytest.raises(ConfigurationError, match="none of the devices cpu, cpu"):
+    with pytest.raises(ConfigurationError, match=r"none of the devices (cpu, cpu|cuda:0, cuda:1)"):
         trainer(DataParallelStrategy(parallelize="forward", output_device=output_device), 2)
 
 
