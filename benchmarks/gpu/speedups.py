@@ -4,6 +4,7 @@ A feature that `Trainer` does not have yet is reported as not built.
 """
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -143,14 +144,19 @@ def captured_and_compiled(setting: Setting) -> Iterator[Row]:
 def speedup(title: str, argument: str, task: Task, setting: Setting) -> Iterator[Row]:
     """Compare one way, in pairs with the hand-written loop."""
     ours = partial(train_with, task, setting, {argument: True})
+    ratios = []
     try:
-        ratios = []
-        for _ in range(setting.pick(3, 1)):
-            hand = time_of(partial(train_by_hand, task, setting), task, setting)
-            ratios.append(time_of(ours, task, setting) / hand)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(setting.pick(3, 1)):
+                hand = time_of(partial(train_by_hand, task, setting), task, setting)
+                ratios.append(time_of(ours, task, setting) / hand)
     except Exception as error:
         yield Row.holds(title, False, first_line(error))
         return
+    # A step that computes something else stays eager, and a warning says why.
+    reasons = [str(warning.message) for warning in caught if "eager" in str(warning.message)]
+    yield Row.holds(f"{title}: is used", not reasons, "".join(reasons[:1])[:200])
     what = f"{title}: time by that of the eager hand-written step"
     yield Row.at_most(what, sorted(ratios)[len(ratios) // 2], MOST_OF_EAGER, is_time=True)
 
