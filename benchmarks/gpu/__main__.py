@@ -79,7 +79,9 @@ def run_child(options: argparse.Namespace) -> None:
     """Run one item, and write its rows into a file as they come."""
     if options.simulated:
         # Before torch is imported.
-        importlib.import_module("tests.simulated.devices.preloaded")
+        installation = importlib.import_module("tests.simulated.devices.installation")
+        installation.install()
+        installation.install_in_workers()
     from benchmarks.gpu.measuring import Setting
 
     (item,) = chosen_items([options.child])

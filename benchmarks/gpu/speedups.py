@@ -3,7 +3,6 @@
 A feature that `Trainer` does not have yet is reported as not built.
 """
 
-import inspect
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.gpu.campaign import Row
 from benchmarks.gpu.measuring import Setting, TimedBatches, Window, seconds_of
 from benchmarks.gpu.networks import Task, Training, adam, mlp, sgd
-from benchmarks.gpu.steps import first_line, fit, quiet, train_by_hand
+from benchmarks.gpu.steps import first_line, fit, is_built, quiet, train_by_hand
 from equipoise import Trainer
 
 __all__ = ["captured_and_compiled", "loader"]
@@ -26,11 +25,6 @@ MOST_OF_EAGER = 0.75
 """A captured or compiled step of the MLP, by the eager hand-written one."""
 MOST_OF_THE_LONGER = 1.1
 """A step, by the longer of its copy and its computation."""
-
-
-def is_built(argument: str) -> bool:
-    """Tell whether `Trainer` has an argument."""
-    return argument in inspect.signature(Trainer.__init__).parameters
 
 
 # Item 4

@@ -1,5 +1,6 @@
 """Items 2, 3 and 9: what a step costs over a hand-written one, what it waits for, and other precisions."""
 
+import inspect
 import logging
 import random
 import tempfile
@@ -19,10 +20,11 @@ from benchmarks.gpu.measuring import Measured, Setting, TimedBatches, Window
 from benchmarks.gpu.networks import QUIET, Task, Training, adam, by_hand, fused_adam, mlp, transformer
 from equipoise import Callback, MemoryLogger, OOMRecovery, Trainer
 
-__all__ = ["fit", "precisions", "quiet", "step_costs", "times", "waits"]
+__all__ = ["fit", "is_built", "precisions", "quiet", "step_costs", "times", "waits"]
 
 Run = Callable[[TimedBatches], object]
 BY_HAND = "by hand"
+FUSED = "fused_optimizer"
 MOST_BARE, MOST_FULL = 5.0, 30.0
 """Microseconds of processor time over the hand-written loop: without and with logs."""
 MOST_OF_TIME = 1.01
@@ -35,6 +37,11 @@ def quiet() -> None:
     """Silence what others say about loaders, terminals and folders."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def is_built(argument: str) -> bool:
+    """Tell whether `Trainer` has an argument."""
+    return argument in inspect.signature(Trainer.__init__).parameters
 
 
 def fit(
@@ -72,7 +79,7 @@ def contestants(task: Task, setting: Setting) -> dict[str, Run]:
     """Return all ways to train, by name."""
     precision = task.precision
     hand = partial(train_by_hand, task, setting)
-    return {
+    ways: dict[str, Run] = {
         BY_HAND: partial(hand, optimizer=adam),
         f"{BY_HAND}, fused": partial(hand, optimizer=fused_adam),
         "Equipoise": partial(train_ours, task, setting, adam, precision),
@@ -81,6 +88,10 @@ def contestants(task: Task, setting: Setting) -> dict[str, Run]:
         "Lightning": lambda data: fit(L.Trainer, Training(task), data.loader(), setting, precision=precision),
         "Lightning, full": partial(train_full, L.Trainer, task, setting),
     }
+    if is_built(FUSED):
+        options = {"precision": precision, FUSED: True}
+        ways[f"Equipoise, {FUSED}"] = lambda data: fit(Trainer, Training(task), data.loader(), setting, **options)
+    return ways
 
 
 def train_by_hand(task: Task, setting: Setting, data: TimedBatches, **options: Any) -> None:
@@ -96,7 +107,7 @@ def costs_of(task: Task, setting: Setting, *, steps: int, rounds: int) -> Iterat
     if setting.has_cuda:
         launches = {name: counted(task, run, setting).launches for name, run in runs.items()}
     for name in runs:
-        reference = f"{BY_HAND}, fused" if name.endswith("fused") else BY_HAND
+        reference = f"{BY_HAND}, fused" if "fused" in name else BY_HAND
         hand = measured[reference]
         pairs = list(zip(measured[name], hand, strict=True))
         title = f"{task.name}, {name}"
@@ -213,6 +224,8 @@ def waits(setting: Setting) -> Iterator[Row]:
         "dp": {"strategy": "dp", "devices": twice},
         "pipeline": {"strategy": "pipeline", "devices": twice},
     }
+    if is_built(FUSED):
+        ways["16-mixed, clipped, fused_optimizer"] = {"precision": "16-mixed", "gradient_clip_val": 0.1, FUSED: True}
     task = mlp(setting)
     for name, options in ways.items():
         make = partial(Training, task, fused_adam if name.endswith("fused") else adam, logged=True)

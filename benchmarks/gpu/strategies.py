@@ -91,10 +91,7 @@ def strategies(setting: Setting) -> Iterator[Row]:
         what = f"{name}: time by that of a hand-written step in {PARTS} parts"
         yield Row.at_most(what, median(ratios), MOST_OF_TIME, is_time=True)
     # 3. Two processes.
-    if setting.is_simulated:
-        yield Row("ddp, two processes", "simulated devices have no exchange between processes")
-    else:
-        yield from two_processes(task, setting)
+    yield from two_processes(task, setting)
 
 
 def by_hand_in_parts(task: Task, setting: Setting, data: TimedBatches) -> None:

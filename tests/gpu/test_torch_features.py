@@ -41,6 +41,12 @@ def test_fused_optimizers(case: Any, options: dict[str, Any]) -> None:
     compare(case, options)
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}], ids=str)
+def test_optimizers_that_the_trainer_fuses(options: dict[str, Any]) -> None:
+    expected = fit(Classifier, CPU, **options)
+    assert_same(expected, fit(Classifier, fused_optimizer=True, **options), TOLERANCE)
+
+
 @pytest.mark.parametrize("case", [*CAPTURABLE, *TENSOR_RATES], ids=named)
 def test_optimizers_that_a_graph_could_capture(case: Any) -> None:
     """They compute with the number of steps in float32."""

@@ -109,6 +109,11 @@ def test_a_fused_optimizer_does_not_wait_for_the_scaler() -> None:
     assert train(lambda: Logging(fused), precision="16-mixed").guarded == len(STEPS) - FIRST
 
 
+def test_an_optimizer_that_the_trainer_fuses_does_not_wait() -> None:
+    guard = train(precision="16-mixed", fused_optimizer=True, gradient_clip_val=0.1)
+    assert guard.guarded == len(STEPS) - FIRST
+
+
 class Waiting(Logging):
     """Reads its loss."""
 

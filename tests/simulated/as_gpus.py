@@ -16,10 +16,7 @@ __all__: list[str] = []
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let workers find the devices, too."""
-    from equipoise.parallel.workers import preloading
-
-    # The server of worker processes imports this first.
-    preloading._TORCH = ("tests.simulated.devices.preloaded", *preloading._TORCH)  # type: ignore[assignment]
+    installation.install_in_workers()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from tests.simulated.devices.build import MODULE, built_extension
 
-__all__ = ["extension", "install", "is_installed"]
+__all__ = ["extension", "install", "install_in_workers", "is_installed"]
 
 _loaded: list[ModuleType] = []
 
@@ -37,6 +37,14 @@ def install() -> None:
     spec.loader.exec_module(module)
     _loaded.append(module)
     importlib.import_module("tests.simulated.devices.torch_names").replace_names()
+
+
+def install_in_workers() -> None:
+    """Let the processes that a trainer starts find the devices, too."""
+    from equipoise.parallel.workers import preloading
+
+    # Their server imports this first.
+    preloading._TORCH = ("tests.simulated.devices.preloaded", *preloading._TORCH)  # type: ignore[assignment]
 
 
 def is_installed() -> bool:
