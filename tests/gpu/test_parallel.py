@@ -127,9 +127,13 @@ def threads(last: torch.device) -> Iterator[DeviceThreads]:
 
 
 def test_threads_take_a_stream_along(threads: DeviceThreads, last: torch.device) -> None:
+    def current() -> tuple[int, torch.cuda.Stream]:
+        return torch.cuda.current_device(), torch.cuda.current_stream(last)
+
     stream = torch.cuda.Stream(last)
     with torch.cuda.stream(stream):
-        seen = threads.run([(2, lambda: (torch.cuda.current_device(), torch.cuda.current_stream(last)))])[0]
+        # What there is one of runs in the thread of the caller.
+        seen = threads.run([(0, lambda: None), (2, current)])[1]
     assert seen == (last.index, stream)
 
 
