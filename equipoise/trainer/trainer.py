@@ -107,8 +107,8 @@ class Trainer(PublicState):
             64 KiB, or 1 MiB if it is pinned. True: each batch. False: none. Lightning has no such argument. Default:
             "auto".
         compile: Compile forward, loss and backward of the training step to one program for each shape of a batch, which
-            is used if it computes the same as the step itself; see docs/compile.md. Lightning has no such argument.
-            Default: False.
+            is used if it computes the same as the step itself; see docs/compile.md. "auto": and if it is faster.
+            Lightning has no such argument. Default: False.
         fused_optimizer: Let the optimiser step all parameters by one kernel, where torch has one for it and
             `configure_optimizers` has chosen no other way. Its rounding is another. Lightning has no such argument.
             Default: False.
@@ -167,7 +167,7 @@ class Trainer(PublicState):
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
         activation_checkpointing: list[str] | None = None,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
         fused_optimizer: bool = False,
         detect_nonfinite: bool | None = None,
         prefetch: bool | Literal["auto"] = "auto",

@@ -4,18 +4,18 @@ import math
 import re
 from datetime import timedelta
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
-from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.validation import is_number, is_whole
 
 __all__ = [
     "Duration",
+    "check_auto_flag",
     "check_barebones",
     "check_batch_limit",
     "check_choice",
@@ -24,7 +24,6 @@ __all__ = [
     "check_flags",
     "check_order",
     "check_patterns",
-    "check_prefetch",
     "check_val_intervals",
     "gradient_clipping",
     "make_profiler",
@@ -371,10 +370,11 @@ def check_patterns(name: str, value: Any) -> list[str]:
     return list(value)
 
 
-def check_prefetch(value: Any) -> PrefetchChoice:
-    """Check the choice of whether batches travel beside the computation.
+def check_auto_flag(name: str, value: Any) -> Literal["auto"] | bool:
+    """Check a switch that may be left to the trainer.
 
     Args:
+        name: The argument's name.
         value: "auto", True or False.
 
     Raises:
@@ -384,7 +384,7 @@ def check_prefetch(value: Any) -> PrefetchChoice:
         return value
     if value == "auto":
         return "auto"
-    raise ConfigurationError(f'prefetch must be "auto", True or False, not {value!r}.')
+    raise ConfigurationError(f'{name} must be "auto", True or False, not {value!r}.')
 
 
 def _is_list_of_names(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Choices that make steps faster."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.trainer.settings import arguments as check
@@ -15,12 +15,12 @@ class Speed:
 
     Attributes:
         prefetch: Whether the next batch travels to the device ahead of its step.
-        compiles_steps: Whether training steps are compiled.
+        compiles_steps: Whether training steps are compiled. "auto": where that is faster.
         fuses_optimizers: Whether optimisers step all parameters by one kernel.
     """
 
     prefetch: PrefetchChoice = "auto"
-    compiles_steps: bool = False
+    compiles_steps: Literal["auto"] | bool = False
     fuses_optimizers: bool = False
 
     def choose_speed(self, prefetch: Any, compile: Any, fused_optimizer: Any) -> None:
@@ -29,6 +29,6 @@ class Speed:
         Raises:
             ConfigurationError: If a value is none of those that are allowed.
         """
-        self.prefetch = check.check_prefetch(prefetch)
-        self.compiles_steps = check.check_flag("compile", compile)
+        self.prefetch = check.check_auto_flag("prefetch", prefetch)
+        self.compiles_steps = check.check_auto_flag("compile", compile)
         self.fuses_optimizers = check.check_flag("fused_optimizer", fused_optimizer)

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from functools import cached_property
-from typing import Any, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule
@@ -110,7 +110,7 @@ class StateFields:
     gradient_clip_val = StateField[int | float | None]()
     gradient_clip_algorithm = StateField[str | None]()
     activation_checkpointing = StateField[list[str] | None]()
-    compiles_steps = StateField[bool]()
+    compiles_steps = StateField[Literal["auto"] | bool]()
     fuses_optimizers = StateField[bool]()
     sync_batchnorm = StateField[bool]()
     use_distributed_sampler = StateField[bool]()

@@ -18,6 +18,7 @@ from equipoise.interop.torch.compiling import NewVariant
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.automatic_step import RepeatableStep
 from equipoise.trainer.optimization.compiled.obstacles import why_eager
+from equipoise.trainer.optimization.compiled.speed_comparison import SpeedComparison
 from equipoise.trainer.optimization.compiled.step_program import LoggedCall, StepProgram
 from equipoise.trainer.optimization.compiled.trial import Trial
 from equipoise.trainer.optimization.compiled.variants import Variant, Variants
@@ -72,6 +73,8 @@ class CompiledStep(RepeatableStep):
         # True if the gradients of the present batch are computed already.
         self._has_gradients = False
         self._trial: Trial | None = None
+        # Called after the backward of an eager step whose time counts.
+        self._end_eager_step: Callable[[], None] | None = None
         # Number of values that were logged before the eager step of a trial.
         self._num_pending = 0
 
@@ -87,17 +90,23 @@ class CompiledStep(RepeatableStep):
         """Run the training step on a batch, with its backward if it is compiled."""
         self._has_gradients = False
         self._trial = None
+        self._end_eager_step = None
         variant = None
         if self._variants is not None and not self.in_micro_batches and self._around is None:
             variant = self._variants.of(part, self.begins_window)
 
         # 1. The program.
         if variant is not None and self._last_loss is not None:
-            if variant.is_ready:
+            if variant.comparison is not None:
+                result = self._run_for_comparison(variant, variant.comparison, part)
+            elif variant.is_ready:
                 result = self._run_program(variant, part)
-                if result is not None:
-                    return result
-            self._try(variant, part)
+            else:
+                result = None
+            if result is not None:
+                return result
+            if not variant.is_ready and not variant.is_refused:
+                self._try(variant, part)
 
         # 2. The eager step.
         result = RepeatableStep.__call__(self, part)
@@ -112,6 +121,9 @@ class CompiledStep(RepeatableStep):
                 self._after_backward()
             return
         RepeatableStep.backward(self, result)
+        if self._end_eager_step is not None:
+            self._end_eager_step()
+            self._end_eager_step = None
         if self._trial is not None:
             trial = self._trial
             self._trial = None
@@ -135,6 +147,7 @@ class CompiledStep(RepeatableStep):
             result = self._compute(variant.function, part, share.seed)
         except NewVariant:
             self.window.load_state_dict(window_before)
+            variant.withdraw()
             return None
         self._has_gradients = True
         variant.note_use()
@@ -143,6 +156,20 @@ class CompiledStep(RepeatableStep):
         if result.logged:
             self._log(result.logged)
         return StepResult(result.loss, share.weight, result.outputs)
+
+    def _run_for_comparison(self, variant: Variant, comparison: SpeedComparison, part: Any) -> StepResult | None:
+        """Compute a step by the program or, by a result of None, eagerly; the time counts for the comparison."""
+        if comparison.is_complete():
+            Trial.end_comparison(variant, comparison, part)
+            return self._run_program(variant, part) if variant.is_ready else None
+        step = comparison.start()
+        if comparison.is_turn_of_program():
+            result = self._run_program(variant, part)
+            if result is not None:
+                comparison.add(step, by_program=True)
+            return result
+        self._end_eager_step = partial(comparison.add, step, by_program=False)
+        return None
 
     def _share_of(self, part: Any) -> _Share | None:
         """Count a batch in its window, and return its share; None if it has no weight."""
@@ -214,4 +241,5 @@ def compiled_step_class(context: "RunContext") -> Callable[..., CompiledStep] | 
         return None
     step = context.hooks.plain_step("training_step")
     program = StepProgram(context.module, step, context.precision.autocast)
-    return partial(CompiledStep, Variants(program))
+    variants = Variants(program, only_if_faster=context.state.compiles_steps == "auto")
+    return partial(CompiledStep, variants)

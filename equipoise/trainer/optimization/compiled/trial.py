@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from equipoise.interop.torch.compiling import CompilerError
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.trainer.optimization.compiled.speed_comparison import SpeedComparison
 from equipoise.trainer.optimization.compiled.step_program import ProgramResult
 from equipoise.trainer.optimization.compiled.step_state import TOLERANCES, StepState
 from equipoise.trainer.optimization.compiled.variants import Variant, Variants, shape_of
@@ -103,6 +104,8 @@ class Trial:
             self._refuse(f"a compiled one differs: {difference}")
             return
         self._variant.approve()
+        if self._variants.only_if_faster:
+            self._variant.compare(SpeedComparison(loss.device))
         rank_zero_info(
             f"The training step is compiled for batches of {_describe(shape_of(self._batch))}, in"
             f" {self._seconds:.1f} s. It computes the same as the eager step."
@@ -111,6 +114,27 @@ class Trial:
     def _refuse(self, reason: str) -> None:
         self._variant.refuse()
         self._variants.warn_once(reason)
+
+    @classmethod
+    def end_comparison(cls, variant: Variant, comparison: SpeedComparison, batch: Any) -> None:
+        """Decide whether the program of a variant is fast enough.
+
+        Args:
+            variant: The variant.
+            comparison: The times of steps.
+            batch: A batch.
+        """
+        variant.end_comparison()
+        of_program, eager = (f"{1000 * seconds:.3g} ms" for seconds in comparison.seconds())
+        shapes = _describe(shape_of(batch))
+        if comparison.is_program_faster():
+            rank_zero_info(f"Compiled steps on batches of {shapes} take {of_program}, eager ones {eager}.")
+        else:
+            variant.refuse()
+            rank_zero_info(
+                f"The training step stays eager on batches of {shapes}. It takes {eager}, and a compiled one"
+                f" {of_program}."
+            )
 
     @classmethod
     def refuse_changing(cls, variants: Variants, variant: Variant, conditions: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from equipoise.interop.torch.compiling import CompiledFunction
 from equipoise.notices import rank_zero_warn
+from equipoise.trainer.optimization.compiled.speed_comparison import SpeedComparison
 from equipoise.trainer.optimization.compiled.step_program import StepProgram
 from equipoise.tree import entries_of
 
@@ -38,6 +39,7 @@ class Variant:
         function: The program, compiled.
         is_ready: True if a trial has agreed.
         is_refused: True if steps of this shape stay eager.
+        comparison: The comparison of speed that is under way; None if there is none.
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -46,6 +48,11 @@ class Variant:
         self._unused = 0
         self.is_ready = False
         self.is_refused = False
+        self.comparison: SpeedComparison | None = None
+
+    def withdraw(self) -> None:
+        """Note that no compiled program fits the present conditions, so that there is another trial."""
+        self.is_ready = False
 
     def begin_trial(self) -> bool:
         """Count a trial, and return False if there were too many."""
@@ -57,6 +64,18 @@ class Variant:
     def approve(self) -> None:
         """Let the program compute later steps."""
         self.is_ready = True
+
+    def compare(self, comparison: SpeedComparison) -> None:
+        """Compare the speed of the next steps.
+
+        Args:
+            comparison: The comparison.
+        """
+        self.comparison = comparison
+
+    def end_comparison(self) -> None:
+        """Note that the speed is known."""
+        self.comparison = None
 
     def refuse(self) -> None:
         """Let later steps stay eager."""
@@ -73,13 +92,16 @@ class Variants:
 
     Args:
         program: The program of the step.
+        only_if_faster: Whether programs are used only where they are faster. Default: False.
 
     Attributes:
         program: The program of the step.
+        only_if_faster: Whether programs are used only where they are faster.
     """
 
-    def __init__(self, program: StepProgram) -> None:
+    def __init__(self, program: StepProgram, *, only_if_faster: bool = False) -> None:
         self.program = program
+        self.only_if_faster = only_if_faster
         self._reported: set[str] = set()
         self._variants: dict[Hashable, Variant] = {}
         # Number of steps of shapes that were not compiled yet.

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import ConfigurationError, OOMRecovery, Trainer
-from equipoise.trainer.optimization.compiled import variants
+from equipoise.trainer.optimization.compiled import speed_comparison, variants
 from tests.conftest import ignoring
 from tests.trainer.optimization.compiled.conftest import Lowering
 
@@ -317,6 +317,25 @@ def test_a_program_that_differs_is_not_used(lowering: Lowering) -> None:
     assert_same(compiled, eager)
 
 
+@pytest.mark.parametrize("is_faster", [True, False])
+@pytest.mark.parametrize("window", [1, 2])
+def test_only_where_it_is_faster(
+    lowering: Lowering, monkeypatch: pytest.MonkeyPatch, is_faster: bool, window: int
+) -> None:
+    monkeypatch.setattr(speed_comparison.SpeedComparison, "is_program_faster", lambda comparison: is_faster)
+    sizes = [5] * 40
+    options = {"max_epochs": 1, "accumulate_grad_batches": window}
+    eager = fit(Network(), sizes, **options)
+    assert_same(fit(Network(), sizes, compile="auto", **options), eager)
+    # A trial, and five steps of the comparison, for the first and for further batches of a window.
+    expected = 6 * window
+    if is_faster:
+        # All but two eager steps, the trial's, and the eager ones of the comparison.
+        expected = 40 - 2 * window
+        expected -= 5 * window
+    assert lowering.calls == expected
+
+
 def test_many_shapes(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "MOST_VARIANTS", 2)
     sizes = [2, 3, 4] * 4
@@ -453,5 +472,5 @@ def test_strategies_that_compute_in_parts_are_refused() -> None:
 
 
 def test_the_argument_is_a_flag() -> None:
-    with pytest.raises(ConfigurationError, match="compile"):
+    with pytest.raises(ConfigurationError, match='compile must be "auto", True or False'):
         Trainer(compile="inductor")  # type: ignore[arg-type]
