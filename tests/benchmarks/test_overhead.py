@@ -15,7 +15,7 @@ from tests.benchmarks.conftest import Scripts
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
-MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main", "armed")
+MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main", "armed", "compiled")
 LOADS = ("bare", "samples", "logs", "full", "full with epoch values", "accumulation", "evaluation")
 
 
@@ -192,3 +192,37 @@ def test_the_bounds_of_recovery(
 def test_the_command_for_recovery(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark["armed"].main(["--rounds", "1", "--steps", "3"]) == 0
     assert "| 32-64-64-10 | MemoryLogger |" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_networks_of_compiled_steps_are_trained_as_by_hand(benchmark: dict[str, ModuleType]) -> None:
+    compiled, workload = benchmark["compiled"], benchmark["workload"]
+    size = workload.Size(steps=4, warm_up=1)
+    for name, make in compiled.NETWORKS.items():
+        batches = workload.make_batches(3)
+        expected = compiled.by_hand(make, workload.TimedBatches(batches, size)).state_dict()
+        trained = compiled.fit(make, "eager", workload.TimedBatches(batches, size)).state_dict()
+        for key, value in expected.items():
+            torch.testing.assert_close(trained[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+        assert [entry.name for entry in compiled.entries(name)][-2:] == ['compile="auto"', "compile=True"]
+
+
+@pytest.mark.parametrize(
+    ("noise", "ratio", "code"), [(1.0, 0.6, 0), (1.01, 1.019, 0), (1.0, 1.03, 1), (1.05, 1.03, 2), (0.9, 0.6, 2)]
+)
+def test_the_verdict_of_compiled_steps(noise: float, ratio: float, code: int, benchmark: dict[str, ModuleType]) -> None:
+    compiled, timing = benchmark["compiled"], benchmark["timing"]
+
+    def row(name: str, ratio: float) -> Any:
+        return timing.Row("LSTM", name, name, 100.0, 0.0, 0.0, 0.0, ratio)
+
+    rows = [
+        row(timing.BY_HAND, 1.0),
+        row(timing.NOISE, noise),
+        row("eager", 1.1),
+        row('compile="auto"', ratio),
+        row("compile=True", 1.5),
+    ]
+    with mock.patch.object(compiled, "measure", return_value=rows):
+        assert compiled.main(["--networks", "LSTM", "--check"]) == code
+        assert compiled.main(["--networks", "LSTM"]) == 0
