@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,3 +187,36 @@ def test_the_command_on_simulated_devices(tmp_path: Path) -> None:
     numbers = [item.number for item in ITEMS if item.number not in LONG]
     items = run_all(numbers, ["--simulated"], tmp_path / "gpu.json")
     assert not any(item["is_skipped"] for item in items.values())
+
+
+WITHOUT_HYDRA = """
+import sys
+from importlib import import_module
+
+for name in ("hydra", "omegaconf"):
+    sys.modules[name] = None
+
+import pytest
+from benchmarks.gpu.campaign import ITEMS
+
+for item in ITEMS:
+    import_module("benchmarks.gpu." + item.function.partition(":")[0])
+plugins = ["-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin", "-p", "no:cacheprovider"]
+sys.exit(pytest.main(["-q", "--collect-only", *plugins, "tests/gpu"]))
+"""
+
+
+@pytest.mark.slow
+def test_neither_the_campaign_nor_its_tests_need_hydra() -> None:
+    # The plugins of other packages may need it.
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(campaign.ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HYDRA],
+        cwd=campaign.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "tests collected" in result.stdout
