@@ -41,7 +41,7 @@ class Network(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.devices.add(str(batch[0].device))
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = nn.functional.cross_entropy(self.net(batch[0].to(self.dtype)), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -61,6 +61,13 @@ class Skipping(Network):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx in (1, 2) else loss
+
+
+class Weighted(Network):
+    """Its loss has a weight that is a tensor on the device, as a number of tokens is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "loss_weight": (batch[1] >= 0).sum()}
 
 
 def launches() -> int:
@@ -123,12 +130,13 @@ def test_a_step_that_all_processes_skip_is_skipped(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch", "native"])
-def test_the_end_of_a_window_has_no_operation_for_each_parameter(engine: Any) -> None:
-    """The last batch of an epoch is shorter, so the gradients are multiplied by a factor."""
+@pytest.mark.parametrize("make", [Network, Weighted])
+def test_the_end_of_a_window_has_no_operation_for_each_parameter(make: type[Network], engine: Any) -> None:
+    """Gradients are multiplied by a factor of float64: the last batch is shorter, or weights are known to devices."""
     ending = []
     for layers in (1, 6):
         strategy = DDPStrategy(engine=engine, backend="gloo")
-        module, _ = trained(partial(Network, layers), strategy, "cuda", 4)
+        module, _ = trained(partial(make, layers), strategy, "cuda", 4, precision="32-true")
         ending.append(module.ending_launches)
     assert ending[0] == ending[1]
     assert max(ending[0]) > 0
