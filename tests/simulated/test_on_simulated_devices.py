@@ -22,7 +22,7 @@ FILES = [
     *(f"tests/simulated/test_{name}.py" for name in ("simulation", "streams", "replicas")),
     *(f"tests/simulated/test_{name}.py" for name in ("recovery", "defects", "prefetch")),
     *(f"tests/simulated/configurations/test_{name}.py" for name in ("configurations", "resumption", "processes")),
-    *(f"tests/simulated/steps/test_{name}.py" for name in ("launches", "waits")),
+    *(f"tests/simulated/steps/test_{name}.py" for name in ("launches", "waits", "regions")),
     "tests/strategies/replicated",
     *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "stacks", "faults", "processes", "process_loops")),

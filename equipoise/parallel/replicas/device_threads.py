@@ -36,6 +36,35 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
+class _Autocast(NamedTuple):
+    """Arguments of a region of autocast."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+    cache_enabled: bool
+
+
+# Regions that no thread is in. They are reused, because the constructor of a region queries the driver of CUDA.
+_idle_regions: dict[_Autocast, list[torch.autocast]] = {}
+
+
+@contextmanager
+def _autocast(arguments: _Autocast) -> Iterator[None]:
+    """Enter a region of autocast; one object serves one thread at a time."""
+    idle = _idle_regions.setdefault(arguments, [])
+    # Without a check before: several threads may call this.
+    try:
+        region = idle.pop()
+    except IndexError:
+        region = torch.autocast(**arguments._asdict())
+    try:
+        with region:
+            yield
+    finally:
+        idle.append(region)
+
+
 class ThreadState(NamedTuple):
     """State that torch keeps for each thread. A new thread starts with the defaults.
 
@@ -101,8 +130,7 @@ class ThreadState(NamedTuple):
                 is_enabled = torch.is_autocast_enabled(device_type)
                 has_other_dtype = torch.get_autocast_dtype(device_type) != dtype
                 if is_enabled != enabled or has_other_dtype or (enabled and has_other_cache):
-                    autocast = torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=self.cache)
-                    stack.enter_context(autocast)
+                    stack.enter_context(_autocast(_Autocast(device_type, dtype, enabled, self.cache)))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
             self._enter_cuda(stack)

@@ -174,6 +174,22 @@ def test_a_state_that_the_thread_has_creates_no_region(monkeypatch: pytest.Monke
             pass
 
 
+def test_a_region_is_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        state = ThreadState.capture(["cpu"])
+    before = ThreadState.capture(["cpu"])
+    with state.entered():
+        pass
+    monkeypatch.setattr(torch, "autocast", None)
+    for _ in range(3):
+        with state.entered():
+            assert ThreadState.capture(["cpu"]) == state
+        assert ThreadState.capture(["cpu"]) == before
+    with pytest.raises(ValueError, match="within"), state.entered():
+        raise ValueError("within")
+    assert ThreadState.capture(["cpu"]) == before
+
+
 # Errors
 
 
