@@ -75,9 +75,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Differences relative to the size of a tensor. A mixed precision rounds each product to 8 (bfloat16) or 11 bits, at
-# places that differ between CUDA and the CPU; ten steps with momentum make more of it.
-TOLERANCES = {"32-true": 1e-5, "bf16-mixed": 5e-2, "16-mixed": 5e-3, "bf16-true": 5e-2}
+# Differences relative to the size of a tensor: a few of the last of 24 bits (float32), 11 (float16) or 8 (bfloat16).
+# CUDA and the CPU round at different places, and ten steps with momentum make more of it.
+TOLERANCES = {"32-true": 2e-6, "bf16-mixed": 5e-2, "16-mixed": 5e-3, "bf16-true": 1e-1}
 
 MODULES = [LoggedRecurrent, LoggedConvolution, LoggedMasked, LoggedTied]
 
