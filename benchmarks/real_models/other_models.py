@@ -15,6 +15,9 @@ CLASSES, WORDS, NODES = 10, 20, 6
 SIDE = 64  # pixels of an image
 IMAGES = (3, 2, 3)
 """Samples of the batches of images: layers of these models cannot all be small."""
+IMAGES_WITHOUT_SINGLES = (4, 4, 5)
+"""The same, with more than one sample in each micro-batch: BatchNorm of torch is wrong for one; see README."""
+WITHOUT_SINGLES = ("levit_128s", "tiny_vit_5m_224", "xcit_nano_12_p16_224")
 
 TIMM = (
     *("resnet18", "resnet50", "efficientnet_b0", "convnext_atto", "mobilenetv3_small_050", "regnetx_002"),
@@ -112,7 +115,8 @@ def make_torchvision(name: str) -> nn.Module:
 def _of_images(name: str, library: str, make: Callable[[str], nn.Module]) -> Model:
     batch = partial(image, SIDES.get(name, SIDE))
     first_step = SHORT_STEPS.get((library, name), 1e-3)
-    return Model(name, library, partial(make, name), batch, sizes=IMAGES, first_step=first_step)
+    sizes = IMAGES_WITHOUT_SINGLES if name in WITHOUT_SINGLES else IMAGES
+    return Model(name, library, partial(make, name), batch, sizes=sizes, first_step=first_step)
 
 
 def image(side: int, count: int, generator: Generator) -> dict[str, Tensor]:

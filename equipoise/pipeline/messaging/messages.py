@@ -1,7 +1,7 @@
 """Messages between the processes of a pipeline: nested tensors of any sizes, and errors.
 
     a length      0 if the header is the same as that of the message before; small tensors then follow in this message
-    a header      the value without its tensors, and their dtypes and shapes
+    a header      the value without its tensors, and their dtypes, shapes and strides
     the tensors   as bytes: small ones in one message, otherwise each in a message of its own
 
 In a pipeline's steady state headers repeat, so a small value is one message. Gloo sends nothing before the receiver has
@@ -10,10 +10,9 @@ Sending never waits: the tensors of a message must not change until `flush`. Ten
 host's memory.
 """
 
-import math
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,14 +26,13 @@ from torch import Tensor
 from equipoise.errors import StepError, WorkerError
 from equipoise.parallel.payload.shared_payload import dumps, loads, pickle_error
 from equipoise.pipeline.graph.stages import plain_items
+from equipoise.pipeline.messaging.tensor_memory import TensorKind, bytes_of, kind_of, size_of, split_body, tensor_of
 from equipoise.tree import extract_tensors, insert_tensors
 
 __all__ = ["Arrivals", "Messenger", "StageError", "Way", "as_late"]
 
 # Rank of the other process, and the tag of the messages.
 Way = tuple[int, int]
-# Dtype, shape and `requires_grad` of a tensor. Plain tuples, which are pickled in every message.
-_TensorKind = tuple[torch.dtype, tuple[int, ...], bool]
 
 # Bytes of the longest header that is remembered; longer ones hardly repeat.
 _LONGEST_HEADER = 1 << 16
@@ -145,11 +143,11 @@ class Messenger:
         """
         # 1. Take the tensors out of the value.
         tree, tensors = extract_tensors(value, plain_items)
-        kinds = [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
+        kinds = [kind_of(tensor) for tensor in tensors]
         header = dumps((tree, kinds))
 
         # 2. Join small tensors.
-        body = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+        body = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
         size = sum(map(len, body))
         if body and size <= _LARGEST_BODY:
             body = [torch.cat(body)]
@@ -277,7 +275,7 @@ class Messenger:
                 header_bytes = self._await(torch.empty(length, dtype=torch.uint8), way)
                 header = header_bytes.numpy().tobytes()
             tree, kinds = loads(header)
-            size = sum(dtype.itemsize * math.prod(shape) for dtype, shape, _ in kinds)
+            size = sum(map(size_of, kinds))
             if not repeats:
                 self._received[way] = _remembered(header, size)
 
@@ -285,18 +283,17 @@ class Messenger:
             if size == 0 or size > _LARGEST_BODY:
                 tensors = [self._receive_tensor(kind, way) for kind in kinds]
             elif repeats:
-                tensors = list(_split_body(first[_LENGTH_BYTES:], kinds))
+                tensors = list(split_body(first[_LENGTH_BYTES:], kinds))
             else:
                 body = self._await(torch.empty(size, dtype=torch.uint8), way)
-                tensors = list(_split_body(body, kinds))
+                tensors = list(split_body(body, kinds))
         return insert_tensors(tree, tensors, plain_items)
 
-    def _receive_tensor(self, kind: _TensorKind, way: Way) -> Tensor:
-        dtype, shape, requires_grad = kind
-        tensor = torch.empty(shape, dtype=dtype)
-        if tensor.numel():
-            self._await(tensor.view(-1).view(torch.uint8), way)
-        return tensor.requires_grad_(requires_grad)
+    def _receive_tensor(self, kind: TensorKind, way: Way) -> Tensor:
+        memory = torch.empty(size_of(kind), dtype=torch.uint8)
+        if memory.numel():
+            self._await(memory, way)
+        return tensor_of(memory, kind)
 
     def _await(self, buffer: Tensor, way: Way) -> Tensor:
         """Receive one message into a buffer, and return it."""
@@ -376,19 +373,3 @@ def _remembered(header: bytes, size: int) -> _LastHeader:
     if size > _LARGEST_BODY:
         return _LastHeader(header, 0)
     return _LastHeader(header, size)
-
-
-def _split_body(body: Tensor, kinds: Sequence[_TensorKind]) -> Iterator[Tensor]:
-    """Yield the tensors of a message, each in memory of its own, because of alignment."""
-    begin = 0
-    for dtype, shape, requires_grad in kinds:
-        end = begin + dtype.itemsize * math.prod(shape)
-        values = body[begin:end].clone().view(dtype).view(shape)
-        yield values.requires_grad_(requires_grad)
-        begin = end
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor as bytes in the host's memory."""
-    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return values.view(-1).view(torch.uint8)

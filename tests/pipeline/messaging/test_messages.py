@@ -31,6 +31,8 @@ def values() -> list[Any]:
         Pair(torch.ones(2, 3).t(), {"b": (torch.arange(4)[::2],)}),
         torch.randn(2, dtype=torch.complex64, generator=draw).conj(),
         torch.randn(1100, 1000, generator=draw),  # more than goes in one message
+        torch.randn(1000, 1100, generator=draw).t(),
+        torch.randn(2, 3, 4, 5, generator=draw).to(memory_format=torch.channels_last),
         {"text": "x" * 100_000},
     ]
 
