@@ -8,13 +8,14 @@ torch's compiler is imported with the first function that is compiled: it takes 
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["CompiledFunction", "CompilerError", "NewVariant", "why_not_compiled"]
 
@@ -28,6 +29,9 @@ _SETTINGS: Mapping[str, Any] = {
     # Notice hooks that are added to a module later.
     "skip_nnmodule_hook_guards": False,
 }
+
+# The compiler's name of the object whose method is traced.
+_OWNER = "L['self']"
 
 # The last line of the user's in a message of the compiler.
 _USER_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in')
@@ -63,14 +67,22 @@ class CompiledFunction:
     Args:
         function: The function. It may run a backward, which writes gradients into parameters.
 
+        own_attributes: Names of attributes that the function may change on the object whose method it is. It may change
+            nothing else but tensors. Default: none.
+
     Attributes:
         number_of_variants: Number of variants that were compiled.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], own_attributes: Collection[str] = ()) -> None:
         self.number_of_variants = 0
+        self._own_attributes = set(own_attributes)
         self._may_compile = False
-        self._compiled = torch.compile(_with_own_code(function), fullgraph=True, backend=self._compile)
+        self._inputs = _NotedInputs()
+        copy = _with_own_code(function)
+        self._code: CodeType = getattr(copy, "__func__", copy).__code__
+        self._backend = self._compile
+        self._compiled = torch.compile(copy, fullgraph=True, backend=self._backend)
 
     def __call__(self, *args: Any) -> Any:
         """Call the function by a variant that exists.
@@ -86,11 +98,12 @@ class CompiledFunction:
             raise
 
     def compile(self, *args: Any) -> Any:
-        """Call the function, and compile a new variant if no other fits.
+        """Call the function, and compile a new variant if no other fits. `restore` undoes what the call has changed.
 
         Raises:
-            CompilerError: If the compiler cannot compile the function.
+            CompilerError: If the compiler cannot compile the function, or its Python code changes an object.
         """
+        self._inputs.begin()
         self._may_compile = True
         try:
             with _compiler_settings():
@@ -101,6 +114,7 @@ class CompiledFunction:
             raise
         finally:
             self._may_compile = False
+            self._inputs.end()
 
     def unmet_conditions(self, *args: Any) -> list[str]:
         """Return the conditions of the variants that do not hold for these arguments, as Python expressions."""
@@ -112,12 +126,110 @@ class CompiledFunction:
             return list(dict.fromkeys(conditions))
         return []
 
+    def restore(self) -> list[tuple[Tensor, Tensor]]:
+        """Restore the tensors that the last call of `compile` has changed.
+
+        Returns:
+            These tensors, and copies of their values after the call.
+        """
+        return self._inputs.restore()
+
+    def close(self) -> None:
+        """Release the compiled variants, and the objects that their conditions refer to."""
+        from torch._C._dynamo.eval_frame import reset_code
+        from torch._dynamo.eval_frame import cached_backends
+
+        # The compiler keeps both for good, in places that Python's collector does not see.
+        reset_code(self._code)
+        for key, backend in list(cached_backends.items()):
+            # It stands there within a wrapper.
+            if getattr(backend, "compiler_fn", backend) == self._backend:
+                del cached_backends[key]
+
     def _compile(self, graph: Any, inputs: Any) -> Any:
         """Compile a graph; the backend of torch's compiler."""
         if not self._may_compile:
             raise NewVariant
+        change = _first_change(self._own_attributes)
+        if change is not None:
+            raise CompilerError(f"its Python code changes {change}")
         self.number_of_variants += 1
-        return _lower(graph, inputs)
+        lowered = _lower(graph, inputs)
+        # The compiler keeps this function, so it must not refer to the user's objects.
+        noted = self._inputs
+
+        def run(*args: Any) -> Any:
+            if noted.are_due:
+                noted.note(args)
+            return lowered(*args)
+
+        return run
+
+
+class _NotedInputs:
+    """The tensors that a graph receives, and copies of them.
+
+    Attributes:
+        are_due: True while inputs are to be noted.
+    """
+
+    def __init__(self) -> None:
+        self.are_due = False
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self) -> None:
+        """Note the inputs of the next call."""
+        self.are_due = True
+        self._copies = []
+
+    def end(self) -> None:
+        """Note no inputs of later calls."""
+        self.are_due = False
+
+    def note(self, inputs: Sequence[Any]) -> None:
+        """Note the inputs of a call.
+
+        Args:
+            inputs: The inputs, some of which are tensors.
+        """
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> list[tuple[Tensor, Tensor]]:
+        """Restore the tensors that have changed, and return them with copies of their values before that."""
+        changed = []
+        with torch.no_grad():
+            for tensor, before in self._copies:
+                if not torch.equal(tensor, before):
+                    changed.append((tensor, tensor.detach().clone()))
+                    tensor.copy_(before)
+        self._copies = []
+        return changed
+
+
+def _first_change(own_attributes: set[str]) -> str | None:
+    """Return the name of the first object that the traced code changes; None if it changes none.
+
+    The compiler would change it after each call, also after one whose effects are not wanted.
+
+    Args:
+        own_attributes: Names of attributes that may change on the object whose method is traced.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    for variable in effects.id_to_variable.values():
+        # Objects that the code creates have no source.
+        if variable.source is None or not effects.is_modified(variable):
+            continue
+        attributes = set(effects.store_attr_mutations.get(variable, ()))
+        name: str = variable.source.name
+        is_own = name == _OWNER and attributes <= own_attributes
+        is_gradient = attributes == {"grad"}
+        if attributes and (is_own or is_gradient):
+            continue
+        return ".".join([name, *sorted(attributes)[:1]])
+    return None
 
 
 def _lower(graph: Any, inputs: Any) -> Any:

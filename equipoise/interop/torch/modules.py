@@ -14,6 +14,7 @@ __all__ = [
     "STRUCTURE",
     "buffers_of",
     "children_of",
+    "has_global_hooks",
     "has_gradient_hooks",
     "has_hooks",
     "has_module_hooks",
@@ -40,6 +41,11 @@ _HOOK_REGISTRIES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+def has_global_hooks() -> bool:
+    """Return True if a hook runs with each module; nothing public lists such hooks."""
+    return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -3,6 +3,7 @@
 Each name stands here with the reason why nothing public does; a test notices when one of them changes.
 """
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = ["fuse", "has_step_hooks", "unscales_by_itself"]
@@ -22,7 +23,7 @@ def unscales_by_itself(optimizer: Optimizer) -> bool:
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Let an optimiser that has not stepped yet update its parameters by one kernel, as with `fused=True`.
+    """Let an optimiser update its parameters by one kernel, as with `fused=True`.
 
     Args:
         optimizer: An optimiser of torch with an option `fused`.
@@ -31,3 +32,8 @@ def fuse(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group["fused"] = True
     setattr(optimizer, _SUPPORTS_SCALING, True)
+    # Some optimisers count the steps from their constructor on. A fused kernel needs the count on the device.
+    for parameter, state in optimizer.state.items():
+        step = state.get("step")
+        if isinstance(step, Tensor):
+            state["step"] = step.to(parameter.device)

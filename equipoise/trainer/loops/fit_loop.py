@@ -9,7 +9,6 @@
 A resumed run first completes the epoch in which its checkpoint was written.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -25,9 +24,8 @@ from equipoise.trainer.loops.resumption import Resumption, resume
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
-from equipoise.trainer.optimization.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.batch_weight import BatchWeight
-from equipoise.trainer.optimization.compiled.compiled_step import compiled_step_class
+from equipoise.trainer.optimization.compiled.compiled_step import CompiledSteps
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all
@@ -68,7 +66,7 @@ class FitLoop:
         self.fit = FitState(state.progress)
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
-        self.step_class: Callable[..., AutomaticStep] | None = None
+        self.step_class: CompiledSteps | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what outlives a run, for another process."""
@@ -116,7 +114,7 @@ class FitLoop:
         self.schedulers = Schedulers(context, self.fit.progress.scheduler)
         self.stopping = Stopping(context, self.fit)
         self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
-        self.step_class = compiled_step_class(context)
+        self.step_class = CompiledSteps(context) if self.state.compiles_steps else None
         self.load_data()
         if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
@@ -175,6 +173,8 @@ class FitLoop:
         closing = [self.fit.data.close]
         if self.loss_watch is not None:
             closing.insert(0, self.loss_watch.close)
+        if self.step_class is not None:
+            closing.append(self.step_class.close)
         self.loss_watch = None
         self.step_class = None
         call_all(closing)

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.transfer.plain_batches import foreign_type, host_tensors, with_copies
 from equipoise.trainer.data.transfer.plain_copy import copy_batch
@@ -103,8 +104,11 @@ class Prefetch:
             stream = self._streams[device] = SideStream(device)
         try:
             return stream.copy(tensors)
-        except torch.OutOfMemoryError:
-            # The memory that the stream of the computation has freed may suffice, which no other stream can have.
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # The host may have no memory that can be pinned. Or memory suffices that the stream of the computation has
+            # freed, which no other stream can have.
             return None
 
     def _report(self, reason: str, *, unasked: bool = True) -> None:

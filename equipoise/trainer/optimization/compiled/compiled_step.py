@@ -15,6 +15,7 @@ from torch import Tensor
 
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.interop.torch.compiling import NewVariant
+from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.automatic_step import RepeatableStep
 from equipoise.trainer.optimization.compiled.obstacles import why_eager
@@ -26,7 +27,7 @@ from equipoise.trainer.optimization.compiled.variants import Variant, Variants
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["CompiledStep", "compiled_step_class"]
+__all__ = ["CompiledStep", "CompiledSteps"]
 
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class CompiledStep(RepeatableStep):
     ) -> None:
         super().__init__(context, *args, skip_backward=skip_backward, **kwargs)
         self._attributes = vars(self.module)
+        self._parameters = list(self.module.parameters())
         self._precision = context.precision
         self._default_dtype: Callable[[], AbstractContextManager[Any]] = _no_context
         if self._precision.autocast is None and self._precision.forward_context is not None:
@@ -92,7 +94,8 @@ class CompiledStep(RepeatableStep):
         self._trial = None
         self._end_eager_step = None
         variant = None
-        if self._variants is not None and not self.in_micro_batches and self._around is None:
+        is_whole = not self.in_micro_batches and self._around is None
+        if self._variants is not None and is_whole and not self._is_hooked():
             variant = self._variants.of(part, self.begins_window)
 
         # 1. The program.
@@ -128,6 +131,14 @@ class CompiledStep(RepeatableStep):
             trial = self._trial
             self._trial = None
             self._judge(trial, result)
+
+    def _is_hooked(self) -> bool:
+        """Return True if a hook was registered that the program would not call."""
+        if has_global_hooks() or any(map(has_gradient_hooks, self._parameters)):
+            assert self._variants is not None
+            self._variants.warn_once("there is a hook on the gradient of a parameter, or on all modules")
+            return True
+        return False
 
     # The program
 
@@ -231,15 +242,22 @@ class CompiledStep(RepeatableStep):
         trial.judge(result.loss, result.outputs, logged, None if autocast is None else autocast[1])
 
 
-def compiled_step_class(context: "RunContext") -> Callable[..., CompiledStep] | None:
-    """Return a function that creates the compiled training step of an epoch; None if no step is to be compiled.
+class CompiledSteps:
+    """Creates the compiled training step of each epoch. All epochs of a run use the same programs.
 
     Args:
-        context: The run, in all of whose epochs the same compiled programs are used.
+        context: The run.
     """
-    if not context.state.compiles_steps:
-        return None
-    step = context.hooks.plain_step("training_step")
-    program = StepProgram(context.module, step, context.precision.autocast)
-    variants = Variants(program, only_if_faster=context.state.compiles_steps == "auto")
-    return partial(CompiledStep, variants)
+
+    def __init__(self, context: "RunContext") -> None:
+        step = context.hooks.plain_step("training_step")
+        program = StepProgram(context.module, step, context.precision.autocast)
+        self._variants = Variants(program, only_if_faster=context.state.compiles_steps == "auto")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CompiledStep:
+        """Return the step of an epoch; the arguments are those of `AutomaticStep`."""
+        return CompiledStep(self._variants, *args, **kwargs)
+
+    def close(self) -> None:
+        """Release the programs."""
+        self._variants.close()

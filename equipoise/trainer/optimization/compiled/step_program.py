@@ -46,7 +46,12 @@ class StepProgram:
         module: The user's module.
         step: Its `training_step`, called with a batch and its number.
         autocast: Type of device and dtype of the mixed precision of the forward; None if there is none.
+
+    Attributes:
+        own_attributes: Names of attributes that `compute` changes.
     """
+
+    own_attributes = ("_calls",)
 
     def __init__(
         self,

@@ -18,7 +18,11 @@ from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.random_state import RandomState
 from equipoise.tree import leaves_of
 
-__all__ = ["TOLERANCES", "StepState", "Tolerance"]
+__all__ = ["TOLERANCES", "StepState", "Tolerance", "agree"]
+
+
+# Types of values that are compared.
+_COMPARED = (Tensor, int, float, str, type(None))
 
 
 class Tolerance(NamedTuple):
@@ -56,7 +60,7 @@ class StepState:
         self._loss = loss.detach().clone()
         self._outputs = _plain_leaves(outputs)
         self._logged = [(name, _detached(value)) for name, value in logged]
-        self._gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        self._gradients = {name: _detached(parameter.grad) for name, parameter in module.named_parameters()}
         self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._generators = random_state.capture()
 
@@ -68,17 +72,17 @@ class StepState:
             tolerance: The largest difference of tensors.
         """
         # 1. The loss and the gradients.
-        if not _agree(self._loss, compiled._loss, tolerance):
+        if not agree(self._loss, compiled._loss, tolerance):
             return f"the loss is {compiled._loss.item():.8g} and not {self._loss.item():.8g}"
         largest = _largest(gradient for gradient in self._gradients.values() if gradient is not None)
         floor = Tolerance(tolerance.relative, tolerance.floor * largest)
         for name, gradient in self._gradients.items():
-            if not _agree(gradient, compiled._gradients[name], floor):
+            if not agree(gradient, compiled._gradients[name], floor):
                 return f"the gradient of {name} is another"
 
         # 2. The buffers and the outputs.
         for name, buffer in self._buffers.items():
-            if not _agree(buffer, compiled._buffers.get(name), tolerance):
+            if not agree(buffer, compiled._buffers.get(name), tolerance):
                 return f"the buffer {name} is another"
         if not _all_agree(self._outputs, compiled._outputs, tolerance):
             return "the outputs are others"
@@ -88,7 +92,7 @@ class StepState:
         if names != [name for name, _ in compiled._logged]:
             return "other values are logged"
         for (name, value), (_, other) in zip(self._logged, compiled._logged, strict=True):
-            if not _agree(value, other, tolerance):
+            if not agree(value, other, tolerance):
                 return f"the logged value {name!r} is another"
         if not _same_generators(self._generators, compiled._generators):
             return "it draws random numbers otherwise"
@@ -107,19 +111,35 @@ def _detached(value: Any) -> Any:
 def _all_agree(values: Sequence[Any], others: Sequence[Any], tolerance: Tolerance) -> bool:
     if len(values) != len(others):
         return False
-    return all(_agree(value, other, tolerance) for value, other in zip(values, others, strict=True))
+    return all(agree(value, other, tolerance) for value, other in zip(values, others, strict=True))
 
 
-def _agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
-    """Return True if two values are the same within a tolerance. A number may stand for a tensor of one element."""
-    if not isinstance(value, Tensor) and not isinstance(other, Tensor):
-        return type(value) is type(other) and bool(value == other)
-    if value is None or other is None:
+def agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
+    """Return True if two values are the same within a tolerance.
+
+    A number may stand for a tensor of one element. Values of other types, such as metrics, are not compared.
+
+    Args:
+        value: A value.
+        other: Another value.
+        tolerance: The largest difference of tensors.
+    """
+    if not isinstance(value, _COMPARED) or not isinstance(other, _COMPARED):
+        return True
+    # 1. Two values of Python, or tensors of another form.
+    tensor: Tensor | None
+    if isinstance(value, Tensor):
+        tensor = value
+        other_tensor = _like(other, value)
+    elif isinstance(other, Tensor):
+        tensor = _like(value, other)
+        other_tensor = other
+    else:
+        return type(value) is type(other) and value == other
+    if tensor is None or other_tensor is None or tensor.shape != other_tensor.shape:
         return False
-    tensor = torch.as_tensor(value)
-    other_tensor = torch.as_tensor(other, device=tensor.device)
-    if tensor.shape != other_tensor.shape:
-        return False
+
+    # 2. Two tensors.
     if not tensor.is_floating_point() and not tensor.is_complex():
         return bool((tensor == other_tensor).all())
     if not tensor.numel():
@@ -127,6 +147,15 @@ def _agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
     wide = torch.promote_types(tensor.dtype, torch.float32)
     allowed = tolerance.relative * _largest([tensor]) + tolerance.floor
     return torch.allclose(tensor.to(wide), other_tensor.to(wide), rtol=0.0, atol=allowed, equal_nan=True)
+
+
+def _like(value: Any, tensor: Tensor) -> Tensor | None:
+    """Return a number as a tensor like another; None if it is no number."""
+    if isinstance(value, Tensor):
+        return value.to(tensor.device)
+    if isinstance(value, int | float):
+        return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+    return None
 
 
 def _largest(tensors: Any) -> float:

@@ -15,7 +15,7 @@ from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.trainer.optimization.compiled.speed_comparison import SpeedComparison
 from equipoise.trainer.optimization.compiled.step_program import ProgramResult
-from equipoise.trainer.optimization.compiled.step_state import TOLERANCES, StepState
+from equipoise.trainer.optimization.compiled.step_state import TOLERANCES, StepState, agree
 from equipoise.trainer.optimization.compiled.variants import Variant, Variants, shape_of
 
 __all__ = ["Trial"]
@@ -37,6 +37,8 @@ class Trial:
         self._module = module
         self._batch = batch
         self._state: StepState | None = None
+        # Tensors that the program changes in place, and their values after it.
+        self._changed: list[tuple[Tensor, Tensor]] = []
         self._seconds = 0.0
 
     def run(self, compute: Callable[[], ProgramResult], *, begins_window: bool) -> None:
@@ -52,12 +54,15 @@ class Trial:
                 result = compute()
                 self._seconds = time.perf_counter() - begin
                 self._note(result)
+                self._restore_tensors()
         except CompilerError as error:
-            self._refuse(str(error))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self._refuse("there is not enough memory to compare it with a compiled one")
+            self._refuse(_readable(str(error)))
+        except Exception as error:
+            # The eager step follows. What is wrong with the step itself is raised there.
+            self._state = None
+            self._refuse(_reason_of(error))
+        finally:
+            self._variant.function.restore()
 
     def _note(self, result: ProgramResult) -> None:
         """Note the state after the program."""
@@ -68,6 +73,13 @@ class Trial:
         else:
             logged = [(call.name, call.value) for call in result.logged]
             self._state = StepState(self._module, result.loss, result.outputs, logged)
+
+    def _restore_tensors(self) -> None:
+        """Restore the tensors that the program has changed, and keep their values for the comparison."""
+        gradients = {id(parameter.grad) for parameter in self._module.parameters()}
+        for tensor, value in self._variant.function.restore():
+            if id(tensor) not in gradients:
+                self._changed.append((tensor, value))
 
     @contextmanager
     def _gradients_restored(self, begins_window: bool) -> Iterator[None]:
@@ -100,6 +112,8 @@ class Trial:
         state = StepState(self._module, loss, outputs, logged)
         tolerance = TOLERANCES.get(dtype or loss.dtype, TOLERANCES[torch.float32])
         difference = state.first_difference(self._state, tolerance)
+        if difference is None and not all(agree(now, then, tolerance) for now, then in self._changed):
+            difference = "it changes a tensor otherwise"
         if difference is not None:
             self._refuse(f"a compiled one differs: {difference}")
             return
@@ -147,9 +161,24 @@ class Trial:
         """
         reason = "its Python code does something else again and again"
         if conditions:
-            reason += f", now because {conditions[0]} does not hold any more"
+            reason += f", now because {_readable(conditions[0])} does not hold any more"
         variant.refuse()
         variants.warn_once(reason)
+
+
+def _readable(name: str) -> str:
+    """Return a text of the compiler with `self` for the module."""
+    for module in ("L['self']._step.__self__", "self._step.__self__"):
+        name = name.replace(module, "self")
+    return name.replace("L['batch']", "the batch")
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the reason for which a step stays eager after an error of the program."""
+    if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
+        return "there is not enough memory to compare it with a compiled one"
+    first_line = str(error).partition("\n")[0].rstrip(".")
+    return f"a compiled one ends with an error ({type(error).__name__}: {first_line})"
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

@@ -43,7 +43,7 @@ class Variant:
     """
 
     def __init__(self, program: StepProgram) -> None:
-        self.function = CompiledFunction(program.compute)
+        self.function = CompiledFunction(program.compute, program.own_attributes)
         self._trials = 0
         self._unused = 0
         self.is_ready = False
@@ -130,7 +130,13 @@ class Variants:
         """
         if reason not in self._reported:
             self._reported.add(reason)
-            rank_zero_warn(f"Trainer(compile=True): the training step stays eager, because {reason}.")
+            rank_zero_warn(f"Compiled steps: the training step stays eager, because {reason}.")
+
+    def close(self) -> None:
+        """Release all programs."""
+        for variant in self._variants.values():
+            variant.function.close()
+        self._variants.clear()
 
     def _new_variant(self, key: Hashable) -> Variant | None:
         """Return a variant if the shape was seen often enough."""

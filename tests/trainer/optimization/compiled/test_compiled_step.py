@@ -1,8 +1,10 @@
 """Compiled training steps compute the same as eager ones, or stay eager with a reason."""
 
+import gc
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import ConfigurationError, OOMRecovery, Trainer
 from equipoise.trainer.optimization.compiled import speed_comparison, variants
@@ -162,6 +165,175 @@ def test_the_loggers_receive_the_same(lowering: Lowering, tmp_path: Path) -> Non
 # Python code of the step
 
 
+LOG: list[float] = []
+
+
+class InPlain:
+    total: Any = 0.0
+
+
+class Summing(Network):
+    """Changes objects of all kinds; each is a refusal of its own."""
+
+    kind = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros((), dtype=torch.float64)
+        self._private: list[int] = []
+        self.by_name: dict[str, list[int]] = {"a": []}
+        self.plain = InPlain()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if self.kind == "total":
+            self.total += result["loss"].detach()
+        elif self.kind == "_private":
+            self._private.append(1)
+        elif self.kind == "by_name":
+            self.by_name["a"].append(1)
+        elif self.kind == "plain":
+            self.plain.total = self.plain.total + result["loss"].detach()
+        elif self.kind == "LOG":
+            LOG.append(1.0)
+        return result
+
+    def changed(self) -> list[Any]:
+        return [float(self.total), self._private, self.by_name, float(self.plain.total), len(LOG)]
+
+
+@pytest.mark.parametrize("kind", ["total", "_private", "by_name", "plain", "LOG"])
+def test_nothing_is_changed_twice(lowering: Lowering, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(Summing, "kind", kind)
+    LOG.clear()
+    eager = fit(Summing())
+    expected = eager[0].changed()
+    LOG.clear()
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER}, because its Python code changes .*{kind}"):
+        compiled = fit(Summing(), compile=True)
+    assert_same(compiled, eager)
+    assert compiled[0].changed() == expected
+    assert lowering.graphs == 0
+
+
+class Averaging(Network):
+    """Holds a target network that follows the other one, and changes its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(FEATURES, 8)
+        self.memory = torch.zeros(20, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for parameter, target in zip(self.net[0].parameters(), self.target.parameters(), strict=True):
+                target.lerp_(parameter, 0.1)
+            batch[0].mul_(1.5)
+            self.memory[0] += 1
+        result = super().training_step(batch, batch_idx)
+        result["loss"] = result["loss"] + F.mse_loss(self.net[0](batch[0]), self.target(batch[0]).detach())
+        return result
+
+
+def test_tensors_that_the_step_changes_in_place(lowering: Lowering) -> None:
+    eager = fit(Averaging())
+    compiled = fit(Averaging(), compile=True)
+    assert_same(compiled, eager)
+    assert float(compiled[0].memory[0]) == float(eager[0].memory[0]) == 18
+    assert lowering.calls >= 9
+
+
+class Popping(Network):
+    """Takes the labels out of a batch that is a dictionary."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        labels = batch.pop("labels")
+        return super().training_step((batch["features"], labels), batch_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"features": batch[0], "labels": batch[1]}
+
+
+class WithAccuracy(Network):
+    """Logs a metric, as Lightning's documents do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.accuracy(result["logits"], batch[1])
+        self.log("by_metric", self.accuracy, on_step=False, on_epoch=True)
+        return result
+
+
+@pytest.mark.parametrize("make", [Popping, WithAccuracy])
+def test_batches_and_metrics_stay_as_they_are(lowering: Lowering, make: type[Network]) -> None:
+    eager = fit(make())
+    with pytest.warns(UserWarning, match=STAYS_EAGER):
+        compiled = fit(make(), compile=True)
+    assert_same(compiled, eager)
+
+
+def test_a_program_that_fails_is_not_used(lowering: Lowering) -> None:
+    def fail(call: int) -> None:
+        raise ValueError("no such kernel")
+
+    lowering.around = fail
+    eager = fit(Network())
+    with pytest.warns(UserWarning, match=r"a compiled one ends with an error \(ValueError: no such kernel\)"):
+        compiled = fit(Network(), compile=True)
+    assert_same(compiled, eager)
+
+
+def hook_gradient(module: Network) -> None:
+    module.net[0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def hook_accumulation(module: Network) -> None:
+    def halve(weight: Tensor) -> None:
+        weight.grad.mul_(0.5)
+
+    module.net[0].weight.register_post_accumulate_grad_hook(halve)
+
+
+@pytest.mark.parametrize("change", [hook_gradient, hook_accumulation])
+def test_hooks_on_gradients_in_the_midst_of_training(lowering: Lowering, change: Callable[[Network], None]) -> None:
+    eager = fit(Network(), callbacks=[Changes(change)])
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER}, because there is a hook on the gradient"):
+        compiled = fit(Network(), callbacks=[Changes(change)], compile=True)
+    assert_same(compiled, eager)
+
+
+def test_a_hook_on_all_modules(lowering: Lowering) -> None:
+    with nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 1.01):
+        eager = fit(Network())
+        with pytest.warns(UserWarning, match=STAYS_EAGER):
+            compiled = fit(Network(), compile=True)
+    assert_same(compiled, eager)
+
+
+def test_a_run_leaves_nothing_in_memory(lowering: Lowering) -> None:
+    module, _ = fit(Network(), compile=True)
+    assert lowering.calls
+    references = [weakref.ref(module), weakref.ref(module.trainer)]
+    del module
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_numbers_that_a_shorter_type_rounds(lowering: Lowering) -> None:
+    class Rounded(Network):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("tenth", 0.1)
+            return super().training_step(batch, batch_idx)
+
+    eager = fit(Rounded())
+    assert_same(fit(Rounded(), compile=True), eager)
+    assert lowering.calls >= 9
+
+
 class Printing(Network):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         print("step", batch_idx)
@@ -225,9 +397,9 @@ class Weighing(Network):
     ("make", "reason"),
     [
         (Printing, "builtin"),
-        (Counting, "count == "),
+        (Counting, "its Python code changes self.count"),
         (Drawing, "skipped"),
-        (Keeping, "kept"),
+        (Keeping, "its Python code changes self.kept"),
         (WithMetric, ""),
         (Skipping, "it returns no loss"),
         (Weighing, "loss_weight"),

@@ -15,6 +15,8 @@ Pair = namedtuple("Pair", "x y")
 class Program:
     """Stands in for the program of a step, which nobody calls here."""
 
+    own_attributes = ()
+
     def compute(self, *args: Any) -> None:
         raise AssertionError
 
