@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.to_device import to_device
+
 __all__ = ["foreign_type", "host_tensors", "with_copies"]
 
 
@@ -43,8 +45,7 @@ def with_copies(batch: Any, copies: Iterator[Tensor], device: torch.device) -> A
     if _may_be_copied(batch):
         return next(copies)
     if isinstance(batch, Tensor):
-        # As Lightning does.
-        return batch.to(device, non_blocking=True)
+        return to_device(batch, device)
     items = _items_of(batch)
     if items is None:
         return batch

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from equipoise.to_device import to_device
+
 __all__ = ["SideStream"]
 
 
@@ -37,7 +39,7 @@ class SideStream:
         """
         # 1. Begin the copies. Pinned memory is kept until its copy is done, by torch's allocator.
         with torch.cuda.stream(self._stream):
-            copies = [_pinned(tensor).to(self._device, non_blocking=True) for tensor in tensors]
+            copies = [to_device(_pinned(tensor), self._device) for tensor in tensors]
         # 2. What the device computes from now on comes after them.
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
