@@ -5,6 +5,7 @@ import csv
 import io
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,10 @@ def _accelerate() -> dict[str, Contestant]:
 
 
 def _ignite() -> dict[str, Contestant]:
-    from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
+    with warnings.catch_warnings():
+        # Ignite imports what torch deprecates.
+        warnings.simplefilter("ignore")
+        from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 
     def train(
         data: TimedBatches,
