@@ -1,5 +1,7 @@
 """The loops people write by hand: the measure of all others."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -8,9 +10,9 @@ from workload import LEARNING_RATE, LoaderOf, TimedBatches, loader_of, loader_of
 __all__ = ["accumulate", "evaluate", "train", "train_on_samples"]
 
 
-def train(data: TimedBatches, loader: LoaderOf = loader_of) -> nn.Module:
+def train(data: TimedBatches, loader: LoaderOf = loader_of, make: Callable[[], nn.Module] = network) -> nn.Module:
     """One step for each batch."""
-    model = network()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     for features, labels in loader(data):
         loss = F.cross_entropy(model(features), labels)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frameworks import Contestant
+from by_hand import train
+from frameworks import Contestant, quiet_trainer
 from rich.console import Console
 from timing import BY_HAND, NOISE, Entry, Row, measure
 from torch import Tensor, nn
-from torch.nn import functional as F
-from workload import CLASSES, FEATURES, LEARNING_RATE, Classifier, Size, TimedBatches, loader_of, make_batches, network
+from workload import CLASSES, FEATURES, Classifier, Size, TimedBatches, loader_of, make_batches, network
 
 from equipoise import Trainer
 
@@ -102,15 +102,12 @@ WAYS: dict[str, Any] = {"eager": False, 'compile="auto"': "auto", "compile=True"
 
 def by_hand(make: Callable[[], nn.Module], data: TimedBatches) -> nn.Module:
     """Train a network by an eager loop."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-    for features, labels in loader_of(data):
-        loss = F.cross_entropy(model(features), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return make()
+
+    return train(data, make=seeded)
 
 
 def fit(make: Callable[[], nn.Module], way: str, data: TimedBatches) -> nn.Module:
@@ -119,16 +116,7 @@ def fit(make: Callable[[], nn.Module], way: str, data: TimedBatches) -> nn.Modul
     module = Classifier()
     torch.manual_seed(0)
     module.network = make()  # type: ignore[assignment]
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        compile=WAYS[way],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(Trainer, compile=WAYS[way])
     trainer.fit(module, loader_of(data))
     return module.network
 

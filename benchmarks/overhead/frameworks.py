@@ -24,7 +24,7 @@ from workload import (
     network,
 )
 
-__all__ = ["Contestant", "frameworks"]
+__all__ = ["Contestant", "frameworks", "quiet_trainer"]
 
 Contestant = Callable[[TimedBatches], nn.Module]
 LOG_EVERY = 50
@@ -67,7 +67,7 @@ def _equipoise() -> dict[str, Contestant]:
 
     def compiled(data: TimedBatches) -> nn.Module:
         module = Classifier()
-        _trainer(Trainer, compile=True).fit(module, loader_of(data))
+        quiet_trainer(Trainer, compile=True).fit(module, loader_of(data))
         return module.network
 
     return {**_trainer_loads(Trainer), "compiled": compiled}
@@ -83,7 +83,7 @@ def _trainer_loads(trainer_class: Callable[..., Any]) -> dict[str, Contestant]:
     """The loads of a trainer that takes a LightningModule."""
 
     def fit(data: TimedBatches, module: Classifier, *, loader: LoaderOf = loader_of, **options: Any) -> nn.Module:
-        _trainer(trainer_class, **options).fit(module, loader(data))
+        quiet_trainer(trainer_class, **options).fit(module, loader(data))
         return module.network
 
     def full(data: TimedBatches, on_epoch: bool) -> nn.Module:
@@ -95,7 +95,7 @@ def _trainer_loads(trainer_class: Callable[..., Any]) -> dict[str, Contestant]:
 
     def evaluate(data: TimedBatches) -> nn.Module:
         module = Classifier()
-        _trainer(trainer_class).validate(module, loader_of(data), verbose=False)
+        quiet_trainer(trainer_class).validate(module, loader_of(data), verbose=False)
         return module.network
 
     return {
@@ -109,7 +109,8 @@ def _trainer_loads(trainer_class: Callable[..., Any]) -> dict[str, Contestant]:
     }
 
 
-def _trainer(trainer_class: Callable[..., Any], **options: Any) -> Any:
+def quiet_trainer(trainer_class: Callable[..., Any], **options: Any) -> Any:
+    """Return a trainer of one epoch on the CPU, without logger, bar, checkpoints and summary."""
     quiet = {
         "logger": False,
         "enable_progress_bar": False,

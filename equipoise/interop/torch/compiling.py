@@ -66,16 +66,11 @@ class CompiledFunction:
 
     Args:
         function: The function. It may run a backward, which writes gradients into parameters.
-
         own_attributes: Names of attributes that the function may change on the object whose method it is. It may change
             nothing else but tensors. Default: none.
-
-    Attributes:
-        number_of_variants: Number of variants that were compiled.
     """
 
     def __init__(self, function: Callable[..., Any], own_attributes: Collection[str] = ()) -> None:
-        self.number_of_variants = 0
         self._own_attributes = set(own_attributes)
         self._may_compile = False
         self._inputs = _NotedInputs()
@@ -152,8 +147,7 @@ class CompiledFunction:
             raise NewVariant
         change = _first_change(self._own_attributes)
         if change is not None:
-            raise CompilerError(f"its Python code changes {change}")
-        self.number_of_variants += 1
+            raise CompilerError(f"its Python code changes {change}; a hook such as on_train_batch_end can do that")
         lowered = _lower(graph, inputs)
         # The compiler keeps this function, so it must not refer to the user's objects.
         noted = self._inputs

@@ -48,6 +48,14 @@ class RandomState:
     python: tuple[int, tuple[int, ...], float | None]
     numpy: dict[str, Any] | None
 
+    def equals(self, other: "RandomState") -> bool:
+        """Return True if all generators were in the same states.
+
+        Args:
+            other: A state of this process at another moment.
+        """
+        return _are_equal(self.state_dict(), other.state_dict())
+
     def restore(self) -> None:
         """Restore every captured generator. Other generators keep their state.
 
@@ -218,9 +226,13 @@ def _numpy_state() -> Any:
 
 
 def _are_equal(state: Any, present: Any) -> bool:
-    """Return True if two states of numpy's generator are equal."""
+    """Return True if two states are equal: tensors or arrays, or dictionaries and lists of them."""
     if isinstance(state, dict):
+        if not isinstance(present, dict):
+            return False
         return all(_are_equal(value, present[name]) for name, value in state.items())
+    if isinstance(state, list):
+        return len(state) == len(present) and all(map(_are_equal, state, present))
     same = state == present
     # Arrays are compared item by item.
     if hasattr(state, "all"):

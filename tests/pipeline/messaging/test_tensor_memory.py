@@ -26,6 +26,7 @@ COPIED = {
     "with gaps": lambda: torch.randn(4, 6)[::2, ::3],
     "expanded": lambda: torch.randn(3, 1).expand(3, 4),
     "overlapping": lambda: torch.randn(6).as_strided((3, 3), (1, 1)),
+    "conjugated, transposed": lambda: torch.randn(3, 2, dtype=torch.complex64).t().conj(),
     "conjugated": lambda: torch.randn(3, 2, dtype=torch.complex64).conj(),
     "empty": lambda: torch.empty(0, 3).t(),
 }

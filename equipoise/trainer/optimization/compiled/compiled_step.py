@@ -21,7 +21,7 @@ from equipoise.trainer.optimization.automatic_step import RepeatableStep
 from equipoise.trainer.optimization.compiled.obstacles import why_eager
 from equipoise.trainer.optimization.compiled.speed_comparison import SpeedComparison
 from equipoise.trainer.optimization.compiled.step_program import LoggedCall, StepProgram
-from equipoise.trainer.optimization.compiled.trial import Trial
+from equipoise.trainer.optimization.compiled.trial import Trial, end_comparison, why_compiled_again
 from equipoise.trainer.optimization.compiled.variants import Variant, Variants
 
 if TYPE_CHECKING:
@@ -29,14 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledStep", "CompiledSteps"]
 
-
 T = TypeVar("T")
-
-_NO_CONTEXT = nullcontext()
-
-
-def _no_context() -> AbstractContextManager[Any]:
-    return _NO_CONTEXT
 
 
 class _Share(NamedTuple):
@@ -66,7 +59,7 @@ class CompiledStep(RepeatableStep):
         self._attributes = vars(self.module)
         self._parameters = list(self.module.parameters())
         self._precision = context.precision
-        self._default_dtype: Callable[[], AbstractContextManager[Any]] = _no_context
+        self._default_dtype: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self._precision.autocast is None and self._precision.forward_context is not None:
             self._default_dtype = self._precision.forward_context
         self._after_backward = context.hooks.bind("on_after_backward")
@@ -171,8 +164,10 @@ class CompiledStep(RepeatableStep):
     def _run_for_comparison(self, variant: Variant, comparison: SpeedComparison, part: Any) -> StepResult | None:
         """Compute a step by the program or, by a result of None, eagerly; the time counts for the comparison."""
         if comparison.is_complete():
-            Trial.end_comparison(variant, comparison, part)
-            return self._run_program(variant, part) if variant.is_ready else None
+            end_comparison(variant, comparison, part)
+            if variant.is_refused:
+                return None
+            return self._run_program(variant, part)
         step = comparison.start()
         if comparison.is_turn_of_program():
             result = self._run_program(variant, part)
@@ -219,7 +214,7 @@ class CompiledStep(RepeatableStep):
         # 1. A step whose Python code always does something else is not worth the time.
         if not variant.begin_trial():
             conditions = self._compute(variant.function.unmet_conditions, part, None)
-            Trial.refuse_changing(self._variants, variant, conditions)
+            self._variants.refuse(variant, why_compiled_again(conditions))
             return
 
         # 2. The share is found without counting the batch.
@@ -237,9 +232,12 @@ class CompiledStep(RepeatableStep):
 
     def _judge(self, trial: Trial, result: StepResult) -> None:
         """Compare the eager step with the program."""
-        logged = [(entry.name, value) for entry, value, _ in self._logs.pending[self._num_pending :]]
-        autocast = self._precision.autocast
-        trial.judge(result.loss, result.outputs, logged, None if autocast is None else autocast[1])
+        pending = self._logs.pending[self._num_pending :]
+        logged = [(entry.name, value) for entry, value, _ in pending]
+        dtype = None
+        if self._precision.autocast is not None:
+            _, dtype = self._precision.autocast
+        trial.judge(result.loss, result.outputs, logged, dtype)
 
 
 class CompiledSteps:

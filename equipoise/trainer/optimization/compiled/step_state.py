@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.parallel.snapshot import random_state
-from equipoise.parallel.snapshot.random_state import RandomState
 from equipoise.tree import leaves_of
 
 __all__ = ["TOLERANCES", "StepState", "Tolerance", "agree"]
@@ -47,7 +46,7 @@ TOLERANCES = {
 
 
 class StepState:
-    """What a step has computed and changed.
+    """Results of a step, and the state of the module and the generators after it.
 
     Args:
         module: The module, after the step.
@@ -58,7 +57,7 @@ class StepState:
 
     def __init__(self, module: nn.Module, loss: Tensor, outputs: Any, logged: Sequence[tuple[str, Any]]) -> None:
         self._loss = loss.detach().clone()
-        self._outputs = _plain_leaves(outputs)
+        self._outputs = _compared_leaves(outputs)
         self._logged = [(name, _detached(value)) for name, value in logged]
         self._gradients = {name: _detached(parameter.grad) for name, parameter in module.named_parameters()}
         self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
@@ -87,31 +86,42 @@ class StepState:
         if not _all_agree(self._outputs, compiled._outputs, tolerance):
             return "the outputs are others"
 
-        # 3. What it logged and drew.
+        # 3. The logged values, and the random numbers.
         names = [name for name, _ in self._logged]
-        if names != [name for name, _ in compiled._logged]:
+        compiled_names = [name for name, _ in compiled._logged]
+        if names != compiled_names:
             return "other values are logged"
-        for (name, value), (_, other) in zip(self._logged, compiled._logged, strict=True):
-            if not agree(value, other, tolerance):
+        for logged, compiled_logged in zip(self._logged, compiled._logged, strict=True):
+            name, value = logged
+            if not agree(value, compiled_logged[1], tolerance):
                 return f"the logged value {name!r} is another"
-        if not _same_generators(self._generators, compiled._generators):
+        if not self._generators.equals(compiled._generators):
             return "it draws random numbers otherwise"
         return None
 
 
-def _plain_leaves(outputs: Any) -> list[Any]:
-    """Return the tensors and numbers of outputs, the tensors detached."""
-    return [_detached(leaf) for leaf in leaves_of(outputs) if isinstance(leaf, Tensor | int | float | bool | str)]
+def _compared_leaves(outputs: Any) -> list[Any]:
+    """Return the tensors, numbers and texts of outputs, the tensors detached."""
+    leaves = []
+    for leaf in leaves_of(outputs):
+        if isinstance(leaf, _COMPARED):
+            leaves.append(_detached(leaf))
+    return leaves
 
 
 def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """Return a copy of a tensor without its graph; other values as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value
 
 
 def _all_agree(values: Sequence[Any], others: Sequence[Any], tolerance: Tolerance) -> bool:
+    """Return True if two lists are equally long, and their values agree."""
     if len(values) != len(others):
         return False
-    return all(agree(value, other, tolerance) for value, other in zip(values, others, strict=True))
+    pairs = zip(values, others, strict=True)
+    return all(agree(value, other, tolerance) for value, other in pairs)
 
 
 def agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
@@ -166,20 +176,3 @@ def _largest(tensors: Any) -> float:
             finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
             largest = max(largest, float(finite.abs().max()))
     return largest
-
-
-def _same_generators(state: RandomState, other: RandomState) -> bool:
-    """Return True if two states of all generators are equal."""
-    if state.python != other.python or not torch.equal(state.cpu, other.cpu):
-        return False
-    if len(state.cuda) != len(other.cuda):
-        return False
-    return all(map(torch.equal, state.cuda, other.cuda)) and _same_numpy(state.numpy, other.numpy)
-
-
-def _same_numpy(state: Any, other: Any) -> bool:
-    if isinstance(state, dict):
-        return all(_same_numpy(value, other[name]) for name, value in state.items())
-    if isinstance(state, Tensor):
-        return torch.equal(state, other)
-    return bool(state == other)

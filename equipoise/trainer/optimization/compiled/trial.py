@@ -18,7 +18,7 @@ from equipoise.trainer.optimization.compiled.step_program import ProgramResult
 from equipoise.trainer.optimization.compiled.step_state import TOLERANCES, StepState, agree
 from equipoise.trainer.optimization.compiled.variants import Variant, Variants, shape_of
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "end_comparison", "why_compiled_again"]
 
 
 class Trial:
@@ -62,6 +62,7 @@ class Trial:
             self._state = None
             self._refuse(_reason_of(error))
         finally:
+            # After an error, tensors are still as the program has left them.
             self._variant.function.restore()
 
     def _note(self, result: ProgramResult) -> None:
@@ -126,44 +127,42 @@ class Trial:
         )
 
     def _refuse(self, reason: str) -> None:
-        self._variant.refuse()
-        self._variants.warn_once(reason)
+        self._variants.refuse(self._variant, reason)
 
-    @classmethod
-    def end_comparison(cls, variant: Variant, comparison: SpeedComparison, batch: Any) -> None:
-        """Decide whether the program of a variant is fast enough.
 
-        Args:
-            variant: The variant.
-            comparison: The times of steps.
-            batch: A batch.
-        """
-        variant.end_comparison()
-        of_program, eager = (f"{1000 * seconds:.3g} ms" for seconds in comparison.seconds())
-        shapes = _describe(shape_of(batch))
-        if comparison.is_program_faster():
-            rank_zero_info(f"Compiled steps on batches of {shapes} take {of_program}, eager ones {eager}.")
-        else:
-            variant.refuse()
-            rank_zero_info(
-                f"The training step stays eager on batches of {shapes}. It takes {eager}, and a compiled one"
-                f" {of_program}."
-            )
+def end_comparison(variant: Variant, comparison: SpeedComparison, batch: Any) -> None:
+    """Decide whether the program of a variant is fast enough.
 
-    @classmethod
-    def refuse_changing(cls, variants: Variants, variant: Variant, conditions: Sequence[str]) -> None:
-        """Leave a variant eager that was compiled again and again.
+    Args:
+        variant: The variant.
+        comparison: The times of steps.
+        batch: A batch.
+    """
+    variant.end_comparison()
+    of_program, eager = comparison.seconds()
+    shapes = _describe(shape_of(batch))
+    if comparison.is_program_faster():
+        rank_zero_info(
+            f"Compiled steps on batches of {shapes} take {1000 * of_program:.3g} ms, eager ones {1000 * eager:.3g} ms."
+        )
+        return
+    variant.refuse()
+    rank_zero_info(
+        f"The training step stays eager on batches of {shapes}. It takes {1000 * eager:.3g} ms, and a compiled one"
+        f" {1000 * of_program:.3g} ms."
+    )
 
-        Args:
-            variants: All variants of the step.
-            variant: The variant.
-            conditions: Conditions on which the variants depend, and that do not hold any more.
-        """
-        reason = "its Python code does something else again and again"
-        if conditions:
-            reason += f", now because {_readable(conditions[0])} does not hold any more"
-        variant.refuse()
-        variants.warn_once(reason)
+
+def why_compiled_again(conditions: Sequence[str]) -> str:
+    """Return the reason for which a variant stays eager that was compiled again and again.
+
+    Args:
+        conditions: Conditions on which the programs depend, and that do not hold any more.
+    """
+    reason = "its Python code does something else again and again"
+    if conditions:
+        reason += f", now because {_readable(conditions[0])} does not hold any more"
+    return reason
 
 
 def _readable(name: str) -> str:

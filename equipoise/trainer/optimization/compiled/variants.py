@@ -56,7 +56,6 @@ class Variant:
 
     def begin_trial(self) -> bool:
         """Count a trial, and return False if there were too many."""
-        self.is_ready = False
         self._trials += 1
         self._unused += 1
         return self._trials <= MOST_TRIALS and self._unused <= MOST_UNUSED
@@ -121,6 +120,16 @@ class Variants:
         if variant is None or variant.is_refused:
             return None
         return variant
+
+    def refuse(self, variant: Variant, reason: str) -> None:
+        """Let the steps of a variant stay eager, and warn.
+
+        Args:
+            variant: The variant.
+            reason: The reason.
+        """
+        variant.refuse()
+        self.warn_once(reason)
 
     def warn_once(self, reason: str) -> None:
         """Warn that steps stay eager, once for each reason.

@@ -397,7 +397,7 @@ class Weighing(Network):
     ("make", "reason"),
     [
         (Printing, "builtin"),
-        (Counting, "its Python code changes self.count"),
+        (Counting, "its Python code changes self.count; a hook such as on_train_batch_end"),
         (Drawing, "skipped"),
         (Keeping, "its Python code changes self.kept"),
         (WithMetric, ""),

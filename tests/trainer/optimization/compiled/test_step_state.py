@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -65,6 +66,10 @@ def draw_of_torch(step: Step) -> None:
     torch.rand(1)
 
 
+def draw_of_numpy(step: Step) -> None:
+    numpy.random.rand()
+
+
 def draw_of_python(step: Step) -> None:
     random.random()
 
@@ -81,6 +86,7 @@ def draw_of_python(step: Step) -> None:
         (other_value, "the logged value 'number' is another"),
         (other_name, "other values are logged"),
         (draw_of_torch, "it draws random numbers otherwise"),
+        (draw_of_numpy, "it draws random numbers otherwise"),
         (draw_of_python, "it draws random numbers otherwise"),
     ],
 )
