@@ -3,10 +3,18 @@
 Each name stands here with the reason why nothing public does; a test notices when one of them changes.
 """
 
-from torch import Tensor
-from torch.optim import Optimizer
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["fuse", "has_step_hooks", "unscales_by_itself"]
+from torch import Tensor
+
+# Torch opens a record for its profiler around each step of an optimiser, also if nobody profiles. Nothing public tells
+# whether a profiler is at work, or whether hooks for all optimisers were registered.
+from torch._C._autograd import _profiler_enabled
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+__all__ = ["fuse", "has_step_hooks", "plain_step", "unscales_by_itself"]
 
 # The constructor of an optimiser sets this attribute with `fused=True`; nothing public sets it later.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
@@ -15,6 +23,35 @@ _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if the optimiser has step pre-hooks. They receive the closure, so it must be passed."""
     return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return a function that does what `optimizer.step()` does, but opens no record if no profiler is at work.
+
+    The function looks in each call for hooks, for a profiler, and for a `step` that was replaced. With one of them it
+    calls `optimizer.step()`.
+
+    Args:
+        optimizer: An optimiser of torch, whose step needs no closure.
+    """
+    optimizer_class = type(optimizer)
+    recorded_step = optimizer_class.step
+    unrecorded_step: Callable[[Optimizer], Any] | None = getattr(recorded_step, "__wrapped__", None)
+    # Torch marks the function that it has put around the optimiser's own one.
+    if unrecorded_step is None or not getattr(recorded_step, "hooked", False):
+        return optimizer.step
+    attributes = vars(optimizer)
+    pre_hooks = optimizer._optimizer_step_pre_hooks
+    post_hooks = optimizer._optimizer_step_post_hooks
+
+    def step() -> Any:
+        has_hooks = pre_hooks or post_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        is_replaced = "step" in attributes or optimizer_class.step is not recorded_step
+        if has_hooks or is_replaced or _profiler_enabled():
+            return optimizer.step()
+        return unrecorded_step(optimizer)
+
+    return step
 
 
 def unscales_by_itself(optimizer: Optimizer) -> bool:

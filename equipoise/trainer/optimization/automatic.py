@@ -21,6 +21,7 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.optimizers import closure_not_called
+from equipoise.interop.torch.optimizers import plain_step
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult
@@ -146,9 +147,11 @@ class AutomaticOptimization:
         self._needs_no_closure = self._user_step is None and is_unnoticed
         self._lightning_optimizer = None if self._needs_no_closure else context.lightning_optimizers()[0]
 
-        # 5. Whether `optimizer.step()` is all that there is to do.
+        # 5. The optimiser's step, if that is all that there is to do.
+        self._plain_step: Callable[[], Any] | None = None
         is_default = type(self._optimizers.of(self._optimizer)) is StrategyOptimizer
-        self._is_plain_step = is_default and self._scaler is None
+        if is_default and self._needs_no_closure and self._scaler is None:
+            self._plain_step = plain_step(self._optimizer)
 
         # Outputs of the parts of a batch are put together only if a hook reads them.
         self._gathers_outputs = hooks.reads_outputs("on_train_batch_end")
@@ -167,8 +170,8 @@ class AutomaticOptimization:
             optimizer = self._optimizer
             result = self._forward_backward(step, parts, True)
             skipped = self._gradients.finish(optimizer, result.loss is None)
-            if self._is_plain_step:
-                optimizer.step()
+            if self._plain_step is not None:
+                self._plain_step()
             else:
                 self._take_step(optimizer, skipped)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import StepError
+from equipoise.interop.torch.autograd import is_changed, run_backward
 from equipoise.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -33,9 +34,18 @@ _MOST_SEEDS = 8
 
 
 class _Seed(NamedTuple):
-    """The gradient with which a backward begins, for a part's share of its window."""
+    """The gradient with which a backward begins, for a part's share of its window.
+
+    Attributes:
+        share: The share.
+        dtype: The dtype of the losses that it fits.
+        device: Their device.
+        tensor: The gradient.
+    """
 
     share: float
+    dtype: torch.dtype | None
+    device: torch.device | None
     tensor: Any
 
 
@@ -70,7 +80,7 @@ class Backward:
         self._is_plain = is_default and is_alone and self._scaler is None
 
         # 3. Seeds by share, dtype and device; the last one is mostly the next one, too.
-        self._last_seed = _Seed(math.nan, None)
+        self._last_seed = _Seed(math.nan, None, None, None)
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, loss: Tensor, share: float | Tensor | None = None, parts: int = 1) -> None:
@@ -82,15 +92,15 @@ class Backward:
             parts: The nominal number of parts of the window.
         """
         # 1. Nothing but the tensor's own backward, with the seed of the last part if it is the same.
-        if self._is_plain and (share is None or not loss.ndim):
-            seed = None
-            if share is not None:
-                last_share, seed = self._last_seed
-                is_same_share = type(share) is float and share == last_share
-                if not is_same_share or seed.dtype is not loss.dtype or seed.device != loss.device:
-                    seed = self._seed(loss, share)
+        if self._is_plain and not loss.ndim and loss.is_floating_point():
+            if share is None:
+                share = 1.0
+            last_share, dtype, device, seed = self._last_seed
+            is_same_share = type(share) is float and share == last_share
+            if not is_same_share or dtype is not loss.dtype or device != loss.device or is_changed(seed):
+                seed = self._seed(loss, share)
             try:
-                loss.backward(seed)  # type: ignore[no-untyped-call]
+                run_backward(loss, seed)
             except RuntimeError as error:
                 _explain(loss, error)
                 raise
@@ -167,11 +177,12 @@ class Backward:
             return share.to(loss).expand_as(loss)
         key = (share, loss.dtype, loss.device)
         seed = self._seeds.get(key)
-        if seed is None:
+        # A hook on the loss may have changed the seed in place.
+        if seed is None or is_changed(seed):
             seed = torch.full_like(loss, share, requires_grad=False)
-            if len(self._seeds) < _MOST_SEEDS:
+            if key in self._seeds or len(self._seeds) < _MOST_SEEDS:
                 self._seeds[key] = seed
-        self._last_seed = _Seed(share, seed)
+        self._last_seed = _Seed(share, loss.dtype, loss.device, seed)
         return seed
 
 

@@ -1,0 +1,36 @@
+"""Private names of torch's automatic differentiation.
+
+`tests/interop/torch/test_autograd.py` notices when one of them changes.
+"""
+
+from torch import Tensor
+
+# `Tensor.backward` checks its arguments and creates the first gradient anew, which costs as much as the forward of a
+# small layer. No public function leaves that out.
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import has_torch_function_unary
+
+__all__ = ["is_changed", "run_backward"]
+
+
+def run_backward(loss: Tensor, gradient: Tensor) -> None:
+    """Run the backward of a scalar loss, with the results of `loss.backward(gradient)` and fewer checks.
+
+    Args:
+        loss: A tensor without dimensions.
+        gradient: The gradient with which the backward begins; a tensor like the loss.
+
+    Raises:
+        RuntimeError: Torch's own, if the loss has no graph or the backward fails.
+    """
+    # Subclasses of tensors have a backward of their own, and so have modes such as `torch.set_default_device`.
+    if has_torch_function_unary(loss):
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
+        return
+    # The graph is freed, no other graph is made, and all leaves are inputs, as `backward` has it by default.
+    _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def is_changed(tensor: Tensor) -> bool:
+    """Return True if an operation in place has changed a tensor since it was created. No public name tells that."""
+    return tensor._version != 0

@@ -1,0 +1,95 @@
+"""The backward without torch's checks has the results of torch's backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from equipoise.interop.torch.autograd import is_changed, run_backward
+
+
+def loss_of(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor]]:
+    """Return a loss and the leaves of its graph, one of them used twice."""
+    torch.manual_seed(seed)
+    leaves = [torch.randn(3, 4, dtype=dtype, requires_grad=True), torch.randn(4, 2, dtype=dtype, requires_grad=True)]
+    hidden = torch.tanh(leaves[0] @ leaves[1])
+    return (hidden @ leaves[1].T).square().mean(), leaves
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_the_gradients_are_those_of_torch_to_the_bit(dtype: torch.dtype, factor: float) -> None:
+    loss, leaves = loss_of(0, dtype)
+    run_backward(loss, torch.full_like(loss, factor))
+    expected_loss, expected_leaves = loss_of(0, dtype)
+    expected_loss.backward(torch.full_like(expected_loss, factor))
+    for leaf, expected in zip(leaves, expected_leaves, strict=True):
+        assert torch.equal(leaf.grad, expected.grad)
+
+
+def test_gradients_are_added() -> None:
+    loss, leaves = loss_of(0)
+    run_backward(loss, torch.ones_like(loss))
+    first = [leaf.grad.clone() for leaf in leaves]
+    again = sum(leaf.sum() for leaf in leaves)
+    run_backward(again, torch.ones_like(again))
+    for leaf, before in zip(leaves, first, strict=True):
+        torch.testing.assert_close(leaf.grad, before + 1)
+
+
+def test_the_graph_is_freed() -> None:
+    loss, _ = loss_of(0)
+    run_backward(loss, torch.ones_like(loss))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        run_backward(loss, torch.ones_like(loss))
+
+
+def test_a_loss_without_graph_is_an_error() -> None:
+    loss = torch.ones(())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        run_backward(loss, torch.ones(()))
+
+
+def test_hooks_see_the_backward() -> None:
+    loss, leaves = loss_of(0)
+    seen: list[str] = []
+    loss.register_hook(lambda gradient: seen.append("loss"))
+    leaves[0].register_post_accumulate_grad_hook(lambda leaf: seen.append("leaf"))
+    run_backward(loss, torch.ones_like(loss))
+    assert seen == ["loss", "leaf"]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning", "ignore:Error detected in Sqrt:UserWarning")
+def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
+    negative = torch.tensor(-1.0, requires_grad=True)
+    with torch.autograd.detect_anomaly():
+        loss = torch.sqrt(negative)
+        with pytest.raises(RuntimeError, match="nan values"):
+            run_backward(loss, torch.ones_like(loss))
+
+
+def test_modes_see_the_backward() -> None:
+    class Names(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    loss, leaves = loss_of(0)
+    gradient = torch.ones_like(loss)
+    with Names() as mode:
+        run_backward(loss, gradient)
+    assert "backward" in mode.names
+    assert leaves[0].grad is not None
+
+
+def test_changes_in_place_are_noticed() -> None:
+    tensor = torch.ones(())
+    assert not is_changed(tensor)
+    tensor.mul_(2)
+    assert is_changed(tensor)
