@@ -149,3 +149,32 @@ class TestErrors:
         with pytest.raises(RuntimeError) as caught:
             backward(loss)
         assert "still has its graph" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_a_hook_that_changes_the_first_gradient_does_not_change_later_steps(share: float | None) -> None:
+    module = Weights()
+    backward = backward_of(module)
+    factor = 1.0 if share is None else share
+    for _ in range(2):
+        loss = module.loss()
+        loss.register_hook(lambda gradient: gradient.mul_(2))
+        backward(loss, share, 2)
+    assert torch.equal(module.weight.grad, 4 * factor * GRADIENT)
+    module.weight.grad = None
+    backward(module.loss(), share, 2)
+    assert torch.equal(module.weight.grad, factor * GRADIENT)
+
+
+def test_losses_of_several_dtypes_follow_one_another() -> None:
+    module = Weights()
+    backward = backward_of(module)
+    for dtype in (torch.float64, torch.float32, torch.float64, torch.bfloat16):
+        backward(module.loss().to(dtype))
+    assert torch.equal(module.weight.grad, 4 * GRADIENT)
+
+
+def test_a_complex_loss_is_an_error() -> None:
+    module = Weights()
+    with pytest.raises(RuntimeError, match="real scalar outputs"):
+        backward_of(module)(module.loss().to(torch.complex128))
