@@ -20,6 +20,9 @@ from equipoise.trainer.optimization.compiled.variants import Variant, Variants, 
 
 __all__ = ["Trial", "end_comparison", "why_compiled_again"]
 
+# Counters of the trainer in a condition, and the names by which a step reads them.
+_COUNTERS = {".progress.optimizer_step.": "self.global_step", ".progress.epoch.": "self.current_epoch"}
+
 
 class Trial:
     """One trial of a variant. The eager step is computed after it, and its results count.
@@ -160,9 +163,13 @@ def why_compiled_again(conditions: Sequence[str]) -> str:
         conditions: Conditions on which the programs depend, and that do not hold any more.
     """
     reason = "its Python code does something else again and again"
-    if conditions:
-        reason += f", now because {_readable(conditions[0])} does not hold any more"
-    return reason
+    if not conditions:
+        return reason
+    condition = conditions[0]
+    for counter, name in _COUNTERS.items():
+        if counter in condition:
+            return f"{reason}: it reads `{name}`, whose value is a constant of a compiled step"
+    return f"{reason}, now because {_readable(condition)} does not hold any more"
 
 
 def _readable(name: str) -> str:

@@ -393,6 +393,12 @@ class Weighing(Network):
         return {**super().training_step(batch, batch_idx), "loss_weight": float(len(batch[0]) + batch_idx)}
 
 
+class Annealing(Network):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        return {**result, "loss": result["loss"] * (1 + self.global_step)}
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -403,6 +409,7 @@ class Weighing(Network):
         (WithMetric, ""),
         (Skipping, "it returns no loss"),
         (Weighing, "loss_weight"),
+        (Annealing, "it reads `self.global_step`, whose value is a constant of a compiled step"),
     ],
 )
 def test_what_cannot_be_compiled_stays_eager(lowering: Lowering, make: Callable[[], Network], reason: str) -> None:
