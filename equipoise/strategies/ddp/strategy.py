@@ -9,57 +9,41 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.calibration import SimulatedDevice
-from equipoise.parallel.batches.sampling import NO_BATCH
-from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
-from equipoise.precision import Precision
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange, check_engine_options
-from equipoise.strategies.ddp.processes import ProcessGroup
 from equipoise.strategies.ddp.recovery import DDPRecovery
-from equipoise.strategies.distributed.loaders import refuse_missing_batch, shard_of_process
-from equipoise.strategies.distributed.metric_sync import synchronise_metrics
-from equipoise.strategies.distributed.module_sync import check_same_modules, share_batch_statistics
+from equipoise.strategies.distributed.loaders import Sizes
+from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy, same_in_all_processes
 from equipoise.strategies.distributed.sample_shares import ProcessShares, check_shares, check_shares_count
 from equipoise.strategies.recovery_support import RecoverySupport
-from equipoise.strategies.strategy import Strategy, Transfer
 
 __all__ = ["DDPStrategy"]
 
 preload(__name__)
 
 
-@dataclass
-class _Run:
+@dataclass(kw_only=True)
+class _Run(ProcessRun):
     """State of a run in this process, where several compute together.
 
     Attributes:
         exchange: The exchange of gradients.
         recovery: Support for steps that are repeated.
-        restores: Functions that restore the module at the end.
-        shares_statistics: True if layers compute batch statistics over all processes.
     """
 
     exchange: GradientExchange
     recovery: DDPRecovery
-    restores: list[Callable[[], None]]
-    shares_statistics: bool = False
 
-    def share_statistics(self, restore: Callable[[], None]) -> None:
-        """Note that layers compute batch statistics over all processes.
-
-        Args:
-            restore: Function that restores the layers.
-        """
-        self.restores.append(restore)
-        self.shares_statistics = True
+    def close(self) -> None:
+        """Release hooks and buckets, and restore the module."""
+        self.exchange.close()
+        super().close()
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(ProcessStrategy):
     """A process for each device; gradients are those of one device on all samples of a step.
 
     The trainer starts the processes, once and without running the script again. Under torchrun or Slurm, or inside a
@@ -93,6 +77,8 @@ class DDPStrategy(Strategy):
 
     name: ClassVar[str] = "ddp"
 
+    _run: _Run | None = None
+
     def __init__(
         self,
         *,
@@ -108,13 +94,10 @@ class DDPStrategy(Strategy):
         backend: str | None = None,
         simulated: Mapping[int, SimulatedDevice] | None = None,
     ) -> None:
-        if not timeout > 0:
-            raise ConfigurationError(f"timeout is a positive number of seconds, not {timeout!r}.")
+        super().__init__(timeout=timeout, backend=backend)
         check_engine_options(engine, bucket_megabytes, comm_hook)
         check_shares(shares)
         self.engine = engine
-        self.timeout = timeout
-        self.backend = backend
         self.simulated = dict(simulated or {})
         self._user_shares = shares
         self._engine_options: dict[str, Any] = {
@@ -125,31 +108,16 @@ class DDPStrategy(Strategy):
             "forward_sync_buffers": forward_sync_buffers,
             "comm_hook": comm_hook,
         }
-        # The processes, once the devices are known.
-        self._group: ProcessGroup | None = None
+        # The shares, once the number of processes is known.
         self._shares: ProcessShares | None = None
-        self._run: _Run | None = None
 
-    # Where it runs.
-
-    def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
-        """Return all devices; see `Strategy.default_devices`."""
-        return available
+    # Where it runs, and with which share of the samples.
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device for each process of this machine; see `Strategy.connect`."""
-        group = ProcessGroup(
-            devices, num_nodes, timeout=self.timeout, backend=self.backend, on_joined=self._use_device_of_process
-        )
-        self._group = group
-        self.processes = group
-        self._use_device_of_process()
-        check_shares_count(self._user_shares, group.world_size)
+        super().connect(devices, num_nodes)
+        check_shares_count(self._user_shares, self.processes.world_size)
         self._create_shares()
-
-    def _use_device_of_process(self) -> None:
-        assert self._group is not None
-        self.devices = (self._group.device,)
 
     def _create_shares(self) -> None:
         """Create the shares for the rank of this process; measured ones are kept."""
@@ -173,58 +141,18 @@ class DDPStrategy(Strategy):
             return None
         return list(self._user_shares)
 
-    def setup(self, module: nn.Module, precision: Precision) -> None:
-        """Place the module, the same in all processes; see `Strategy.setup`."""
-        super().setup(module, precision)
-        if self.processes.world_size == 1:
-            return
+    def _begin_run(self, module: nn.Module) -> _Run:
         # 1. The same parameters, buffers and metrics everywhere.
-        check_same_modules(module)
-        copy_from_first((*module.parameters(), *module.buffers()))
-        restore_metrics = synchronise_metrics(module)
+        restore_metrics = same_in_all_processes(module)
         # 2. A process that the trainer has started did not have its rank in `connect`.
         self._create_shares()
         # 3. The exchange of gradients, whose engine is constructed with the first batch.
         exchange = GradientExchange(self.engine, module, self.root_device, self._engine_options)
         recovery = DDPRecovery(module, exchange, self._current_shares)
-        self._run = _Run(exchange, recovery, restores=[restore_metrics])
+        return _Run(exchange=exchange, recovery=recovery, restores=[restore_metrics])
 
-    def share_batch_statistics(self, module: nn.Module) -> None:
-        """Replace BatchNorm layers while the run lasts; see `Strategy.share_batch_statistics`."""
-        if self._run is not None:
-            self._run.share_statistics(share_batch_statistics(module, self.root_device))
-
-    def teardown(self, error: BaseException | None = None) -> None:
-        """Release hooks and buckets; see `Strategy.teardown`."""
-        # The field is reset first, so that an error below leaves no state of the run behind.
-        run = self._run
-        self._run = None
-        if self._group is not None:
-            self._group.forget_failure()
-        if run is not None:
-            run.exchange.close()
-            for restore in run.restores:
-                restore()
-        super().teardown(error)
-
-    # Data.
-
-    def shard(self, loader: Any, stage: str) -> Shard:
-        """Return this process's part of a loader; see `Strategy.shard`."""
-        return shard_of_process(loader, stage, self.processes, self._current_shares.sizes_for)
-
-    def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
-        """Copy a batch to the device; see `Strategy.batch_to_devices`."""
-        refuse_missing_batch(batch, shares_statistics=self._run is not None and self._run.shares_statistics)
-        # This process joins the exchange of the step without a batch.
-        if batch is NO_BATCH:
-            return ()
-        return (transfer(batch, self.devices[0]),)
-
-    def sync_buffers(self) -> None:
-        """Copy the buffers of rank 0, which checkpoints hold, to all processes; see `Strategy.sync_buffers`."""
-        if self._group is not None and self._group.is_connected and self._module is not None:
-            copy_from_first(self._module.buffers())
+    def _sizes_for(self, loader: Any) -> Sizes | None:
+        return self._current_shares.sizes_for(loader)
 
     # Computation.
 

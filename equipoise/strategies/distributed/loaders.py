@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,14 @@ from equipoise.parallel.batches.sampling import (
 from equipoise.parallel.batches.shard import Shard, count_of_rank
 from equipoise.parallel.communication.processes import Processes
 
-__all__ = ["Sizes", "refuse_missing_batch", "shard_of_process", "share_loader", "why_not_by_shares"]
+__all__ = [
+    "Sizes",
+    "refuse_missing_batch",
+    "refuse_missing_batch_by_hand",
+    "shard_of_process",
+    "share_loader",
+    "why_not_by_shares",
+]
 
 # Return the samples of each process, from the number of samples of a step and the number of the step in its epoch.
 Sizes = Callable[[int, int], list[int]]
@@ -122,6 +129,19 @@ def refuse_missing_batch(batch: Any, *, shares_statistics: bool) -> None:
                 "One of several loaders has no batch for this process in this step, while others have. Take numbers of"
                 " samples that the processes share evenly, or DataLoader(drop_last=True)."
             )
+
+
+def refuse_missing_batch_by_hand() -> NoReturn:
+    """Refuse a step of manual optimisation in which this process has no batch, while others have.
+
+    Raises:
+        StepError: In any case.
+    """
+    raise StepError(
+        "Some processes have no batch in this step, but the module optimises by hand, where only its step knows"
+        " how often gradients are exchanged. Take a number of samples that all processes share evenly, or"
+        " DataLoader(drop_last=True)."
+    )
 
 
 def _has_distributed_sampler(loader: DataLoader[Any]) -> bool:

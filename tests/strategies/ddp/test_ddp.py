@@ -17,7 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
-from equipoise.strategies.ddp.exchange import torch_engine, window_totals
+from equipoise.strategies.ddp.exchange import torch_engine
+from equipoise.strategies.distributed import window_totals
 from tests.conftest import ignoring
 from tests.strategies.ddp.test_faults import HOW, Mistake, hangs, raises
 from tests.support.waiting import blame_early, wait_briefly

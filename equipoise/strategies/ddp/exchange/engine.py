@@ -1,18 +1,16 @@
-"""What the two engines of an exchange have in common: their interface, and the end of a window."""
+"""What the two engines of an exchange have in common: their interface."""
 
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 
-__all__ = ["NO_RESULT", "Engine", "average_gradients", "has_one_backward"]
+__all__ = ["NO_RESULT", "Engine", "has_one_backward"]
 
 # Result of a step in a process without a batch.
 NO_RESULT = StepResult(None, 0, None)
@@ -39,25 +37,3 @@ class Engine(Protocol):
 def has_one_backward(module: nn.Module) -> bool:
     """Return whether the module leaves the backward to the trainer; an override may run it several times."""
     return getattr(type(module), "backward", None) is LightningModule.backward
-
-
-def average_gradients(window: AccumulationWindow, optimizer: Optimizer, total: float | Tensor, divided_by: int) -> bool:
-    """Turn summed gradients into the weighted mean over all processes.
-
-    Args:
-        window: The window of this process.
-        optimizer: The optimiser that holds the parameters.
-        total: Σw of all processes.
-        divided_by: The number by which the exchange has divided the sums.
-
-    Returns:
-        Whether Σw is 0. Then no parameter keeps a gradient, as on one device.
-    """
-    factor = window.correction(total, divided_by)
-    if factor is not None:
-        foreach.multiply_([p.grad for p in optimizer_parameters(optimizer) if p.grad is not None], factor)
-    if isinstance(total, Tensor) or total != 0:
-        return False
-    for parameter in optimizer_parameters(optimizer):
-        parameter.grad = None
-    return True

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.errors import StepError
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
-from equipoise.strategies.ddp.exchange.engine import NO_RESULT, average_gradients, has_one_backward
-from equipoise.strategies.ddp.exchange.window_totals import as_number
+from equipoise.strategies.ddp.exchange.engine import NO_RESULT, has_one_backward
+from equipoise.strategies.distributed.loaders import refuse_missing_batch_by_hand
+from equipoise.strategies.distributed.window_totals import as_number, average_gradients
 
 __all__ = ["NativeEngine"]
 
@@ -35,11 +35,7 @@ class NativeEngine:
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
         """See `Engine`."""
         if not parts and not self._automatic:
-            raise StepError(
-                "Some processes have no batch in this step, but the module optimises by hand, where only its step knows"
-                " how often gradients are exchanged. Take a number of samples that all processes share evenly, or"
-                " DataLoader(drop_last=True)."
-            )
+            refuse_missing_batch_by_hand()
         result = step(parts[0]) if parts else NO_RESULT
         if last and self._automatic:
             self._reducer.begin(step.total_with(result), eager=self._one_backward)

@@ -14,8 +14,15 @@ from torch.optim import Optimizer
 from equipoise.errors import StepError
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
-from equipoise.strategies.ddp.exchange.engine import NO_RESULT, average_gradients
-from equipoise.strategies.ddp.exchange.window_totals import AlongGradients, Apart, OnHost, TotalWeight, reading_waits
+from equipoise.strategies.ddp.exchange.engine import NO_RESULT
+from equipoise.strategies.distributed.window_totals import (
+    AlongGradients,
+    Apart,
+    OnHost,
+    TotalWeight,
+    average_gradients,
+    reading_waits,
+)
 
 __all__ = ["TorchEngine"]
 

@@ -1,4 +1,4 @@
-"""The processes of DDP: each is started here or by a launcher, and joins the process group."""
+"""A process for each device: each is started here or by a launcher, and joins the process group."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""Total weight of an accumulation window over all processes: three ways to exchange it.
+"""Total weight of an accumulation window over all processes: three ways to exchange it, and the mean by it.
 
 AlongGradients   in the first bucket of gradients, since on the CPU a small exchange costs as much as a large one
 Apart            in an exchange of its own, where the buckets cannot include it
@@ -12,11 +12,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from equipoise.parallel.batches.weighting import Weight
+from equipoise.interop.torch import foreach
+from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 from equipoise.parallel.communication.process_group import host_group
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 
-__all__ = ["AlongGradients", "Apart", "OnHost", "TotalWeight", "as_number", "reading_waits"]
+__all__ = ["AlongGradients", "Apart", "OnHost", "TotalWeight", "as_number", "average_gradients", "reading_waits"]
 
 
 class TotalWeight(Protocol):
@@ -161,3 +164,25 @@ class OnHost(_Exchange):
             self._uses_devices = True
             self._devices.send(self._weight)
         return self._devices.total()
+
+
+def average_gradients(window: AccumulationWindow, optimizer: Optimizer, total: float | Tensor, divided_by: int) -> bool:
+    """Turn summed gradients into the weighted mean over all processes.
+
+    Args:
+        window: The window of this process.
+        optimizer: The optimiser that holds the parameters.
+        total: Σw of all processes.
+        divided_by: The number by which the exchange has divided the sums.
+
+    Returns:
+        Whether Σw is 0. Then no parameter keeps a gradient, as on one device.
+    """
+    factor = window.correction(total, divided_by)
+    if factor is not None:
+        foreach.multiply_([p.grad for p in optimizer_parameters(optimizer) if p.grad is not None], factor)
+    if isinstance(total, Tensor) or total != 0:
+        return False
+    for parameter in optimizer_parameters(optimizer):
+        parameter.grad = None
+    return True
