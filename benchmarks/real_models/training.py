@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from best_cut import MeasuredCalls, calls_noted
 from catalogue import Model
 from stage_costs import StageCosts, devices_apart
 from torch import Tensor, nn
@@ -286,15 +287,17 @@ def _pipelined(model: Model, engine: Any, begun: Task, expected: Task, notes: Pa
     notes.unlink(missing_ok=True)
     strategy = PipelineStrategy(micro_batches=2, engine=engine)
     costs = StageCosts()
+    measured = MeasuredCalls()
     # Stages in other processes allocate their memory there.
     measures = engine == "threads"
     callbacks = [_Notes(notes), costs] if measures else [_Notes(notes)]
     try:
-        with devices_apart() if measures else nullcontext():
+        with devices_apart() if measures else nullcontext(), calls_noted(measured):
             actual = train(model, begun.rate, callbacks, strategy=strategy, devices=["cpu", "cpu"])
         found["deviation"] = deviation(begun, expected, actual)
         found["cut"] = json.loads(notes.read_text())
         found["costs"] = costs.found
+        found["best"] = measured.notes()
     except ConfigurationError as error:
         found["refused"] = str(error)
         found["traceback"] = traceback.format_exc()
