@@ -95,24 +95,19 @@ class Row:
             elif not found["deviation"] <= most:
                 self.wrong[engine] = f"the deviation is {found['deviation']:.1e}, more than {most:.0e}"
             if found is not None and "cut" in found:
-                self._weigh_balance(engine, found["cut"]["to_mean"])
+                self._weigh_balance(engine, found["cut"])
 
-    def _best(self) -> dict[str, Any]:
-        """The best possible cut, by the times that were measured with the engine "threads"; empty if unknown."""
-        best: dict[str, Any] = self.record.get("engines", {}).get("threads", {}).get("best", {})
-        return best
-
-    def _weigh_balance(self, engine: str, to_mean: float) -> None:
-        """Compares the slowest stage with the mean of both, and with the best possible cut."""
-        best = self._best()
-        if to_mean <= MOST_TO_MEAN:
+    def _weigh_balance(self, engine: str, cut: dict[str, Any]) -> None:
+        """Compares the slowest stage with the mean of both, and with the best possible cut by the same times."""
+        if cut["to_mean"] <= MOST_TO_MEAN:
             return
-        reason = f"the slowest stage takes {to_mean:.2f} of the mean, more than {MOST_TO_MEAN}"
-        if best:
-            reason += f"; no cut takes less than {best['best_to_mean']:.2f}: `{best['piece']}`, which no cut divides,"
-            reason += f" takes {best['piece_to_mean']:.2f}"
+        reason = f"the slowest stage takes {cut['to_mean']:.2f} of the mean, more than {MOST_TO_MEAN}"
+        best = cut.get("best_to_mean")
+        if best is not None:
+            reason += f"; no cut takes less than {best:.2f}: `{cut['piece']}`, which no cut divides,"
+            reason += f" takes {cut['piece_to_mean']:.2f}"
         self.unbalanced[engine] = reason
-        if not best or to_mean > MOST_TO_BEST * best["best_to_mean"]:
+        if best is None or cut["to_mean"] > MOST_TO_BEST * best:
             self.worse.add(engine)
 
     def cells(self) -> list[str]:
@@ -122,8 +117,7 @@ class Row:
         described = [""] * 7
         if cut is not None:
             costs = found.get("threads", {}).get("costs", {})
-            best = self._best()
-            measured = [f"{best['best_to_mean']:.2f}" if best else ""]
+            measured = [f"{cut['best_to_mean']:.2f}" if "best_to_mean" in cut else ""]
             measured += [f"{costs[name]:.2f}" if name in costs else "" for name in ("to_mean", "memory", "time")]
             described = [", ".join(cut["names"]), f"{cut['to_mean']:.2f}", *measured, str(len(cut["opaque"]))]
         parameters = self.record.get("parameters")

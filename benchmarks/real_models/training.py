@@ -142,7 +142,7 @@ def _floating(outputs: Any) -> Iterator[Tensor]:
 
 
 class _Notes(L.Callback):
-    """Writes the cut into a file, from whichever process trains.
+    """Writes the cut, and the best possible one by the same times, into a file, from whichever process trains.
 
     Args:
         path: The file.
@@ -150,6 +150,16 @@ class _Notes(L.Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._measured = MeasuredCalls()
+        self._noting: Any = None
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self._noting = calls_noted(self._measured)
+        self._noting.__enter__()
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self._noting.__exit__(None, None, None)
+        self._noting = None
 
     def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
         network = trainer.strategy._run.network
@@ -162,6 +172,7 @@ class _Notes(L.Callback):
             "names": network.cut.first_blocks[1:],
             "to_mean": max(times) * len(times) / sum(times),
             "opaque": opaque,
+            **self._measured.notes(),
         }
         self.path.write_text(json.dumps(notes))
 
@@ -287,17 +298,15 @@ def _pipelined(model: Model, engine: Any, begun: Task, expected: Task, notes: Pa
     notes.unlink(missing_ok=True)
     strategy = PipelineStrategy(micro_batches=2, engine=engine)
     costs = StageCosts()
-    measured = MeasuredCalls()
     # Stages in other processes allocate their memory there.
     measures = engine == "threads"
     callbacks = [_Notes(notes), costs] if measures else [_Notes(notes)]
     try:
-        with devices_apart() if measures else nullcontext(), calls_noted(measured):
+        with devices_apart() if measures else nullcontext():
             actual = train(model, begun.rate, callbacks, strategy=strategy, devices=["cpu", "cpu"])
         found["deviation"] = deviation(begun, expected, actual)
         found["cut"] = json.loads(notes.read_text())
         found["costs"] = costs.found
-        found["best"] = measured.notes()
     except ConfigurationError as error:
         found["refused"] = str(error)
         found["traceback"] = traceback.format_exc()
