@@ -35,6 +35,9 @@ from transformers_models import base_models, task_models
 MOST, MOST_IN_SINGLE_PRECISION = 1e-10, 1e-5
 """The bounds of the deviation; the second is for models that compute in single precision by themselves."""
 
+MOST_TO_MEAN, MOST_TO_BEST = 1.15, 1.02
+"""The bounds of the slowest stage: by the mean; by that of the best possible cut, where no cut keeps the first."""
+
 ENGINES = ("threads", "processes")
 SECTIONS: dict[str, Callable[[], list[Model]]] = {
     "transformers": base_models,
@@ -46,7 +49,7 @@ SECTIONS: dict[str, Callable[[], list[Model]]] = {
     "torch_geometric": geometric_models,
 }
 COLUMNS = (
-    *("model", "parameters", "cut before", "slowest / mean", "as it ran", "memory", "time", "whole"),
+    *("model", "parameters", "cut before", "slowest / mean", "best possible", "as it ran", "memory", "time", "whole"),
     *(*ENGINES, "seconds"),
 )
 
@@ -61,6 +64,8 @@ class Row:
         record: What its process wrote; see `training.judge`.
         wrong: What breaks a bound, by engine.
         refused: Reasons of refusals, by engine.
+        unbalanced: Why the slowest stage takes more than `MOST_TO_MEAN`, by engine.
+        worse: The engines whose cut is not about as good as the best possible one, among those.
     """
 
     section: str
@@ -68,6 +73,8 @@ class Row:
     record: dict[str, Any]
     wrong: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    unbalanced: dict[str, str] = field(default_factory=dict)
+    worse: set[str] = field(default_factory=set)
 
     def weigh(self, engines: Sequence[str], limit: float) -> None:
         """Finds what is wrong."""
@@ -87,15 +94,31 @@ class Row:
                 self.wrong[engine] = found["traceback"]
             elif not found["deviation"] <= most:
                 self.wrong[engine] = f"the deviation is {found['deviation']:.1e}, more than {most:.0e}"
+            if found is not None and "cut" in found:
+                self._weigh_balance(engine, found["cut"])
+
+    def _weigh_balance(self, engine: str, cut: dict[str, Any]) -> None:
+        """Compares the slowest stage with the mean of both, and with the best possible cut by the same times."""
+        if cut["to_mean"] <= MOST_TO_MEAN:
+            return
+        reason = f"the slowest stage takes {cut['to_mean']:.2f} of the mean, more than {MOST_TO_MEAN}"
+        best = cut.get("best_to_mean")
+        if best is not None:
+            reason += f"; no cut takes less than {best:.2f}: `{cut['piece']}`, which no cut divides,"
+            reason += f" takes {cut['piece_to_mean']:.2f}"
+        self.unbalanced[engine] = reason
+        if best is None or cut["to_mean"] > MOST_TO_BEST * best:
+            self.worse.add(engine)
 
     def cells(self) -> list[str]:
         """The line of the table."""
         found = self.record.get("engines", {})
         cut = next((found[engine]["cut"] for engine in ENGINES if "cut" in found.get(engine, {})), None)
-        described = ["", "", "", "", "", ""]
+        described = [""] * 7
         if cut is not None:
             costs = found.get("threads", {}).get("costs", {})
-            measured = [f"{costs[name]:.2f}" if name in costs else "" for name in ("to_mean", "memory", "time")]
+            measured = [f"{cut['best_to_mean']:.2f}" if "best_to_mean" in cut else ""]
+            measured += [f"{costs[name]:.2f}" if name in costs else "" for name in ("to_mean", "memory", "time")]
             described = [", ".join(cut["names"]), f"{cut['to_mean']:.2f}", *measured, str(len(cut["opaque"]))]
         parameters = self.record.get("parameters")
         size = "" if parameters is None else f"{parameters:,}"
@@ -211,7 +234,7 @@ def campaign(options: argparse.Namespace, console: Console) -> tuple[dict[str, l
         for row in run(section, models, options):
             rows[section].append(row)
             console.print(f"{section}:", " | ".join(row.cells()), markup=False, highlight=False, soft_wrap=True)
-            for engine, reason in row.wrong.items():
+            for engine, reason in (*row.wrong.items(), *row.unbalanced.items()):
                 console.print(f"    {engine}: {reason}", markup=False, soft_wrap=True)
     return rows, skipped
 
@@ -226,7 +249,8 @@ def table_of(section: str, rows: Sequence[Row]) -> Table:
 
 def summary(rows: dict[str, list[Row]]) -> Table:
     """How many models of each section were cut, and how well."""
-    table = Table("section", "models", "cut", "refused", "wrong", "largest deviation", "slowest / mean", title="All")
+    columns = ("section", "models", "cut", "refused", "wrong", "largest deviation", "slowest / mean")
+    table = Table(*columns, f"above {MOST_TO_MEAN}", "of these not the best", title="All")
     for section, those in rows.items():
         found = [one for row in those for one in row.record.get("engines", {}).values() if "cut" in one]
         cut = [row for row in those if not row.wrong and not row.refused]
@@ -237,7 +261,9 @@ def summary(rows: dict[str, list[Row]]) -> Table:
         counts = [str(len(each)) for each in (those, cut, refused, wrong)]
         largest = f"{max(deviations):.1e}" if deviations else ""
         slowest = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
-        table.add_row(section, *counts, largest, slowest)
+        unbalanced = [row for row in those if row.unbalanced]
+        worse = [row for row in those if row.worse]
+        table.add_row(section, *counts, largest, slowest, str(len(unbalanced)), str(len(worse)))
     return table
 
 
@@ -253,8 +279,9 @@ def reasons(rows: dict[str, list[Row]], skipped: Sequence[str]) -> str:
     lines = list(skipped)
     for section, those in rows.items():
         for row in those:
-            for engine, reason in {**row.refused, **row.wrong}.items():
-                lines.append(f"{section}, {row.model.name}, {engine}: {_last_line(reason)}")
+            for found in (row.refused, row.wrong, row.unbalanced):
+                for engine, reason in found.items():
+                    lines.append(f"{section}, {row.model.name}, {engine}: {_last_line(reason)}")
             for name, reason in _opaque(row).items():
                 lines.append(f"{section}, {row.model.name}: `{name}` stays whole: {reason}")
     return "".join(f"- {line}\n" for line in lines)
@@ -309,7 +336,7 @@ def main(command: list[str] | None = None) -> int:
     if options.markdown is not None:
         parts = [*map(markdown, tables), reasons(rows, skipped)]
         options.markdown.write_text("\n".join(parts))
-    broken = [row for those in rows.values() for row in those if row.wrong]
+    broken = [row for those in rows.values() for row in those if row.wrong or row.worse]
     return int(bool(broken))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from best_cut import MeasuredCalls, calls_noted
 from catalogue import Model
 from stage_costs import StageCosts, devices_apart
 from torch import Tensor, nn
@@ -141,7 +142,7 @@ def _floating(outputs: Any) -> Iterator[Tensor]:
 
 
 class _Notes(L.Callback):
-    """Writes the cut into a file, from whichever process trains.
+    """Writes the cut, and the best possible one by the same times, into a file, from whichever process trains.
 
     Args:
         path: The file.
@@ -149,6 +150,16 @@ class _Notes(L.Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._measured = MeasuredCalls()
+        self._noting: Any = None
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self._noting = calls_noted(self._measured)
+        self._noting.__enter__()
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self._noting.__exit__(None, None, None)
+        self._noting = None
 
     def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
         network = trainer.strategy._run.network
@@ -161,6 +172,7 @@ class _Notes(L.Callback):
             "names": network.cut.first_blocks[1:],
             "to_mean": max(times) * len(times) / sum(times),
             "opaque": opaque,
+            **self._measured.notes(),
         }
         self.path.write_text(json.dumps(notes))
 

@@ -10,12 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
+from equipoise.pipeline.planning.stage_costs import Block
 from tests.benchmarks.conftest import BENCHMARKS, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 MODULES = (
     "catalogue",
+    "best_cut",
     "libraries",
     "networks",
     "stage_costs",
@@ -87,6 +89,32 @@ def test_verdicts(
     assert len(row.cells()) == len(campaign["main"].COLUMNS)
 
 
+@pytest.mark.parametrize(
+    ("to_mean", "best", "is_unbalanced", "is_worse"),
+    [(1.15, {}, False, False), (1.2, {}, True, True), (1.4, 1.39, True, False), (1.4, 1.2, True, True)],
+)
+def test_the_slowest_stage_is_compared_with_the_best_possible(
+    to_mean: float, best: Any, is_unbalanced: bool, is_worse: bool, campaign: dict[str, ModuleType]
+) -> None:
+    model = campaign["catalogue"].Model("a", "torch", torch.nn.Identity, lambda count, generator: {})
+    cut = {**CUT, "to_mean": to_mean}
+    if best:
+        cut |= {"best_to_mean": best, "piece": "layers.2", "piece_to_mean": 1.1}
+    row = campaign["main"].Row("torch", model, {"engines": {"threads": {"deviation": 0.0, "cut": cut}}})
+    row.weigh(["threads"], 120.0)
+    assert (bool(row.unbalanced), bool(row.worse), bool(row.wrong)) == (is_unbalanced, is_worse, False)
+
+
+def test_the_best_cut_and_the_largest_piece(campaign: dict[str, ModuleType]) -> None:
+    best_cut = campaign["best_cut"]
+    # Between the second call and the third, which take 5 and 2 seconds, no cut is allowed.
+    costs = [(1.0, True), (5.0, False), (2.0, True), (1.0, True)]
+    calls = [Block(name=str(index), forward=cost, may_end=may) for index, (cost, may) in enumerate(costs)]
+    assert best_cut.best_to_mean(calls, 1.0) == pytest.approx(2 * 8 / 10)
+    assert best_cut.largest_piece(calls, 1.0) == ("1", pytest.approx(2 * 7 / 10))
+    assert best_cut.largest_piece(calls, 9.0) == ("3", pytest.approx(2 * 10 / 18))
+
+
 @pytest.mark.slow
 def test_costs_are_measured_beside_the_prediction(campaign: dict[str, ModuleType], tmp_path: Path) -> None:
     model = campaign["main"].SECTIONS["torch"]()[0]
@@ -98,6 +126,8 @@ def test_costs_are_measured_beside_the_prediction(campaign: dict[str, ModuleType
     assert 0.5 < costs["memory"] < 2
     assert costs["to_mean"] >= 1
     assert f"{costs['memory']:.2f}" in row.cells()
+    cut = row.record["engines"]["threads"]["cut"]
+    assert 1 <= cut["best_to_mean"] <= cut["to_mean"] <= 1.02 * cut["best_to_mean"]
 
 
 def test_a_deviation_is_a_share_of_the_way(campaign: dict[str, ModuleType]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from equipoise.errors import StepError
 from equipoise.pipeline.graph.call_names import owners
 from equipoise.pipeline.graph.output_structure import OutputStructure
-from equipoise.pipeline.graph.traced import FOLLOWS, STAYS, Traced, copy_call, writes_in_place
+from equipoise.pipeline.graph.traced import FOLLOWS, STAYS, Traced, copy_call
 from equipoise.tree import map_leaves, tensors_in
 
 __all__ = [
@@ -125,11 +125,9 @@ def may_cut(traced: Traced) -> list[bool]:
     # 1. Find the values that change in place, and the index of the call that changes them.
     changes: list[tuple[fx.Node, int]] = []
     for index, node in enumerate(calls):
-        is_writing = node in traced.writing or writes_in_place(node, traced.root)
-        if is_writing:
-            for argument in node.all_input_nodes:
-                for value in _viewed_values(argument, traced):
-                    changes.append((value, index))
+        for argument in traced.changed_by(node):
+            for value in _viewed_values(argument, traced):
+                changes.append((value, index))
 
     # 2. Forbid cuts that such a value crosses before it changes.
     allowed = []

@@ -61,7 +61,7 @@ class Traced:
         conditions: What must hold for the tensors of another call, so that it makes the same calls. Default: nothing.
 
     Attributes:
-        writing: Calls that changed their arguments in place when they ran.
+        changes: For each call that changed arguments in place when it ran, the values that it changed.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Traced:
         self.opaque = opaque
         self.output = output
         self.conditions = tuple(conditions)
-        self.writing: set[fx.Node] = set()
+        self.changes: dict[fx.Node, set[fx.Node]] = {}
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -93,6 +93,16 @@ class Traced:
         for node in self.calls:
             descriptions.append(f"{node.name} {node.op} {node.target}")
         return tuple(descriptions)
+
+    def changed_by(self, node: fx.Node) -> set[fx.Node]:
+        """Return the values that a call changes in place: those that it has changed, or as far as its name shows."""
+        if node in self.changes:
+            return self.changes[node]
+        changed: set[fx.Node] = set()
+        if writes_in_place(node, self.root) and node.args:
+            # Torch's functions change their first argument, which may be a list.
+            fx.map_arg(node.args[0], changed.add)
+        return changed
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call with these tensors makes the same calls.

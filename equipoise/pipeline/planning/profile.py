@@ -301,7 +301,7 @@ class _Run:
 
         # The graph does not show which layers change their arguments in place.
         if versions(arguments) != versions_before:
-            self._traced.writing.add(self._node)
+            self._traced.changes.setdefault(self._node, set(self._node.all_input_nodes))
         self.backward = self._run_backward(inputs)
 
     def repeat(self) -> None:
@@ -332,7 +332,7 @@ class _Run:
         as_leaves = partial(_leaves, self._values, inputs)
         arguments = on_device(self._device, (node.args, node.kwargs))
         args, kwargs = fx.map_arg(arguments, as_leaves)
-        if node in self._traced.writing or _may_write(node, self._traced.root):
+        if node in self._traced.changes or _may_write(node, self._traced.root):
             # Leaves and the values of earlier calls must not change.
             args = map_tensors(torch.clone, args)
             kwargs = map_tensors(torch.clone, kwargs)

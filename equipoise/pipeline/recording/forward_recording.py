@@ -189,7 +189,7 @@ class ForwardRecording:
             output_structure.without_tensors(),
             conditions,
         )
-        traced.writing.update(recorder.calls.changing)
+        traced.changes.update(recorder.calls.changes)
         return traced
 
     @contextmanager

@@ -71,11 +71,11 @@ class RecordedCalls:
         device: Device of the recording.
 
     Attributes:
-        changing: Calls that changed their arguments in place.
+        changes: For each call that changed arguments in place, the values that it changed.
     """
 
     def __init__(self, graph: fx.Graph, tensors: TensorNodes, device: torch.device) -> None:
-        self.changing: set[fx.Node] = set()
+        self.changes: dict[fx.Node, set[fx.Node]] = {}
         self._graph = graph
         self._tensors = tensors
         self._device = device
@@ -93,7 +93,8 @@ class RecordedCalls:
         for node in reversed(removed):
             self._graph.erase_node(node)
         self._tensors.forget(removed)
-        self.changing.difference_update(removed)
+        for node in removed:
+            self.changes.pop(node, None)
 
     def finish(self, node: fx.Node, computed: Computed, place: Place) -> None:
         """Note facts about a call, its place in the network, and the tensors that it computes.
@@ -109,13 +110,34 @@ class RecordedCalls:
 
         # 2. Changes.
         if computed.changed:
-            self.changing.add(node)
+            self.changes[node] = self._changed_values(node, computed.changed)
         for tensor in computed.changed:
             self._tensors.note_change(tensor)
 
         # 3. Values.
         changed_ids = {id(tensor) for tensor in computed.changed}
         self._assign(node, computed.result, changed_ids)
+
+    def _changed_values(self, node: fx.Node, changed: Sequence[Tensor]) -> set[fx.Node]:
+        """Return the values that a call has changed in place.
+
+        Args:
+            node: The call.
+            changed: Those of its tensors that have changed.
+        """
+        arguments = node.all_input_nodes
+        values: set[fx.Node] = set()
+        for tensor in changed:
+            value = self._tensors.find_node(tensor)
+            if value is not None:
+                values.add(value)
+                continue
+            # A tensor of the network or from outside, which the call has looked up.
+            values.update(argument for argument in arguments if argument.op == "get_attr")
+        # A tensor may be in a container that another call has built.
+        if not values or not values.issubset(arguments):
+            return set(arguments)
+        return values
 
     def _facts_of(self, node: fx.Node, computed: Computed) -> Facts:
         """Return the facts about the value of a call, which follow from those about its arguments.

@@ -54,7 +54,10 @@ _FOLLOWED = (
     nn.Transformer,
     nn.TransformerEncoder,
     nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
 )
+# The same, in training alone: in an evaluation they are one function of torch's own.
+_FOLLOWED_IN_TRAINING = (nn.TransformerEncoderLayer,)
 # Functions that run backward, and the attribute that holds what a backward has left.
 _BACKWARDS = {"backward", "grad"}
 # Functions that divide a tensor at the numbers in another one.
@@ -392,9 +395,9 @@ class Recorder(_Base):  # type: ignore[misc]
         """Return True for a module that is one call: torch's own layers, modules with hooks, checkpointed modules."""
         if is_checkpointed(module) or id(module) in self._hooked_ids:
             return True
-        name_of_library = type(module).__module__
-        is_of_torch = name_of_library.startswith("torch.")
-        return is_of_torch and not isinstance(module, _FOLLOWED)
+        if isinstance(module, _FOLLOWED) or (module.training and isinstance(module, _FOLLOWED_IN_TRAINING)):
+            return False
+        return type(module).__module__.startswith("torch.")
 
     def _call_whole(self, call: _ModuleCall) -> Any:
         """Call a submodule, and record the call."""

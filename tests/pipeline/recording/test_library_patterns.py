@@ -484,11 +484,50 @@ def test_packed_sequences_of_other_lengths(total_length):
     assert_computes(made, network, source, torch.tensor([4, 4, 1, 2]), target)
 
 
-def test_transformers_of_torch():
-    network = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformers_of_torch_within_their_layers(norm_first):
+    network = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True, norm_first=norm_first).double()
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     made = assert_followed(network, values(2, 4, WIDTH), values(2, 5, WIDTH), tgt_mask=mask)
-    assert "encoder.layers.1" in {str(node.target).removeprefix("network.") for node in made.calls}
+    called = {str(node.target).removeprefix("network.") for node in made.calls}
+    assert {"encoder.layers.1.linear1", "decoder.layers.1.multihead_attn"} <= called
+
+
+def test_layers_of_torchs_encoder_are_one_call_in_an_evaluation():
+    network = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True).double().eval()
+    made = assert_followed(network, values(2, 4, WIDTH), values(2, 5, WIDTH))
+    called = {str(node.target).removeprefix("network.") for node in made.calls}
+    assert {"encoder.layers.1", "decoder.layers.1.linear1"} <= called
+
+
+class Residual(nn.Module):
+    """Adds what passes by a layer in place, as networks of images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(torch.tanh(x))
+            hidden += x
+            x = hidden
+        return x
+
+
+def test_what_is_added_in_place_may_come_from_an_earlier_stage():
+    made = assert_followed(Residual(), values(3, WIDTH))
+    begin_stages = {following.name for following, may in zip(made.calls[1:], may_cut(made), strict=False) if may}
+    assert {"network_layers_1", "tanh_1", "network_layers_2", "tanh_2"} <= begin_stages
+
+
+def test_what_is_changed_in_place_may_not():
+    made = assert_followed(Residual(), values(3, WIDTH))
+    changes = {node.name for node in made.changes}
+    begin_stages = {following.name for following, may in zip(made.calls[1:], may_cut(made), strict=False) if may}
+    assert len(changes) == 3
+    assert not changes & begin_stages
 
 
 # What the calls alone would do otherwise.

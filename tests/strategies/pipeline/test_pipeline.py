@@ -228,6 +228,24 @@ def test_networks_of_all_kinds(make, strategy):
     assert_same(reference(make), run)
 
 
+class Evaluated(Transformer):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.net(batch["features"], src_key_padding_mask=~batch["mask"])
+        # Torch's shortcut leaves other values where there is padding.
+        self.log("val_loss", (hidden * batch["mask"].unsqueeze(-1)).square().sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": Copying}, {"engine": "processes"}])
+def test_a_cut_within_a_layer_that_is_one_call_in_an_evaluation(options):
+    cut_before = ["net.layers.1.linear1"]
+    run = fit(Evaluated, [13, 5], val=[7], **pipelined(2, micro_batches=2, cut_before=cut_before, **options))
+    expected = fit(Evaluated, [13, 5], val=[7])
+    assert run[2].connected_strategy.state_dict()["cut_before"] == cut_before
+    for name, value in expected[0].state_dict().items():
+        torch.testing.assert_close(run[0].state_dict()[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    assert_same_logs(expected[2], run[2])
+
+
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("make", [Tokens, SharedLayer, Tied])
 @pytest.mark.parametrize("threads", [None, True])
