@@ -51,16 +51,21 @@ COLUMNS = (
 def draw_elastic(seed: int) -> Case:
     """A program whose steps do not depend on how they are computed: no dropout, no distortion, in float64."""
     choose = Random(f"elastic {seed}")
+    # Lightning writes a checkpoint at the first validation behind a step. With a validation after every second batch
+    # and three batches in a window, that is within a window as often as between two.
+    accumulate, validation, every_n_steps = choose.choice(
+        [(3, 2, None), (3, 2, None), (2, 1, None), (1, 1, 1), (2, 1.0, 1), (3, 2, 2)]
+    )
     return dataclasses.replace(
         draw(seed, "ddp"),
-        samples=choose.randint(30, 60),
+        samples=choose.randint(40, 70),
         batch_size=choose.choice([2, 3, 4]),
         epochs=2,
         max_steps=-1,
         dropout=0.0,
-        accumulate=choose.choice([1, 2, 3]),
-        validation=choose.choice([1, 1, 2, 1.0]),
-        every_n_steps=choose.choice([None, None, 1, 2]),
+        accumulate=accumulate,
+        validation=validation,
+        every_n_steps=every_n_steps,
         early_stopping=None,
     )
 
@@ -158,11 +163,15 @@ def killed_and_resumed(
     steps = case.epochs * -(-case.samples // (case.batch_size * planned[0][1]))
     changes = 0
     for number, strategy in enumerate(planned):
+        if not _checkpoints(folder):
+            # A program that has no checkpoint begins anew, and so with the processes with which it began.
+            strategy = planned[0]
         processes = strategy[1]
         written_by = _note_checkpoint(folder, counts, processes)
         changes += written_by not in (None, processes)
         kills_caller = processes > 1 and choose.random() < 0.3
-        step = int(steps * (number + choose.random()) / len(planned))
+        # The first kill comes late enough for a checkpoint in most programs.
+        step = int(steps * (number + 0.5 + 0.5 * choose.random()) / len(planned))
         calls, rank = choose.randrange(CALLS), choose.randrange(processes)
 
         def run(
@@ -194,9 +203,14 @@ def _values(folder: Path) -> dict[str, Any]:
     return values
 
 
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints from which a program may go on; the last one is the latest."""
+    return sorted((folder / "checkpoints").glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
+
+
 def _note_checkpoint(folder: Path, counts: Counter[str], processes: int) -> int | None:
     """Counts where the checkpoint was written from which the next part goes on; returns by how many processes."""
-    files = sorted((folder / "checkpoints").glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
+    files = _checkpoints(folder)
     if not files:
         return None
     content = torch.load(files[-1], weights_only=False)  # written by this program a moment ago

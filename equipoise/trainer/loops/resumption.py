@@ -90,8 +90,7 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
         return positions[processes.rank]
     if written_by < processes.world_size:
         rank_zero_info(
-            f"The checkpoint holds the random generators of {written_by} processes. Ranks from {written_by} on begin"
-            " with those of rank 0."
+            f"Ranks from {written_by} on begin with the random generators of rank 0: the checkpoint holds none of them."
         )
     return merged_position(positions, context.module, processes.rank, processes.world_size)
 

@@ -43,20 +43,15 @@ class Samples(Dataset[Any]):
 
 
 class Watched(L.LightningModule):
-    """Logs every kind of value, and notes which samples each epoch has trained on.
+    """Logs every kind of value, and notes which samples each epoch has trained on."""
 
-    Args:
-        separate: Whether it has a metric whose states cannot be merged.
-    """
-
-    def __init__(self, separate: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         self.mean = MeanMetric()
         self.labels = CatMetric()
-        self.correlation = PearsonCorrCoef() if separate else None
         self.seen: list[tuple[int, int, list[int]]] = []
         self.seen_by_all: list[tuple[int, int, list[int]]] = []
         self.epochs: list[dict[str, float]] = []
@@ -69,9 +64,6 @@ class Watched(L.LightningModule):
         self.accuracy.update(logits, labels)
         self.mean.update(labels)
         self.labels.update(labels)
-        if self.correlation is not None:
-            self.correlation.update(logits[:, 0].detach(), labels.double())
-            self.log("correlation", self.correlation, on_step=False, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("count", float(len(labels)), on_step=False, on_epoch=True, reduce_fx="sum")
         self.log("largest", logits.max().detach(), on_step=False, on_epoch=True, reduce_fx="max")
@@ -245,3 +237,193 @@ def test_any_number_of_processes(before: str, after: str, accumulate: int, at: i
     # Replicas of a process add up their values in float32.
     in_replicas = not {before, after}.isdisjoint(("balanced", "dp"))
     assert_same(expected, module, 1e-7 if in_replicas else 1e-12)
+
+
+@pytest.mark.slow
+def test_three_changes_in_one_run(tmp_path: Path) -> None:
+    run, expected = writer_of("ddp 2", tmp_path, 3, (1,))
+    checkpoint = tmp_path / "1.ckpt"
+    module = Watched()
+    for number, (strategy, devices) in enumerate([("ddp", 3), ("single_device", 1), ("ddp", 4)]):
+        folder = tmp_path / f"{number}"
+        module = Watched()
+        Run(strategy, devices, run.loader, 3).fit(module, checkpoint, [Saves(folder, (2,))])
+        assert_same(expected, module)
+        checkpoint = folder / "2.ckpt"
+
+
+class InTurn(Sampler[list[int]]):
+    """Batches of a sampler of the user's own, in random order."""
+
+    def __init__(self) -> None:
+        self.batches = BatchSampler(range(SAMPLES), 3, False)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        batches = list(self.batches)
+        return (batches[index] for index in torch.randperm(len(batches)).tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("ddp 2", "single"), ("ddp 2", "ddp 3"), ("single", "ddp 2")])
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "two loaders"])
+def test_loaders(before: str, after: str, kind: str, tmp_path: Path) -> None:
+    """Samplers of the user's own, and loaders that are read together."""
+    loaders: dict[str, dict[str, Any]] = {
+        "sampler": {"batch_size": 3, "sampler": OwnOrder(), "shuffle": None},
+        "batch sampler": {"batch_sampler": InTurn(), "shuffle": None},
+        "two loaders": {"batch_size": 3},
+    }
+    options = loaders[kind]
+    data: Any = DataLoader(Samples(), **{"shuffle": True, **options})
+    expected, module = Plain(), Plain()
+    if kind == "two loaders":
+        data = {"long": data, "short": DataLoader(Samples(8), batch_size=2, shuffle=True)}
+    fit(expected, data, *OTHERS[before], callbacks=[Saves(tmp_path, (1,))])
+    fit(module, data, *OTHERS[after], ckpt_path=tmp_path / "1.ckpt")
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+
+
+class OwnOrder(Sampler[int]):
+    """A sampler of the user's own, which draws from a global generator."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
+class Plain(L.LightningModule):
+    """A layer, trained on one loader or on several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Linear(FEATURES, CLASSES).double()
+        self.correlation: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
+        samples = sum(len(labels) for _, labels, _ in parts)
+        losses = [
+            nn.functional.cross_entropy(self.net(features), labels, reduction="sum") for features, labels, _ in parts
+        ]
+        if self.correlation is not None:
+            self.correlation.update(self.net(parts[0][0])[:, 0].detach(), parts[0][1].double())
+        return {"loss": torch.stack(losses).sum() / samples, "loss_weight": samples}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: Any, data: Any, strategy: str, devices: int, callbacks: Any = (), **options: Any) -> Any:
+    """Train two epochs."""
+    torch.manual_seed(99 if options else 5)
+    trainer = Trainer(
+        strategy=strategy,
+        devices=["cpu"] * devices,
+        max_epochs=EPOCHS,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        precision="64-true",
+    )
+    trainer.fit(module, data, **options)
+    return trainer
+
+
+# Where it cannot be
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that the data set itself shares out."""
+
+    def __init__(self, indices: Any = range(12)) -> None:
+        self.indices = indices
+
+    def shard(self, num_shards: int, index: int) -> "Stream":
+        return Stream(self.indices[index::num_shards])
+
+    def __iter__(self) -> Any:
+        samples = Samples()
+        return (samples[index] for index in self.indices)
+
+
+class Positioned(DataLoader[Any]):
+    """A loader that saves a position of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (DataLoader(Stream(), batch_size=2), "Stream is a stream, so nobody knows which of its samples were read"),
+        (Positioned(Samples(12), batch_size=2), "Positioned saves a position of its own"),
+        (DataLoader(Samples(12), batch_size=None), "a loader with batch_size=None makes no batches"),
+    ],
+)
+def test_what_cannot_be_kept(data: Any, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Labelled()
+    run = fit(module, data, "ddp", 2, [Saves(tmp_path, (1,))])
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    refusal = f"in the middle of an epoch by another number of processes.*{reason}.*Resume with as many"
+    with pytest.raises(ConfigurationError, match=refusal):
+        fit(Labelled(), data, "single_device", 1, ckpt_path=tmp_path / "1.ckpt")
+    fit(Labelled(), data, "single_device", 1, ckpt_path=tmp_path / "end.ckpt")
+    assert f"A step has other samples from now on: {reason}" in caplog.text
+
+
+class Labelled(Plain):
+    """The same for samples without a dimension of their own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, labels, _ = batch
+        return nn.functional.cross_entropy(self.net(features.view(-1, FEATURES)), torch.as_tensor(labels).view(-1))
+
+
+def test_another_batch_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The user may choose another size of a step, but not in the middle of an epoch."""
+    data = DataLoader(Samples(12), batch_size=2)
+    run = fit(Plain(), data, "ddp", 2, [Saves(tmp_path, (1,))])
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    other = DataLoader(Samples(12), batch_size=3)
+    with pytest.raises(ConfigurationError, match="the loaders had batch_size 2, and now it is 3"):
+        fit(Plain(), other, "single_device", 1, ckpt_path=tmp_path / "1.ckpt")
+    fit(Plain(), other, "single_device", 1, ckpt_path=tmp_path / "end.ckpt")
+    assert "A step has other samples from now on: the loaders had batch_size 2" in caplog.text
+
+
+def test_metrics_that_nobody_can_merge(tmp_path: Path) -> None:
+    """Each process may take the state of another one, but no process two of them."""
+    data = DataLoader(Samples(12), batch_size=2)
+    expected, more, fewer = Correlated(), Correlated(), Correlated()
+    fit(expected, data, "ddp", 2, [Saves(tmp_path, (1,))])
+    fit(more, data, "ddp", 3, ckpt_path=tmp_path / "1.ckpt")
+    assert more.epochs == pytest.approx(expected.epochs, rel=1e-6)
+    with pytest.raises(ConfigurationError, match=r"the metric 'correlation' \(PearsonCorrCoef\) of 2 processes"):
+        fit(fewer, data, "single_device", 1, ckpt_path=tmp_path / "1.ckpt")
+
+
+class Correlated(Plain):
+    """Keeps a metric that merges the states of processes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.correlation = PearsonCorrCoef()
+        self.epochs: list[float] = []
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(float(self.correlation.compute()))
+        self.correlation.reset()
