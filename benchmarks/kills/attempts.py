@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from programs import IN_PROCESSES, Case, Kill, train
 
-__all__ = ["Outcome", "killed_and_resumed", "undisturbed"]
+__all__ = ["Outcome", "attempt", "killed_and_resumed", "undisturbed"]
 
 
 @dataclass
@@ -49,7 +49,7 @@ def undisturbed(case: Case, folder: Path, limit: float) -> Outcome:
     """
     folder.mkdir(parents=True)
     count = Kill(None, rank=None, folder=folder)
-    if not _attempt(lambda: _keep(folder, train(case, folder, count, resume=False)), folder, limit):
+    if not attempt(lambda: _keep(folder, train(case, folder, count, resume=False)), folder, limit):
         raise AssertionError("the undisturbed run was killed")
     return _outcome(folder, kills=0)
 
@@ -77,11 +77,11 @@ def killed_and_resumed(case: Case, folder: Path, calls: dict[int, int], limit: f
             kill = Kill(at, rank, os.getpid() if kills_caller else None)
             _keep(folder, train(case, folder, kill, resume=resume))
 
-        if _attempt(run, folder, limit):
+        if attempt(run, folder, limit):
             break  # it came to its end before the kill
         kills += 1
     else:
-        if not _attempt(lambda: _keep(folder, train(case, folder, Kill(None), resume=True)), folder, limit):
+        if not attempt(lambda: _keep(folder, train(case, folder, Kill(None), resume=True)), folder, limit):
             raise AssertionError("the resumed run was killed")
     return _outcome(folder, kills)
 
@@ -110,7 +110,7 @@ def _seen(folder: Path) -> dict[tuple[int, int, int], list[list[int]]]:
     return seen
 
 
-def _attempt(run: Callable[[], None], folder: Path, limit: float) -> bool:
+def attempt(run: Callable[[], None], folder: Path, limit: float) -> bool:
     """Runs a function in a process of its own, which shares what is imported here.
 
     Args:

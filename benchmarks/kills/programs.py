@@ -274,7 +274,7 @@ class Kill(Callback):
 # A run
 
 
-def _callbacks(case: Case, folder: Path, kill: Kill) -> list[Callback]:
+def _callbacks(case: Case, folder: Path, kill: Callback) -> list[Callback]:
     monitored = "loss_epoch" if case.validation is None else "val_loss"
     if case.seed % 3 == 0 and case.validation is not None:
         monitored = "val_loss_epoch"
@@ -301,7 +301,9 @@ def _strategy(case: Case) -> dict[str, Any]:
     return {"strategy": "single_device"}
 
 
-def train(case: Case, folder: Path, kill: Kill, *, resume: bool) -> dict[str, Any]:
+def train(
+    case: Case, folder: Path, kill: Callback, *, resume: bool, strategy: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Runs a program to its end, unless it is killed, and returns what is compared.
 
     Args:
@@ -309,6 +311,7 @@ def train(case: Case, folder: Path, kill: Kill, *, resume: bool) -> dict[str, An
         folder: Where its files go.
         kill: When it is killed.
         resume: Whether it goes on from its last checkpoint, if there is one.
+        strategy: Arguments of the trainer that choose strategy and devices; None: those of the mode.
     """
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -337,7 +340,7 @@ def train(case: Case, folder: Path, kill: Kill, *, resume: bool) -> dict[str, An
         callbacks=callbacks,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **_strategy(case),
+        **(_strategy(case) if strategy is None else strategy),
     )
     trainer.fit(module, train_loaders, val_loaders, ckpt_path="last" if goes_on else None)
     return {

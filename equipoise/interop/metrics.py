@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from equipoise.errors import StepError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.interleave import interleave
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "last_batch_value",
     "load_metric_states",
     "merge_metric_states",
+    "merge_saved_states",
     "metric_states",
     "metrics_of",
     "other_state",
@@ -385,3 +386,104 @@ def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], int
         # torchmetrics leaves such states stacked as well; the metric itself reduces them.
         return torch.stack(states)
     return _reduced(metric, name, states, counts)
+
+
+# States of metrics in checkpoints, for another number of processes
+
+SavedState = dict[str, Any]
+
+
+def merge_saved_states(
+    module: nn.Module,
+    of_processes: Sequence[dict[str, SavedState]],
+    rank: int,
+    count: int,
+    *,
+    left_out: Sequence[str] = (),
+) -> dict[str, SavedState]:
+    """Merge the states of metrics of several processes, for one of another number of processes.
+
+    Rank 0 gets what the processes have together, and the other ranks begin anew. A mean goes to all ranks, since
+    torchmetrics takes the mean over the ranks without weights.
+
+    Args:
+        module: The user's module, whose metrics declare how their states are reduced.
+        of_processes: What `metric_states` returned in each process, in the order of ranks.
+        rank: The rank of this process.
+        count: The number of processes now.
+        left_out: Names of metrics that are left out if their states cannot be merged. Default: none.
+
+    Raises:
+        ConfigurationError: If a metric does not say how one of its states is merged, and there are too few processes.
+    """
+    children = dict(module.named_modules())
+    merged = {}
+    for name, first in of_processes[0].items():
+        metric = children.get(name)
+        states = [states_of_process[name] for states_of_process in of_processes if name in states_of_process]
+        updated = [state for state in states if state["count"]]
+        if not isinstance(metric, Metric) or not updated:
+            merged[name] = first
+        elif not _has_separate_state(metric, first["state"]):
+            merged[name] = _merged_for_rank(metric, updated, rank)
+        elif name not in left_out:
+            merged[name] = _separate_for_rank(metric, name, updated, rank, count)
+    return merged
+
+
+def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> SavedState:
+    """Return the state of one metric in one of the processes."""
+    counts = [state["count"] for state in saved]
+    states = [state["state"] for state in saved]
+    # Items of lists come into the order of the batches, if there is one for each batch.
+    own_names = [state_name for state_name in _states_of(metric) if state_name in states[0]]
+    interleaved = _lists_are_aligned(own_names, states)
+    merged: MetricState = dict(states[0])
+    for state_name in own_names:
+        values = [state[state_name] for state in states]
+        is_mean = metric._reductions[state_name] is dim_zero_mean and not isinstance(values[0], list)
+        if rank == 0 or is_mean:
+            merged[state_name] = _merged_value(metric, state_name, values, counts, interleaved)
+        else:
+            merged[state_name] = _default(metric, state_name)
+    # A process updates a metric once for each batch, so this counts the batches.
+    return {"state": merged, "count": max(counts)}
+
+
+def _merged_value(metric: Metric, name: str, values: list[Any], counts: list[int], interleaved: bool) -> Any:
+    """Return one state of all processes together. Lists stay lists, since the metric goes on appending."""
+    if isinstance(values[0], list):
+        return interleave(values) if interleaved else _concatenated(values)
+    return _reduced(metric, name, values, counts)
+
+
+def _has_separate_state(metric: Metric, state: MetricState) -> bool:
+    """Return True if a metric has a tensor without a reduction: it merges such states itself, when it computes."""
+    for name in _states_of(metric):
+        if metric._reductions[name] is None and isinstance(state.get(name), Tensor):
+            return True
+    return False
+
+
+def _separate_for_rank(metric: Metric, name: str, saved: list[SavedState], rank: int, count: int) -> SavedState:
+    """Return one of the states that cannot be merged, or that of a new metric."""
+    if len(saved) > count:
+        raise ConfigurationError(
+            f"The checkpoint holds states of the metric {name!r} ({type(metric).__name__}) of {len(saved)} processes,"
+            " which can be computed but not merged: it declares no reduction. Resume with at least as many processes,"
+            " or from a checkpoint of an epoch's end."
+        )
+    if rank < len(saved):
+        return saved[rank]
+    state = dict(saved[0]["state"])
+    for state_name in _states_of(metric):
+        state[state_name] = _default(metric, state_name)
+    return {"state": state, "count": 0}
+
+
+def _default(metric: Metric, name: str) -> Any:
+    """Return the value of a state before the first update."""
+    default = metric._defaults[name]
+    if isinstance(default, list):
+        return []
+    return default.detach().clone()

@@ -141,7 +141,12 @@ def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) 
     processes = context.strategy.processes
     fit = parts.fit_loop.fit
     position = position_of(context, fit, parts.fit_loop.val_loop)
-    entry: dict[str, Any] = {"version": 1, "position": position, "strategy": context.strategy.state_dict()}
+    entry: dict[str, Any] = {
+        "version": 1,
+        "position": position,
+        "steps": fit.data.steps.state_dict(),
+        "strategy": context.strategy.state_dict(),
+    }
     if fit.left is not None:
         entry["left"] = fit.left
 

@@ -25,6 +25,7 @@ from equipoise.memory.devices import empty_cache
 from equipoise.parallel.activation_checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.replicas.device_threads import on_device
 from equipoise.parallel.snapshot import random_state
+from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
@@ -120,6 +121,9 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     checkpoint: dict[str, Any] | None = None
     if path is not None:
         checkpoint = _read_checkpoint(context, request, path)
+        # Before the user's code asks how many steps there are.
+        if request.fitting:
+            parts.fit_loop.keep_steps(checkpoint.get(OUR_KEY, {}))
 
     # 2. The user's setup, and the module's weights.
     set_up(parts, context)

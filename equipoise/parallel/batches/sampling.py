@@ -118,54 +118,40 @@ class SameOrder(Sampler[Any]):
 
 
 class SharedBatches(Sampler[list[Any]]):
-    """Cuts an order that all processes share into steps, and each step into parts, one for each process.
+    """Divides each step into parts, one for each process.
 
     Args:
-        order: A sampler over all samples.
-        batch_size: The number of samples in a step, of all processes together.
+        steps: A batch sampler whose batches are steps, with the samples of all processes together.
         sizes: Function of the number of samples in a step and the number of the step in the epoch. It returns the
             number of samples for each process.
         rank: The rank of this process.
-        drop_last: Leave out a last step that is not full.
     """
 
     def __init__(
         self,
-        order: Any,
-        batch_size: int,
+        steps: Any,
         sizes: Callable[[int, int], Sequence[int]],
         rank: int,
-        drop_last: bool,
     ) -> None:
-        self.sampler = order
-        self.batch_size = batch_size
+        self.batch_sampler = steps
+        self.sampler = steps.sampler
         self.sizes = sizes
         self.rank = rank
-        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[Any]]:
-        step: list[Any] = []
-        step_number = 0
-        for index in self.sampler:
-            step.append(index)
-            if len(step) == self.batch_size:
-                yield self._part(step, step_number)
-                step = []
-                step_number += 1
-        if step and not self.drop_last:
-            yield self._part(step, step_number)
+        # At once, not with the first batch: some samplers draw their order here.
+        steps: Iterator[list[Any]] = iter(self.batch_sampler)
+        return self._parts(steps)
 
-    def _part(self, step: list[Any], step_number: int) -> list[Any]:
-        sizes = self.sizes(len(step), step_number)
-        begin = sum(sizes[: self.rank])
-        end = begin + sizes[self.rank]
-        return step[begin:end]
+    def _parts(self, steps: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        for step_number, step in enumerate(steps):
+            sizes = self.sizes(len(step), step_number)
+            begin = sum(sizes[: self.rank])
+            end = begin + sizes[self.rank]
+            yield step[begin:end]
 
     def __len__(self) -> int:
-        full_steps, rest = divmod(len(self.sampler), self.batch_size)
-        if rest and not self.drop_last:
-            return full_steps + 1
-        return full_steps
+        return len(self.batch_sampler)
 
 
 class Filled(Sampler[list[Any]]):

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from equipoise.errors import ConfigurationError, StepError
@@ -23,14 +23,19 @@ from equipoise.parallel.batches.sampling import (
     UnpaddedDistributedSampler,
 )
 from equipoise.parallel.batches.shard import Shard, count_of_rank
+from equipoise.parallel.batches.whole_steps import WholeSteps
 from equipoise.parallel.communication.processes import Processes
 
 __all__ = [
     "Sizes",
+    "has_distributed_sampler",
+    "order_of_processes",
     "refuse_missing_batch",
     "refuse_missing_batch_by_hand",
+    "seed_of_order",
     "shard_of_process",
     "share_loader",
+    "step_size_of",
     "why_not_by_shares",
 ]
 
@@ -49,8 +54,7 @@ def shard_of_process(loader: Any, stage: str, processes: Processes, sizes_for: C
     """
     if processes.world_size == 1:
         return Shard(loader)
-    # `seed_everything` sets this variable. All processes draw the same order from it.
-    seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)
+    seed = seed_of_order()
     training = stage == "train"
     # Shares of samples are for training. Evaluations deal whole batches in turn.
     sizes = None
@@ -59,6 +63,11 @@ def shard_of_process(loader: Any, stage: str, processes: Processes, sizes_for: C
     rank = processes.rank
     part = share_loader(loader, rank, processes.world_size, seed, training=training, sizes=sizes)
     return Shard(part, rank, processes.world_size, in_turn=is_dealt(part))
+
+
+def seed_of_order() -> int:
+    """Return the seed from which all processes draw the same order: that of `seed_everything`, which sets a variable."""
+    return int(os.environ.get("PL_GLOBAL_SEED") or 0)
 
 
 def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: bool, sizes: Sizes | None = None) -> Any:
@@ -84,7 +93,7 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
         return Turns(loader, rank, count, fill=training)
     if isinstance(loader.dataset, IterableDataset):
         return _share_stream(loader, rank, count, training=training)
-    if _has_distributed_sampler(loader):
+    if has_distributed_sampler(loader):
         return loader
     if training:
         return _share_training_batches(loader, rank, count, seed, sizes)
@@ -93,13 +102,36 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
 
 def why_not_by_shares(loader: Any) -> str:
     """Return why the samples of a loader's steps cannot be shared out unevenly; empty if they can."""
+    if _has_whole_steps(loader):
+        return ""
     if not (isinstance(loader, DataLoader) and loader.batch_size):
         return f"which this {type(loader).__name__} has not"
     if isinstance(loader.dataset, IterableDataset):
         return f"but {type(loader.dataset).__name__} is an IterableDataset, which shares itself out"
-    if _has_distributed_sampler(loader):
+    if has_distributed_sampler(loader):
         return f"but its {type(loader.sampler).__name__} shares the samples out already"
     return ""
+
+
+def step_size_of(loader: Any, count: int) -> int | None:
+    """Return the number of samples in a full step of all processes; None if it is unknown.
+
+    Args:
+        loader: The training loader, before it is shared.
+        count: The number of processes.
+    """
+    if _has_whole_steps(loader):
+        size: int | None = loader.batch_sampler.size
+        return size
+    batch_size = getattr(loader, "batch_size", None)
+    if not batch_size:
+        return None
+    return int(batch_size) * count
+
+
+def _has_whole_steps(loader: Any) -> bool:
+    """Return whether the batches of a loader are steps, which several processes divide."""
+    return isinstance(getattr(loader, "batch_sampler", None), WholeSteps)
 
 
 def refuse_missing_batch(batch: Any, *, shares_statistics: bool) -> None:
@@ -144,7 +176,7 @@ def refuse_missing_batch_by_hand() -> NoReturn:
     )
 
 
-def _has_distributed_sampler(loader: DataLoader[Any]) -> bool:
+def has_distributed_sampler(loader: DataLoader[Any]) -> bool:
     """Return whether the user's own sampler shares out the samples."""
     if isinstance(loader.sampler, UnpaddedDistributedSampler):
         return False
@@ -153,23 +185,35 @@ def _has_distributed_sampler(loader: DataLoader[Any]) -> bool:
 
 def _share_training_batches(loader: DataLoader[Any], rank: int, count: int, seed: int, sizes: Sizes | None) -> Any:
     """Return one process's part of a training loader over a data set of known length."""
-    if loader.batch_sampler is None:
+    steps: Any = loader.batch_sampler
+    if steps is None:
         same_order = with_sampler(loader, SameOrder(loader.sampler, seed))
         return Turns(same_order, rank, count, fill=True)
-    if loader.batch_size is None:
-        # The user's own batch sampler decides which samples make a batch.
-        batches = SameOrder(loader.batch_sampler, seed)
-        steps = -(-len(batches) // count)
-        return _with_batches(loader, Filled(BatchesInTurn(batches, rank, count), steps))
-    order: Any = _order_for_all(loader, seed)
-    if order is None and sizes is None:
-        return _share_evenly(loader, rank, count, seed)
-    if order is None:
-        order = UnpaddedDistributedSampler(loader.dataset, 1, 0, shuffle=_shuffles(loader), seed=seed)
+    if not isinstance(steps, WholeSteps):
+        if loader.batch_size is None:
+            # The user's own batch sampler decides which samples make a batch.
+            batches = SameOrder(steps, seed)
+            rounds = -(-len(batches) // count)
+            return _with_batches(loader, Filled(BatchesInTurn(batches, rank, count), rounds))
+        if sizes is None and _order_for_all(loader, seed) is None:
+            return _share_evenly(loader, rank, count, seed)
+        steps = BatchSampler(order_of_processes(loader, seed), loader.batch_size * count, loader.drop_last)
     if sizes is None:
         sizes = partial(_dealt_sizes, processes=count)
-    step_size = loader.batch_size * count
-    return _with_batches(loader, SharedBatches(order, step_size, sizes, rank, loader.drop_last))
+    return _with_batches(loader, SharedBatches(steps, sizes, rank))
+
+
+def order_of_processes(loader: DataLoader[Any], seed: int) -> Any:
+    """Return a sampler over the samples of all processes, in the order in which they share them out.
+
+    Args:
+        loader: The loader, the same in all processes.
+        seed: The seed of the order.
+    """
+    order = _order_for_all(loader, seed)
+    if order is not None:
+        return order
+    return UnpaddedDistributedSampler(loader.dataset, 1, 0, shuffle=_shuffles(loader), seed=seed)
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:

@@ -22,7 +22,7 @@ from equipoise.parallel.batches.shares import (
     sizes_by_shares,
 )
 from equipoise.parallel.batches.splitting import infer_batch_size
-from equipoise.strategies.distributed.loaders import Sizes, why_not_by_shares
+from equipoise.strategies.distributed.loaders import Sizes, step_size_of, why_not_by_shares
 
 __all__ = ["ProcessShares", "check_shares", "check_shares_count"]
 
@@ -129,23 +129,23 @@ class ProcessShares:
         shares = None
         if divides:
             shares = self.shares
-        batch_size = getattr(loader, "batch_size", None)
-        if batch_size:
-            self._log_sizes(batch_size, shares)
+        step_size = step_size_of(loader, self._processes)
+        if step_size is not None:
+            self._log_sizes(step_size, shares)
         if divides:
             return self.sizes
         return None
 
-    def _log_sizes(self, batch_size: int, shares: list[float] | None) -> None:
+    def _log_sizes(self, step_size: int, shares: list[float] | None) -> None:
         """Log the number of samples of each process in a full step."""
         processes = self._processes
-        step_size = batch_size * processes
-        sizes: int | list[int] = batch_size
-        article = "each of"
+        sizes = even_sizes(step_size, processes)
         if shares:
             sizes = sizes_by_shares(step_size, shares)
-            article = "the"
-        rank_zero_info(f"A step has {step_size} samples: {sizes} in {article} {processes} processes.")
+        text = f"{sizes} in the"
+        if not shares and step_size % processes == 0:
+            text = f"{sizes[0]} in each of"
+        rank_zero_info(f"A step has {step_size} samples: {text} {processes} processes.")
 
     def sizes(self, size: int, step: int) -> list[int]:
         """Return the number of samples of each process in a step.

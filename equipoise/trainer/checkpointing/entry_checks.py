@@ -27,6 +27,7 @@ __all__ = [
     "named_entries",
     "number_of_steps",
     "optional",
+    "positive_count",
     "random_state",
     "texts",
     "unless_empty",
@@ -84,6 +85,12 @@ def count(value: Any, place: str) -> None:
     """Check a non-negative integer."""
     if type(value) is not int or not 0 <= value < LARGEST_COUNT:
         raise damaged(place, "a non-negative integer", value)
+
+
+def positive_count(value: Any, place: str) -> None:
+    """Check an integer from 1."""
+    if type(value) is not int or not 1 <= value < LARGEST_COUNT:
+        raise damaged(place, "a positive integer", value)
 
 
 def number_of_steps(value: Any, place: str) -> None:

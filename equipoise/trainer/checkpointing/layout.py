@@ -25,6 +25,7 @@ from equipoise.trainer.checkpointing.entry_checks import (
     named_entries,
     number_of_steps,
     optional,
+    positive_count,
     random_state,
     texts,
     unless_empty,
@@ -231,12 +232,19 @@ _POSITION = fields(
 )
 _LEFT = fields({"loop": _FIT_LOOP, "positions": filled(list_of(_POSITION))}, required=True)
 
+# The steps of the run.
+_SIZES = optional(list_of(optional(positive_count)))
+_STEPS = fields(
+    {"processes": optional(positive_count), "seed": count, "batch_sizes": _SIZES, "step_sizes": _SIZES}, required=True
+)
+
 # The entry of Equipoise, and the whole file.
 _EQUIPOISE = fields(
     {
         "position": optional(_POSITION),
         "positions": list_of(_POSITION),
         "left": optional(_LEFT),
+        "steps": optional(_STEPS),
         "strategy": named_entries,
     }
 )

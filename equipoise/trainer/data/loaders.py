@@ -18,6 +18,7 @@ from equipoise.interop.lightning.loaders import combine, combined_mode, seed_wor
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.shard import Shard
+from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import BatchStream, length_of
 from equipoise.trainer.data.loader_state import PersistentWorkers
@@ -75,6 +76,8 @@ class Loaders:
         overfit: Whether shuffling is to be turned off (`overfit_batches`).
         strategy: Shards the loaders among its processes.
         share: Whether the strategy does so. If not, the user's loaders read the share of each process by themselves.
+        steps: Steps of a training run, which stay the same with another number of processes. Default: None, those of
+            the loaders.
 
     Attributes:
         flat: The loaders of this process, in order.
@@ -88,7 +91,15 @@ class Loaders:
     """
 
     def __init__(
-        self, source: Source, requested: Any, *, limit: float, overfit: bool, strategy: Strategy, share: bool = True
+        self,
+        source: Source,
+        requested: Any,
+        *,
+        limit: float,
+        overfit: bool,
+        strategy: Strategy,
+        share: bool = True,
+        steps: RunSteps | None = None,
     ) -> None:
         training = source.stage == "train"
         # 1. Flatten the user's structure.
@@ -109,6 +120,8 @@ class Loaders:
 
         # 2. Check the loaders, and shard them.
         prepared = [self._prepare(loader, source, overfit, strategy.processes.rank) for loader in flattened]
+        if steps is not None:
+            prepared = steps.keep(prepared, strategy.processes, share=share)
         shards = [Shard(loader) for loader in prepared]
         if share:
             shards = [strategy.shard(loader, source.stage) for loader in prepared]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
+from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, length_of
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
 from equipoise.trainer.data.loaders import Loaders
@@ -30,6 +31,7 @@ class TrainingData(SentState):
         stream: The batches of the epoch; None before its order was drawn.
         epoch_random_state: State of every generator before that.
         workers_before_epoch: Generators with which persistent workers had started before that.
+        steps: Number and sizes of the run's steps, which stay the same with another number of processes.
     """
 
     # Another process requests the loaders by itself.
@@ -39,6 +41,7 @@ class TrainingData(SentState):
     stream: BatchStream | None = field(default=None, metadata=LOCAL)
     epoch_random_state: dict[str, Any] = field(default_factory=dict)
     workers_before_epoch: list[Any] = field(default_factory=list)
+    steps: RunSteps = field(default_factory=RunSteps, metadata=RESULT)
 
     # Loaders.
 
@@ -77,7 +80,8 @@ class TrainingData(SentState):
         """
         state = context.state
         self.loaded_at = state.current_epoch
-        self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=state.overfit_batches > 0)
+        overfit = state.overfit_batches > 0
+        self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=overfit, steps=self.steps)
         self.max_batches = self.loaders.length()
 
     def restore_request(self, loaded_at: float, workers: list[Any]) -> None:
@@ -90,6 +94,14 @@ class TrainingData(SentState):
         if self.loaders is not None:
             self.loaded_at = loaded_at
             self.loaders.workers.load_state_dict(workers)
+
+    def keep_steps(self, steps: RunSteps) -> None:
+        """Go on with the steps of a checkpoint, from the next request on.
+
+        Args:
+            steps: The steps.
+        """
+        self.steps = steps
 
     def forget(self) -> None:
         """Forget the loaders, so that they are requested anew."""

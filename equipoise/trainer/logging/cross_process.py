@@ -18,7 +18,7 @@ from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.logging.entry import Entry
 
-__all__ = ["LogReduction"]
+__all__ = ["LogReduction", "merge_saved_entries"]
 
 
 @dataclass(frozen=True)
@@ -195,3 +195,40 @@ def _combine(values: Tensor, reduction: str) -> Tensor:
     if reduction == "min":
         return values.amin(0)
     return values.amax(0)
+
+
+def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge the saved entries of several processes, as if one process had logged all their values.
+
+    Args:
+        entries_of_processes: For each process, the results of `Entry.state_dict`, in the order of ranks.
+
+    Returns:
+        One entry for each key. Its last step is that of the first process that has the key.
+    """
+    states_by_key: dict[Any, list[dict[str, Any]]] = {}
+    for states in entries_of_processes:
+        for state in states:
+            key = tuple(state["key"])
+            states_by_key.setdefault(key, []).append(state)
+    return [_merged_entry(states) for states in states_by_key.values()]
+
+
+def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one entry for those that several processes have of a key."""
+    first = states[0]
+    options = LogOptions(*first["options"])
+    # The value of rank 0 alone counts.
+    if options.rank_zero_only:
+        return first
+    totals = [state["total"] for state in states if state["total"] is not None]
+    if not totals:
+        return first
+    dtype = first["dtype"]
+    stacked = torch.stack([total.to(dtype) for total in totals])
+    # The total of a mean is a sum of weighted values.
+    total = stacked.sum(0)
+    if options.reduce_fx != "mean":
+        total = _combine(stacked, options.reduce_fx)
+    weight = sum(state["weight"] for state in states)
+    return {**first, "total": total, "weight": weight}

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
+from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
@@ -90,15 +91,20 @@ class FitLoop:
         self.context = context
         self.fit.data.forget()
 
+    def keep_steps(self, ours: dict[str, Any]) -> None:
+        """Go on with the steps of a checkpoint's run, which the number of batches depends on.
+
+        Args:
+            ours: The entry under our own key; empty for a checkpoint of Lightning.
+        """
+        self.fit.data.keep_steps(RunSteps.from_checkpoint(ours))
+
     def resume(self, loop_state: dict[str, Any], ours: dict[str, Any]) -> None:
         """Prepare to continue from a checkpoint, once its counters are loaded.
 
         Args:
             loop_state: The `fit_loop` entry of the checkpoint.
             ours: The entry under our own key; empty for a checkpoint of Lightning.
-
-        Raises:
-            ConfigurationError: If another number of processes wrote it in the middle of an epoch.
         """
         self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
 
@@ -119,6 +125,8 @@ class FitLoop:
         if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
             return
+        if self.resumption is not None:
+            self.resumption.check_steps()
         # 2. A resumed run may have nothing left to train, and yet lack the hook of the end.
         if self.resumption is None:
             is_finished = self.stopping.is_over()

@@ -15,11 +15,13 @@ yields them now.
 
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
+from equipoise.trainer.checkpointing.merged_positions import merged_position
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
@@ -50,12 +52,8 @@ def resume(
         val_loop: The loop that validates inside the fit.
         loop_state: The `fit_loop` entry of the checkpoint.
         ours: The entry under our own key; empty for a checkpoint of Lightning.
-
-    Raises:
-        ConfigurationError: If another number of processes wrote it in the middle of an epoch.
     """
     state = context.state
-    processes = context.strategy.processes
     # 1. The position of the first process.
     position = ours.get("position")
     positions = ours.get("positions", [])
@@ -73,20 +71,28 @@ def resume(
         position = positions[0]
         # That hook is called again, at the end of the epoch.
         written_in = None
-    # 3. Each process continues from its own position.
-    if len(positions) == processes.world_size:
-        position = positions[processes.rank]
-    resumption = Resumption(context, fit, val_loop, position, loop_state, written_in)
-    # 4. Another number of processes can only begin a new epoch.
-    written_by = len(positions) or 1
-    needs_same_processes = position is not None and resumption.in_epoch and not fit.batches_done()
-    if needs_same_processes and written_by != processes.world_size:
-        raise ConfigurationError(
-            f"The checkpoint was written in the middle of an epoch by {written_by} processes, and there are"
-            f" {processes.world_size} now: some samples of the epoch would be lost, others seen twice. Resume with"
-            f" {written_by}, or from a checkpoint of an epoch's end."
+    # 3. Each process continues from its own position; another number of processes divide all positions among them.
+    if position is not None:
+        position = _position_here(context, positions or [position])
+    return Resumption(context, fit, val_loop, position, loop_state, written_in)
+
+
+def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the position of this process.
+
+    Args:
+        context: The run.
+        positions: Those of the processes that wrote the checkpoint.
+    """
+    processes = context.strategy.processes
+    written_by = len(positions)
+    if written_by == processes.world_size:
+        return positions[processes.rank]
+    if written_by < processes.world_size:
+        rank_zero_info(
+            f"Ranks from {written_by} on begin with the random generators of rank 0: the checkpoint holds none of them."
         )
-    return resumption
+    return merged_position(positions, context.module, processes.rank, processes.world_size)
 
 
 def _was_stopped(state: "RunState", stopped_by: list[str]) -> bool:
@@ -187,6 +193,21 @@ class Resumption:
         return self.position is not None and not self.fit.has_ended
 
     # Data.
+
+    def check_steps(self) -> None:
+        """Check that the rest of the epoch has the samples that were not read yet.
+
+        Raises:
+            ConfigurationError: If another number of processes wrote the checkpoint, and the loaders cannot keep steps.
+        """
+        obstacle = self.fit.data.steps.obstacle
+        if self.position is None or not obstacle or not self.in_epoch or self.fit.batches_done():
+            return
+        raise ConfigurationError(
+            "The checkpoint was written in the middle of an epoch by another number of processes, and some samples of"
+            f" the epoch would be lost, others seen twice: {obstacle}. Resume with as many processes, or from a"
+            " checkpoint of an epoch's end."
+        )
 
     def restore_loaders(self) -> None:
         """Restore the epoch in which the training loaders were requested, and the start of their workers."""

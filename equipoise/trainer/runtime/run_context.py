@@ -12,6 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.precision import Precision
+from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy, Transfer
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
@@ -87,13 +88,16 @@ class RunContext:
         every = self.state.check_val_every_n_epoch
         return every is None or (self.state.current_epoch + 1) % every == 0
 
-    def request_loaders(self, stage: str, limit: float, *, overfit: bool = False) -> Loaders:
+    def request_loaders(
+        self, stage: str, limit: float, *, overfit: bool = False, steps: RunSteps | None = None
+    ) -> Loaders:
         """Request the loaders of a stage from their source, and prepare them.
 
         Args:
             stage: "train", "val", "test" or "predict".
             limit: The `limit_*_batches` of the stage.
             overfit: Whether to turn shuffling off. Default: False.
+            steps: The steps of the training run. Default: None, those of the loaders.
         """
         # 1. The hook of the module or data module, in all processes.
         source = self.sources[stage]
@@ -111,6 +115,7 @@ class RunContext:
             overfit=overfit,
             strategy=self.strategy,
             share=self.state.use_distributed_sampler,
+            steps=steps,
         )
 
     def make_transfer(self, dataloader_idx: int = 0) -> Transfer:

@@ -279,19 +279,6 @@ def test_the_first_process_logs(caplog: pytest.LogCaptureFixture) -> None:
 # Where processes do not agree
 
 
-def test_resuming_in_mid_epoch_with_other_processes(tmp_path: Path) -> None:
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run = fit(numbered(), max_epochs=1, callbacks=[saves], enable_checkpointing=True)
-    run.save_checkpoint(end := tmp_path / "end.ckpt")
-    middle = str(tmp_path / "step=2.ckpt")
-    data = DataLoader(Samples(16), batch_size=2)
-    with pytest.raises(ConfigurationError, match=r"in the middle of an epoch by 2 processes, and there are 3 now"):
-        trainer("ddp", 3).fit(numbered(), data, ckpt_path=middle)
-    with pytest.raises(ConfigurationError, match=r"by 2 processes, and there are 1 now"):
-        trainer("single_device", 1).fit(numbered(), data, ckpt_path=middle)
-    trainer("ddp", 3).fit(numbered(), data, ckpt_path=end)
-
-
 class StopsAlone(Numbered):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         wait_briefly()

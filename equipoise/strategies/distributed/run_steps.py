@@ -1,0 +1,198 @@
+"""Steps of a training run, which stay the same if it goes on with another number of processes.
+
+Step k of W processes has the samples order[k·B : (k+1)·B], where B = batch_size·W. If B and the order stay what they
+were, then so do steps, counters and schedules, whatever the number of processes: only who computes which samples
+changes. So a run notes the number of processes with which it began, and the sizes of its steps.
+"""
+
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from equipoise.interop.torch.loaders import with_sampler
+from equipoise.parallel.batches.sampling import SameOrder
+from equipoise.parallel.batches.whole_steps import AgreedOrder, WholeSteps
+from equipoise.parallel.communication.processes import Processes
+from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes, seed_of_order
+
+__all__ = ["RunSteps"]
+
+
+class RunSteps:
+    """Steps with which a run began, and in which it goes on.
+
+    Args:
+        processes: Number of processes with which the run began; None if it begins now.
+        seed: Seed of the order that several processes share. Default: that of `seed_everything`.
+        batch_sizes: The `batch_size` of each training loader then; None if it is not known any more.
+        step_sizes: Number of samples in a step of each loader; None if it is not known any more.
+
+    Attributes:
+        obstacle: Reason why the steps of a run with another number of processes could not be kept. Empty: they are.
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        seed: int | None = None,
+        batch_sizes: list[int | None] | None = None,
+        step_sizes: list[int | None] | None = None,
+    ) -> None:
+        self.processes = processes
+        self.seed = seed_of_order() if seed is None else seed
+        self.batch_sizes = batch_sizes
+        self.step_sizes = step_sizes
+        self.obstacle = ""
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps in plain data."""
+        return {
+            "processes": self.processes,
+            "seed": self.seed,
+            "batch_sizes": self.batch_sizes,
+            "step_sizes": self.step_sizes,
+        }
+
+    @classmethod
+    def from_checkpoint(cls, entry: dict[str, Any]) -> "RunSteps":
+        """Return the steps of a checkpoint.
+
+        Args:
+            entry: The entry of Equipoise. An old one holds the positions of the processes alone; that of Lightning's
+                checkpoints is empty, and the run begins with the present number of processes.
+        """
+        steps = entry.get("steps")
+        if steps is not None:
+            return cls(steps["processes"], steps["seed"], steps["batch_sizes"], steps["step_sizes"])
+        if entry.get("position") is None:
+            return cls()
+        return cls(len(entry.get("positions", ())) or 1)
+
+    # Loaders.
+
+    def keep(self, loaders: list[Any], processes: Processes, *, share: bool = True) -> list[Any]:
+        """Return the training loaders, with whole steps where the number of processes has changed.
+
+        Args:
+            loaders: The training loaders as the user gave them.
+            processes: The present processes, which will divide the steps.
+            share: Whether the strategy divides them. False: the loaders read the share of each process by themselves.
+        """
+        count = processes.world_size
+        self.obstacle = ""
+        if self.processes is not None and self.processes != count:
+            self.obstacle = self._find_obstacle(loaders, share=share)
+            if not self.obstacle:
+                return self._kept(loaders, processes)
+            rank_zero_info(
+                f"The run began with {_processes(self.processes)} and goes on with {_processes(count)}. A step has other"
+                f" samples from now on: {self.obstacle}."
+            )
+        self._begin(loaders, count)
+        return loaders
+
+    def _begin(self, loaders: list[Any], count: int) -> None:
+        """Note the steps that the loaders have with this number of processes."""
+        sizes = [_batch_size_of(loader) for loader in loaders]
+        self.processes = count
+        self.seed = seed_of_order()
+        self.batch_sizes = sizes
+        self.step_sizes = [None if size is None else size * count for size in sizes]
+
+    def _find_obstacle(self, loaders: list[Any], *, share: bool) -> str:
+        """Return why loaders cannot have the steps of the run; empty if they can."""
+        if not share:
+            return "with use_distributed_sampler=False the loaders decide which samples a process reads"
+        for loader in loaders:
+            reason = _why_not(loader)
+            if reason:
+                return reason
+        sizes = [loader.batch_size for loader in loaders]
+        if self.batch_sizes is not None and sizes != self.batch_sizes:
+            return f"the loaders had batch_size {_listed(self.batch_sizes)}, and now it is {_listed(sizes)}"
+        return ""
+
+    def _kept(self, loaders: list[Any], processes: Processes) -> list[Any]:
+        """Return loaders that yield the steps of the run, and say so."""
+        assert self.processes is not None
+        if self.batch_sizes is None or self.step_sizes is None:
+            self.batch_sizes = [loader.batch_size for loader in loaders]
+            self.step_sizes = [None if size is None else size * self.processes for size in self.batch_sizes]
+        kept = []
+        for loader, size in zip(loaders, self.step_sizes, strict=True):
+            steps = self._steps_of(loader, size, processes)
+            kept.append(with_sampler(loader, steps, batches=True))
+        self._report(processes.world_size)
+        return kept
+
+    def _steps_of(self, loader: DataLoader[Any], size: int | None, processes: Processes) -> WholeSteps:
+        """Return the steps of one loader.
+
+        Args:
+            loader: The loader.
+            size: Number of samples of a step; None: a batch sampler of the user decides.
+            processes: The present processes.
+        """
+        assert self.processes is not None
+        if size is not None:
+            order: Any = self._order_of(loader, processes)
+            return WholeSteps(BatchSampler(order, size, loader.drop_last), size=size)
+        if self.processes == 1:
+            return WholeSteps(AgreedOrder(loader.batch_sampler, processes.broadcast))
+        return WholeSteps(SameOrder(loader.batch_sampler, self.seed), joined=self.processes)
+
+    def _order_of(self, loader: DataLoader[Any], processes: Processes) -> Any:
+        """Return the order of the samples, which is that with which the run began."""
+        assert self.processes is not None
+        if self.processes > 1:
+            return order_of_processes(loader, self.seed)
+        if isinstance(loader.sampler, SequentialSampler):
+            return loader.sampler
+        return AgreedOrder(loader.sampler, processes.broadcast)
+
+    def _report(self, count: int) -> None:
+        """Say in one line that the steps stay as they were."""
+        assert self.step_sizes is not None
+        samples = "samples"
+        if None not in self.step_sizes:
+            samples = f"{_listed(self.step_sizes)} samples"
+        rank_zero_info(
+            f"The run began with {_processes(self.processes)} and goes on with {_processes(count)}: a step keeps its"
+            f" {samples}."
+        )
+
+
+def _why_not(loader: Any) -> str:
+    """Return why the steps of a loader cannot be divided among another number of processes; empty if they can."""
+    kind = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        return f"{kind} is no DataLoader, so nobody knows which of its samples were read"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__name__} is a stream, so nobody knows which of its samples were read"
+    if callable(getattr(loader, "state_dict", None)):
+        return f"{kind} saves a position of its own, which is that of one process"
+    if loader.batch_sampler is None:
+        return "a loader with batch_size=None makes no batches that could be divided"
+    if has_distributed_sampler(loader):
+        return f"a {type(loader.sampler).__name__} of your own decides which samples a process reads"
+    return ""
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """Return the number of samples of a batch; None if the loader or its own batch sampler decides."""
+    if isinstance(loader, DataLoader):
+        return loader.batch_size
+    return None
+
+
+def _listed(sizes: list[Any]) -> str:
+    return " and ".join(map(str, sizes))
+
+
+def _processes(count: int | None) -> str:
+    if count == 1:
+        return "one process"
+    return f"{count} processes"
