@@ -34,8 +34,8 @@ MetricListener = Callable[[Any, dict[str, Any], int], None]
 class RunState(SentState, Stages, Limits, Speed, Savers):
     """The state of a trainer, from its constructor on; a second run goes on with it.
 
-    Limits, choices about speed and memory, and settings without a text here, are the checked arguments of the Trainer of the same
-    names.
+    Limits, choices about speed and memory, and settings without a text here, are the checked arguments of the Trainer
+    of the same names.
 
     Attributes:
         root_dir: The folder of files for which the user names no folder, as it was passed.
