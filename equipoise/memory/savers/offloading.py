@@ -1,8 +1,10 @@
 """Saved tensors on the host: what a forward saves for the backward waits there until the backward needs it.
 
 Copies travel in the stream of the computation, to and from pinned memory. The forward does not wait for them. The host
-waits for a copy before it sends it back, which it does once in a step, where the backward begins. Torch does not notice changes in place of tensors that pass through its hooks, and would compute wrong gradients: tensors that stay on
-the device are checked here. A copy has the values of the time of the forward, which are the right ones.
+waits for a copy before it sends it back, so the host catches up with the device where the backward begins.
+
+Torch does not notice changes in place of tensors that pass through its hooks, and would compute wrong gradients.
+Tensors that stay on the device are checked here. A copy has the values of the time of the forward, which are right.
 """
 
 import weakref

@@ -81,7 +81,7 @@ def copies_of(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def test_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters, buffers, their views, small and expanded tensors stay; a tensor that is saved twice is copied once."""
+    """Parameters, buffers, their views, small and expanded tensors stay; what is saved twice is copied once."""
     copied = copies_of(monkeypatch)
     layer = nn.Linear(16, 16)
     layer.register_buffer("scale", torch.ones(16, 16))
