@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from equipoise.callbacks import Callback as Callback
     from equipoise.callbacks import EvaluationResult as EvaluationResult
+    from equipoise.callbacks import InplaceActivations as InplaceActivations
     from equipoise.callbacks import MemoryLogger as MemoryLogger
     from equipoise.callbacks import NoGradEvaluation as NoGradEvaluation
     from equipoise.callbacks import OOMRecovery as OOMRecovery

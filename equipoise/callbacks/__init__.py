@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback as Callback
     from equipoise.callbacks.evaluation.evaluation_pass import EvaluationResult as EvaluationResult
     from equipoise.callbacks.evaluation.no_grad_evaluation import NoGradEvaluation as NoGradEvaluation
+    from equipoise.callbacks.memory.inplace_activations import InplaceActivations as InplaceActivations
     from equipoise.callbacks.memory.memory_logger import MemoryLogger as MemoryLogger
     from equipoise.callbacks.oom_recovery import OOMRecovery as OOMRecovery
     from equipoise.callbacks.progress.progress_bar import ProgressBar as ProgressBar

@@ -25,6 +25,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.callbacks.callback": ("Callback",),
         "equipoise.callbacks.evaluation.evaluation_pass": ("EvaluationResult",),
         "equipoise.callbacks.evaluation.no_grad_evaluation": ("NoGradEvaluation",),
+        "equipoise.callbacks.memory.inplace_activations": ("InplaceActivations",),
         "equipoise.callbacks.memory.memory_logger": ("MemoryLogger",),
         "equipoise.callbacks.oom_recovery": ("OOMRecovery",),
         "equipoise.callbacks.progress.progress_bar": ("ProgressBar",),

@@ -32,6 +32,7 @@ from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
+from equipoise.trainer.optimization.savers.step_obstacles import check_optimizer
 from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
 from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state
@@ -140,6 +141,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
         optimizers, configs = parse_optimizers(configured, context.module)
         if state.fuses_optimizers:
             fuse_optimizers(optimizers, context.module)
+        if state.steps_in_backward:
+            check_optimizer(optimizers[0])
         state.set_optimizers(optimizers, configs)
         context.hooks.call("on_fit_start")
     if state.enable_autolog_hparams:

@@ -112,6 +112,12 @@ class Trainer(PublicState):
         fused_optimizer: Let the optimiser step all parameters by one kernel, where torch has one for it and
             `configure_optimizers` has chosen no other way. Its rounding is another. Lightning has no such argument.
             Default: False.
+        step_in_backward: Step each parameter as soon as its gradient is complete and free the gradient, so that all
+            gradients never exist at once; the numbers are the same. One device, optimisers of torch, no clipping by
+            norm and no accumulation; see docs/memory_savers.md. Lightning has no such argument. Default: False.
+        offload_activations: Keep tensors that the forward saves for the backward in the memory of the host: those of
+            at least 1 MiB (True), or of at least this number of bytes. Parameters and buffers stay. Lightning has no
+            such argument. Default: False.
 
     Raises:
         ConfigurationError: If an argument is wrong, or contradicts another one.
@@ -171,6 +177,8 @@ class Trainer(PublicState):
         fused_optimizer: bool = False,
         detect_nonfinite: bool | None = None,
         prefetch: bool | Literal["auto"] = "auto",
+        step_in_backward: bool = False,
+        offload_activations: bool | int = False,
     ) -> None:
         # 1. Devices, strategy and precision.
         check.check_flags(
@@ -208,7 +216,7 @@ class Trainer(PublicState):
         self.inference_mode = inference_mode
         self.detect_nonfinite = options["detect_nonfinite"]
         self.enable_autolog_hparams = enable_autolog_hparams
-        self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
+        self.run_state.choose_savers(activation_checkpointing, step_in_backward, offload_activations)
 
         # 3. Speed, and limits.
         self.run_state.choose_speed(prefetch, compile, fused_optimizer)

@@ -14,7 +14,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["fuse", "has_step_hooks", "plain_step", "unscales_by_itself"]
+__all__ = ["fuse", "has_any_step_hooks", "has_step_hooks", "is_of_torch", "plain_step", "unscales_by_itself"]
 
 # The constructor of an optimiser sets this attribute with `fused=True`; nothing public sets it later.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
@@ -23,6 +23,20 @@ _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if the optimiser has step pre-hooks. They receive the closure, so it must be passed."""
     return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def has_any_step_hooks(optimizer: Optimizer) -> bool:
+    """Return True if a function runs before or after each step of the optimiser."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def is_of_torch(optimizer: object) -> bool:
+    """Return True for an optimiser of torch itself, not for subclasses that others have defined.
+
+    Newer classes name `torch.optim` as their module, older ones a module within it.
+    """
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[], Any]:

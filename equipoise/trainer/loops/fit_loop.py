@@ -9,6 +9,7 @@
 A resumed run first completes the epoch in which its checkpoint was written.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -68,6 +69,8 @@ class FitLoop:
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
+        # Removes the hooks that an epoch has registered.
+        self._close_epoch_hooks: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what outlives a run, for another process."""
@@ -78,6 +81,7 @@ class FitLoop:
             "resumption": None,
             "loss_watch": None,
             "step_class": None,
+            "_close_epoch_hooks": None,
         }
 
     # One run.
@@ -183,6 +187,9 @@ class FitLoop:
             closing.insert(0, self.loss_watch.close)
         if self.step_class is not None:
             closing.append(self.step_class.close)
+        if self._close_epoch_hooks is not None:
+            closing.append(self._close_epoch_hooks)
+        self._close_epoch_hooks = None
         self.loss_watch = None
         self.step_class = None
         call_all(closing)
@@ -273,8 +280,10 @@ class FitLoop:
             step_class=self.step_class,
         )
         self.optimization = epoch.optimization
+        self._close_epoch_hooks = self.optimization.close
         if not epoch.is_stopped():
             epoch.run()
+        self._close_epoch_hooks()
 
     def _after_batch(self) -> AfterBatch:
         return AfterBatch(self.context, self.fit, self.schedulers, self._validate)

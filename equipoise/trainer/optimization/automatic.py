@@ -30,6 +30,8 @@ from equipoise.trainer.optimization.automatic_step import AutomaticStep, Repeata
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.manual import ManualOptimization
+from equipoise.trainer.optimization.savers.step_in_backward import StepInBackward
+from equipoise.trainer.optimization.savers.step_obstacles import check_clipping
 from equipoise.trainer.optimization.window_gradients import WindowGradients
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import Recovery
@@ -116,6 +118,7 @@ class AutomaticOptimization:
         recovers = is_armed(context) and not skip_backward
         optimizers = StrategyOptimizers(strategy.setup_optimizer)
         self._gradients = WindowGradients(context, window, self._optimizer, optimizers, may_split=recovers)
+        self._in_backward = self._step_in_backward(skip_backward=skip_backward)
 
         # 2. The training step.
         if step_class is None:
@@ -124,7 +127,7 @@ class AutomaticOptimization:
             context,
             window,
             batch_weight,
-            self._gradients.zero,
+            self._gradients.zero if self._in_backward is None else self._in_backward.begin,
             skip_backward=skip_backward,
             count_skipped=count_skipped,
         )
@@ -156,6 +159,25 @@ class AutomaticOptimization:
         # Outputs of the parts of a batch are put together only if a hook reads them.
         self._gathers_outputs = hooks.reads_outputs("on_train_batch_end")
 
+    def _step_in_backward(self, *, skip_backward: bool) -> StepInBackward | None:
+        """Return the optimiser's step as a part of the backward; None if it comes after the backward."""
+        state = self._state
+        if not state.steps_in_backward or skip_backward:
+            return None
+
+        def clip(optimizer: Optimizer) -> None:
+            # Callbacks may change how gradients are clipped, so the settings are read in each step.
+            if state.gradient_clip_val:
+                check_clipping(state)
+                self._gradients.clip(optimizer)
+
+        return StepInBackward(self._optimizer, self._gradients.zero, clip)
+
+    def close(self) -> None:
+        """Remove the hooks on the parameters, at the end of the epoch or after a failure."""
+        if self._in_backward is not None:
+            self._in_backward.close()
+
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Compute the gradients of a batch and, if it is the last of its window, step the optimiser."""
         step = self.step
@@ -169,11 +191,14 @@ class AutomaticOptimization:
         if self._needs_no_closure:
             optimizer = self._optimizer
             result = self._forward_backward(step, parts, True)
-            skipped = self._gradients.finish(optimizer, result.loss is None)
-            if self._plain_step is not None:
-                self._plain_step()
+            if self._in_backward is not None:
+                self._in_backward.finish()
             else:
-                self._take_step(optimizer, skipped)
+                skipped = self._gradients.finish(optimizer, result.loss is None)
+                if self._plain_step is not None:
+                    self._plain_step()
+                else:
+                    self._take_step(optimizer, skipped)
         else:
             result = self._step_with_closure(parts, batch_idx)
         counts.completed = counts.ready

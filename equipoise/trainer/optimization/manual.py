@@ -50,6 +50,9 @@ class ManualOptimization:
         self.step.begin_batch(batch_idx)
         return self._forward_backward(self.step, parts, last)
 
+    def close(self) -> None:
+        """Do nothing: there is nothing to remove at the end of an epoch."""
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Step an optimiser, with the hooks and the scaler; a LightningOptimizer calls this."""
         strategy_optimizer = self._optimizers.of(optimizer)

@@ -20,6 +20,7 @@ from equipoise.parallel.step_protocols import Around, StepResult
 from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.logging.collection import Logged
 from equipoise.trainer.optimization.merged_logs import log_merged
+from equipoise.trainer.optimization.savers.offloaded_forward import forward_context
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -56,7 +57,7 @@ class ModuleStep:
         self._name = name
         self._hooks = context.hooks
         self._logs = context.logs
-        self._forward_context = context.precision.forward_context
+        self._forward_context = forward_context(context, name)
         self._around: Around | None = None
         self.is_plain = self._forward_context is None
         self._methods: dict[nn.Module, Callable[..., Any]] = {}

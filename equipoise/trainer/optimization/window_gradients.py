@@ -126,9 +126,14 @@ class WindowGradients:
             algorithm = self._state.gradient_clip_algorithm
             self._user_clip(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
         elif value:
-            algorithm = self._state.gradient_clip_algorithm
-            self._strategy.clip_gradients(optimizer, value, algorithm or "norm")
+            self.clip(optimizer)
         return skipped
+
+    def clip(self, optimizer: Optimizer) -> None:
+        """Clip the gradients of an optimiser, as the settings say at present."""
+        state = self._state
+        assert state.gradient_clip_val is not None
+        self._strategy.clip_gradients(optimizer, state.gradient_clip_val, state.gradient_clip_algorithm or "norm")
 
     def _unscales_early(self, optimizer: Optimizer) -> bool:
         """Return True if gradients must be unscaled before the optimiser's step."""

@@ -23,6 +23,8 @@ from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.names import warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
 from equipoise.trainer.optimization.compiled.obstacles import check_strategy
+from equipoise.trainer.optimization.savers import step_obstacles
+from equipoise.trainer.optimization.savers.offloaded_forward import check_offloading
 from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
 
 if TYPE_CHECKING:
@@ -171,6 +173,10 @@ def _check_fit(context: "RunContext") -> None:
     # 3. Arguments without an effect.
     if context.state.compiles_steps:
         check_strategy(context.strategy)
+    if context.state.steps_in_backward:
+        step_obstacles.check_run(context)
+    if context.state.offload_least_bytes is not None:
+        check_offloading(context)
     if not module.automatic_optimization:
         _check_manual_optimization(context)
 

@@ -24,6 +24,7 @@ __all__ = [
     "check_flags",
     "check_order",
     "check_patterns",
+    "check_size",
     "check_val_intervals",
     "gradient_clipping",
     "make_profiler",
@@ -121,6 +122,21 @@ def check_flag(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
     raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
+
+
+def check_size(name: str, value: Any) -> int:
+    """Return a number of bytes that stands in place of a switch.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+
+    Raises:
+        ConfigurationError: If it is no whole number from 0.
+    """
+    if is_whole(value, least=0):
+        return int(value)
+    raise ConfigurationError(f"{name} must be True, False or a number of bytes from 0, not {value!r}.")
 
 
 def check_batch_limit(name: str, value: Any) -> int | float:

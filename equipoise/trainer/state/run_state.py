@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from equipoise.trainer.settings.limits import Limits
 from equipoise.trainer.settings.speed import Speed
 from equipoise.trainer.state.progress import FitProgress
+from equipoise.trainer.state.savers import Savers
 from equipoise.trainer.state.sent_state import LOCAL, LOCAL_RESULT, RESULT, SentState
 from equipoise.trainer.state.stages import Stages
 
@@ -30,11 +31,11 @@ MetricListener = Callable[[Any, dict[str, Any], int], None]
 
 
 @dataclass(eq=False)
-class RunState(SentState, Stages, Limits, Speed):
+class RunState(SentState, Stages, Limits, Speed, Savers):
     """The state of a trainer, from its constructor on; a second run goes on with it.
 
-    Limits, choices about speed, and settings without a text here, are the checked arguments of the Trainer of the same
-    names.
+    Limits, choices about speed and memory, and settings without a text here, are the checked arguments of the Trainer
+    of the same names.
 
     Attributes:
         root_dir: The folder of files for which the user names no folder, as it was passed.
@@ -59,7 +60,6 @@ class RunState(SentState, Stages, Limits, Speed):
     accumulate_grad_batches: int = 1
     gradient_clip_val: int | float | None = None
     gradient_clip_algorithm: str | None = None
-    activation_checkpointing: list[str] | None = None
     sync_batchnorm: bool = False
 
     # Settings of data and evaluation.

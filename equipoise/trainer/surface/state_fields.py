@@ -110,6 +110,8 @@ class StateFields:
     gradient_clip_val = StateField[int | float | None]()
     gradient_clip_algorithm = StateField[str | None]()
     activation_checkpointing = StateField[list[str] | None]()
+    steps_in_backward = StateField[bool]()
+    offload_least_bytes = StateField[int | None]()
     compiles_steps = StateField[Literal["auto"] | bool]()
     fuses_optimizers = StateField[bool]()
     sync_batchnorm = StateField[bool]()

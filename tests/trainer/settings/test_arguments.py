@@ -22,6 +22,8 @@ from tests.support.trainer_runs import Small, loader, trainer
 pytestmark = ignoring()
 LIGHTNINGS_ALONE = {"model_registry"}  # of Lightning's own cloud
 OURS_ALONE = {
+    "offload_activations": False,
+    "step_in_backward": False,
     "activation_checkpointing": None,
     "compile": False,
     "detect_nonfinite": None,

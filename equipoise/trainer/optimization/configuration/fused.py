@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from equipoise.interop.torch.optimizers import fuse
+from equipoise.interop.torch.optimizers import fuse, is_of_torch
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 
@@ -56,7 +56,7 @@ def _is_chosen_by_user(optimizer: Optimizer) -> bool:
 
 def _why_not_fused(optimizer: Optimizer, module: nn.Module) -> str | None:
     """Return the reason why an optimiser cannot be fused; None if there is none."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not is_of_torch(optimizer):
         return "it is not one of torch's own"
     if "fused" not in optimizer.defaults:
         return "torch has no fused form of it"

@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
-from equipoise.interop.torch.optimizers import has_step_hooks
+from equipoise.interop.torch.optimizers import has_step_hooks, is_of_torch
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.trainer.optimization.configuration.scheduler_config import (
@@ -237,5 +237,4 @@ def load_gradients(optimizers: Iterable[Optimizer], gradients: Iterable[Tensor |
 
 def takes_no_closure(optimizer: Optimizer) -> bool:
     """Return True if neither the optimiser nor a hook on it can tell that it was stepped without a closure."""
-    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    return is_of_torch and not isinstance(optimizer, LBFGS) and not has_step_hooks(optimizer)
+    return is_of_torch(optimizer) and not isinstance(optimizer, LBFGS) and not has_step_hooks(optimizer)
