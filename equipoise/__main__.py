@@ -17,7 +17,7 @@ from types import ModuleType
 import equipoise
 from equipoise.app.config.checks import STAGES, did_you_mean
 from equipoise.app.devices import show_devices
-from equipoise.errors import CheckpointError, ConfigurationError, StepError
+from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
 
 __all__ = ["main"]
 
@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command and its arguments. Default: those of this process.
 
     Returns:
-        The exit code: 0; 2 after an error in the user's input, with one message; 130 after an interrupt.
+        The exit code: 0; 1 if jobs of a sweep failed; 2 after an error in the user's input, with one message; 130 after
+        an interrupt.
     """
     # 1. Take out the flag that is none of Hydra's.
     if arguments is None:
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("equipoise: interrupted.", file=sys.stderr)
         return 130
+    except SweepError as error:
+        print(f"equipoise: {error}", file=sys.stderr)
+        return 1
     except (ConfigurationError, CheckpointError, StepError) as error:
         if debug:
             raise

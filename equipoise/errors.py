@@ -15,6 +15,7 @@ __all__ = [
     "ConfigurationRuntimeError",
     "ConfigurationTypeError",
     "StepError",
+    "SweepError",
     "WorkerError",
 ]
 
@@ -89,6 +90,10 @@ class StepError(_AlsoLightnings, RuntimeError):
 
     Where Lightning is loaded, `except MisconfigurationException` catches it, too.
     """
+
+
+class SweepError(RuntimeError):
+    """Jobs of a sweep failed, while the others ran to their ends."""
 
 
 class WorkerError(RuntimeError):

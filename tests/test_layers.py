@@ -20,7 +20,7 @@ FLOORS = [
     ["memory", "parallel"],
     ["pipeline", "callbacks"],
     ["strategies", "report"],
-    ["trainer"],
+    ["trainer", "integrations"],
     ["conf", "app"],
     ["__main__"],
 ]

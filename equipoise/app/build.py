@@ -1,6 +1,6 @@
 """Build the objects that a composed configuration names, after all its values are checked."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import hydra
@@ -89,6 +89,8 @@ def _parts(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if strategy is not None and not isinstance(strategy, str):
         yield "strategy", strategy
     yield "trainer", values["trainer"]
+    if values.get("launcher"):
+        yield "launcher", values["launcher"]
 
 
 def _members(values: Mapping[str, Any], group: str) -> Iterator[tuple[str, Any]]:
@@ -125,16 +127,18 @@ def build(values: Mapping[str, Any], key: str, **more: Any) -> Any:
         ) from error
 
 
-def build_trainer(values: Mapping[str, Any]) -> Any:
+def build_trainer(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Any:
     """Build the trainer with its strategy, callbacks and loggers.
 
     Args:
         values: The whole configuration, as `check_values` has accepted it.
+        callbacks: Callbacks besides the configured ones. Default: none.
     """
     # 1. The objects that the trainer uses.
     more: dict[str, Any] = {}
     for group in ("callbacks", "logger"):
         more[group] = [build(node, key) for key, node in _members(values, group)]
+    more["callbacks"] += callbacks
     # An empty list would mean the trainer's default logger.
     if not more["logger"]:
         more["logger"] = False

@@ -1,23 +1,21 @@
-"""Compose a configuration with Hydra, build its objects and run them. Hydra is imported in `app` alone.
+"""Compose a configuration with Hydra, and run it once or as a sweep. Hydra is imported in `app` alone.
 
     equipoise fit key=value ──→ main ──→ Hydra composes ──┐
     a hydra.main of your own ──→ Hydra composes ──────────┴──→ run ──→ builds data, module, callbacks, Trainer ──→ fits
 
 Hydra looks for configurations in the user's folders, then in `equipoise/conf`, then among the structured ones. Those
-are derived here from the constructors of the trainer, the strategies and the callbacks.
+are derived here from the constructors of the trainer, the strategies, the callbacks and the launchers.
 """
 
 import contextlib
 import os
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import hydra
 import lightning.pytorch.callbacks as lightning_callbacks
-import torch
 import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -27,30 +25,25 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
-from equipoise.app.build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
 from equipoise.app.config.checks import GROUPS, did_you_mean
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.help import describe_key
 from equipoise.app.messages import explain, options
-from equipoise.app.output import keep_metrics, without_empty_folder
-from equipoise.app.sweep import check_first_trial, check_sweep, is_sweep, sweep_value
+from equipoise.app.running import run
+from equipoise.app.sweeps.batches import launcher_of
+from equipoise.app.sweeps.collection import collected_results
+from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
+from equipoise.app.sweeps.pool import PoolLauncher
+from equipoise.app.sweeps.ray_launcher import RayLauncher
 from equipoise.errors import ConfigurationError
-from equipoise.report.facts import shorten
 
 __all__ = ["complete", "explain_keys", "main", "run"]
 
-_LOADERS = {
-    "fit": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
 # Base classes, one that takes functions, and two that work on the inside of Lightning's loops.
 _NOT_OFFERED = {
     *("BaseFinetuning", "BasePredictionWriter", "Callback", "Checkpoint", "ProgressBar", "WeightAveraging"),
@@ -71,7 +64,7 @@ class _SearchPath(SearchPathPlugin):
 
 
 def _register() -> None:
-    """Register structured configurations of the trainer, and of every strategy and callback with a public name."""
+    """Register structured configurations of the trainer, of every public strategy and callback, and of launchers."""
     store = ConfigStore.instance()
     public_classes = [getattr(equipoise, name) for name in equipoise.__all__]
 
@@ -93,6 +86,13 @@ def _register() -> None:
             name = option_name(callback)
             node = config_class(callback)
             store.store(name=name, group="callbacks", node=node, package=f"callbacks.{name}")
+
+    # 4. Launchers. Hydra starts jobs by a plugin, which asks the chosen launcher.
+    plugin = {"_target_": "hydra_plugins.equipoise_launcher.EquipoiseLauncher"}
+    store.store(name="equipoise", group="hydra/launcher", node=plugin)
+    for name, launcher in (("pool", PoolLauncher), ("ray", RayLauncher)):
+        options = {"defaults": [{"override /hydra/launcher": "equipoise"}], "launcher": config_class(launcher)}
+        store.store(name=name, group="launcher", node=options, package="_global_")
 
     Plugins.instance().register(_SearchPath)
 
@@ -129,8 +129,9 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
 
     try:
         if is_sweep(arguments):
-            _first_trial(arguments, folders)
-        _hydra(task, arguments, folders)
+            _check_first_trial(arguments, folders)
+        with collected_results():
+            _hydra(task, arguments, folders)
         for failure in failures:
             raise failure
     except MisconfigurationException as error:
@@ -216,11 +217,13 @@ def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequenc
         raise ConfigurationError(explain(error, folders)) from error
 
 
-def _first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:
+def _check_first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """Check a sweep before it begins."""
     _SearchPath.folders = folders[1:]
     with _paths_of(folders):
-        check_first_trial(arguments, str(folders[0]), "config")
+        config = first_trial(arguments, str(folders[0]), "config")
+        if config.get("launcher"):
+            launcher_of(config).check_sweep(config)
 
 
 def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_name: str = "config") -> None:
@@ -252,102 +255,3 @@ def _paths_of(folders: Sequence[Path]) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = path
-
-
-# Running.
-
-
-def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
-    """Build the objects of a composed configuration and run them, for the command and for a `hydra.main` of your own.
-
-    Args:
-        config: A configuration that has `equipoise` in its defaults list.
-        stage: "fit", "validate", "test" or "predict". Default: the configuration's `stage`.
-
-    Returns:
-        The last metrics of the run, including those of the test if `test` is true.
-
-    Raises:
-        ConfigurationError: If a value is missing, a `_target_` cannot be imported, or does not take an argument.
-
-    Example:
-        >>> import hydra
-        >>> from equipoise.app import run
-        >>> @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-        ... def main(config):
-        ...     run(config)
-    """
-    # 1. Check all values, then build the objects.
-    data = None
-    try:
-        values = plain_values(config)
-        if stage is not None:
-            values["stage"] = stage
-        output = Path(values.get("output_dir") or ".")
-        with without_empty_folder(output):
-            check_values(values)
-            values["ckpt_path"] = chosen_checkpoint(values)
-        _prepare(output, values)
-        if values.get("data"):
-            data = build(values["data"], "data")
-        module = build(values["module"], "module")
-        trainer = build_trainer(values)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error)) from error
-    loader = _LOADERS[values["stage"]]
-    if data is None and not overrides(module, LightningModule, loader):
-        raise ConfigurationError(f"There are no data: choose some with data=NAME, or define {loader} in the module.")
-
-    # 2. Run them, without two of Lightning's warnings.
-    with warnings.catch_warnings():
-        # The folder is this run's own.
-        warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
-        if values["stage"] != "fit":
-            # Nothing is saved there.
-            warnings.filterwarnings("ignore", "The dirpath has changed")
-        return _run_stages(trainer, module, data, values)
-
-
-def _prepare(output: Path, values: Mapping[str, Any]) -> None:
-    """Begin the folder of the run, and seed."""
-    output.mkdir(parents=True, exist_ok=True)
-    # A resumed run appends to the metrics of the earlier one; all others begin a new file.
-    if values["stage"] != "fit" or values["ckpt_path"] in (None, "last", "best"):
-        keep_metrics(output)
-    config = OmegaConf.create(dict(values))
-    OmegaConf.save(config, output / "config.yaml")
-    if values["seed"] is not None:
-        seed_everything(values["seed"], workers=True)
-
-
-def _run_stages(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> dict[str, float]:
-    """Run the stage, and the test that `test` asks for after a fit; return the metrics of both."""
-    # 1. The stage itself.
-    stage = values["stage"]
-    run_stage = getattr(trainer, stage)
-    result = run_stage(module, datamodule=data, ckpt_path=values["ckpt_path"])
-    metrics = dict(trainer.callback_metrics)
-
-    # 2. Predictions are saved, as the command has nothing to return them to.
-    if stage == "predict" and result:
-        predictions = Path(values["output_dir"], "predictions.pt")
-        torch.save(result, predictions)
-        print(f"Predictions: {shorten(str(predictions))}")
-
-    # 3. The test after a fit.
-    if stage == "fit" and values["test"]:
-        if _has_test(module, data):
-            best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-            trainer.test(module, datamodule=data, ckpt_path=best or None)
-            metrics.update(trainer.callback_metrics)
-        else:
-            warnings.warn("test=true, but there is no test_step or no test_dataloader: no test is run.", stacklevel=2)
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _has_test(module: Any, data: Any) -> bool:
-    if not overrides(module, LightningModule, "test_step"):
-        return False
-    if data is None:
-        return overrides(module, LightningModule, "test_dataloader")
-    return overrides(data, LightningDataModule, "test_dataloader")

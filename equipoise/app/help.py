@@ -25,6 +25,7 @@ _MEANINGS = {
     "precision": "The number format: precision=NAME sets trainer.precision.",
     "callbacks": "What runs at the hooks of a run: callbacks=[NAME,...], each with its options below its name.",
     "logger": "Where logged values are written: logger=[NAME,...].",
+    "launcher": "Where jobs run: launcher=pool gives each job of a sweep a device, launcher=ray uses a Ray cluster.",
     "module": "Your LightningModule: its class is module._target_, its arguments are the other keys.",
     "data": "Your LightningDataModule, in the same form as module.",
     "experiment": "A file that changes any of the other keys, for a run with a name.",

@@ -1,1 +1,1 @@
-"""Names of torch, Lightning and torchmetrics that are private, each with the reason why nothing public does."""
+"""Names of torch, Lightning, torchmetrics and Ray that are private, each with the reason why nothing public does."""

@@ -37,6 +37,7 @@ from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
 from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state
 from equipoise.trainer.runtime import slurm
+from equipoise.trainer.runtime.lost_reports import refuse_lost_reports
 from equipoise.trainer.runtime.preflight import placing
 from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.request import Request
@@ -71,6 +72,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     processes = parts.strategy.processes
     shared: list[Any] = []
     if processes.spawns:
+        refuse_lost_reports(state.callbacks)
         shared = shared_objects(parts, request)
     try:
         results = processes.launch(partial(_carry_out, parts, request, shared), shared)

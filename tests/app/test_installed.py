@@ -37,6 +37,7 @@ def test_the_wheel_holds_configurations_and_the_starter_project_and_no_leftovers
     files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
     assert {"equipoise/report/page/report.css", "equipoise/report/page/report.js"} <= files
     assert {"equipoise/conf/equipoise.yaml", "equipoise/conf/logger/csv.yaml", "equipoise/py.typed"} <= files
+    assert "hydra_plugins/equipoise_launcher.py" in files
     starter = {path.removeprefix("equipoise/starter/") for path in files if path.startswith("equipoise/starter/")}
     assert {"conf/config.yaml", "conf/experiment/digits.yaml", "digits/module.py", "tests/test_digits.py"} <= starter
     assert not any(name.startswith(("tests/", "examples/", "benchmarks/")) for name in files)

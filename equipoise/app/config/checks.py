@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 STAGES = ("fit", "validate", "test", "predict")
-GROUPS = ("trainer", "strategy", "precision", "callbacks", "logger", "module", "data", "experiment")
+GROUPS = ("trainer", "strategy", "precision", "callbacks", "logger", "launcher", "module", "data", "experiment")
 KEYS = (*GROUPS, "stage", "seed", "ckpt_path", "test", "objective", "output_dir", "hydra")
-_OPTIONAL = ("precision", "module", "data", "experiment", "objective", "hydra")
+_OPTIONAL = ("precision", "launcher", "module", "data", "experiment", "objective", "hydra")
 
 # Packages that are imported under another name, by that name.
 _PACKAGES = {

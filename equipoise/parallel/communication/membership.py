@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.process_group import joined
 from equipoise.parallel.communication.rank import Rank, find_rank, mpi_size
+from equipoise.parallel.ray_context import ray_world_size
 
 __all__ = ["check_alone", "check_count", "compute_metrics_alone", "in_group", "place_of_worker", "refuse_copies"]
 
@@ -55,6 +56,7 @@ def refuse_copies(name: str) -> None:
     place = find_rank()
     if place is None:
         _refuse_mpi()
+        _refuse_ray_without_group()
         return
     if place.world_size == 1:
         return
@@ -80,6 +82,7 @@ def check_alone(num_nodes: int) -> None:
             " neither started this one."
         )
     _refuse_mpi()
+    _refuse_ray_without_group()
 
 
 def _refuse_mpi() -> None:
@@ -93,6 +96,17 @@ def _refuse_mpi() -> None:
             " OMPI_COMM_WORLD_LOCAL_RANK; others: PMI_RANK, PMI_SIZE and MPI_LOCALRANKID), and MASTER_ADDR and"
             " MASTER_PORT to the first machine and a free port of it. For trainings that are independent on purpose:"
             " SingleDeviceStrategy(independent=True), with devices=[...] for each."
+        )
+
+
+def _refuse_ray_without_group() -> None:
+    """Raise if Ray Train has started several workers without a process group of torch, in which they could meet."""
+    size = ray_world_size()
+    if size > 1:
+        raise ConfigurationError(
+            f"Ray Train has started this process as one of {size} workers, but without a process group of torch, so"
+            " each would train a copy of its own. Start them by ray.train.torch.TorchTrainer. For trainings that are"
+            " independent on purpose: SingleDeviceStrategy(independent=True)."
         )
 
 

@@ -24,7 +24,10 @@ from equipoise.parallel.workers.environment import ProcessEnvironment
 from equipoise.parallel.workers.main_script import MainScript, main_script
 from equipoise.parallel.workers.reports import Report, report_of
 
-__all__ = ["Job", "WorkerOptions", "run_worker"]
+__all__ = ["Job", "WorkerOptions", "run_worker", "send_to_parent"]
+
+# The function that sends to the parent; none in a process that is no worker.
+_senders: list[Callable[[Any], None]] = []
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ def _set_up_process(options: WorkerOptions, stack: Connection, parent: Connectio
 
 
 def _set_up_libraries(options: WorkerOptions, send: Callable[[Any], None]) -> None:
+    _senders[:] = [send]
     torch.set_num_threads(options.threads)
     # Loaders start their workers as they do in the parent.
     set_start_method(options.start_method, force=True)
@@ -167,3 +171,13 @@ def _end_with_parent(parent: Connection) -> None:
     with contextlib.suppress(OSError):
         connection.wait([parent])
     os._exit(1)
+
+
+def send_to_parent(message: Any) -> None:
+    """Send an object from the function of a worker to the parent, besides the report; do nothing in other processes.
+
+    Args:
+        message: Anything that can be pickled but a log record and a report. `WorkerProcess.messages` receives it.
+    """
+    for send in _senders:
+        send(message)

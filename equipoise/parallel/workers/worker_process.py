@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, get_start_method
 from multiprocessing.connection import Connection
 from typing import Any
@@ -57,6 +57,7 @@ class WorkerProcess:
         connection: Carries log records and the report of the worker.
         stack: Connection to which a hung process writes its stack.
         report: Report of its end; None before.
+        messages: Objects that its function has sent; see `send_to_parent`.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class WorkerProcess:
     connection: Connection
     stack: Connection
     report: Report | None = None
+    messages: list[Any] = field(default_factory=list)
 
     @classmethod
     def start(cls, context: Any, rank: int, task: Task) -> "WorkerProcess":
@@ -97,7 +99,7 @@ class WorkerProcess:
         return cls(rank, process, parent_end, stack_of_parent)
 
     def read(self) -> None:
-        """Read a message: a log record or the report. The end of the connection becomes a report, too."""
+        """Read a log record, the report, or an object of the function. A closed connection becomes a report, too."""
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
@@ -106,8 +108,10 @@ class WorkerProcess:
             return
         if isinstance(message, logging.LogRecord):
             log_forwarding.hand_on(message)
-        else:
+        elif isinstance(message, Report):
             self.report = message
+        else:
+            self.messages.append(message)
 
     def _report_of_exit(self, code: int) -> Report:
         """Return the report of a worker that has sent none.

@@ -9,6 +9,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.callbacks import last_checkpoints
 from equipoise.interop.lightning.classes import is_a
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.ray_context import is_in_ray, last_reported_checkpoint
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -99,8 +100,13 @@ def _best(state: "RunState", entry_point: str) -> str:
 
 
 def _last(context: "RunContext", entry_point: str) -> str | None:
-    """Return the newest of the last checkpoints of all callbacks; None, with a warning, if there is none."""
+    """Return Ray's last checkpoint, or the newest of the last ones of all callbacks; None if there is none."""
     from lightning.fabric.utilities.cloud_io import get_filesystem
+
+    # 0. Ray has started the workers of this run anew.
+    reported = last_reported_checkpoint()
+    if reported is not None:
+        return reported
 
     # 1. The paths that callbacks write.
     paths: set[str] = set()
@@ -118,10 +124,11 @@ def _last(context: "RunContext", entry_point: str) -> str | None:
             times[path] = filesystem.modified(path)
 
     # 3. No file is no error: a script may choose "last" for its first fit as well.
-    if not times:
+    if not times and not is_in_ray():
         rank_zero_warn(
             f"`{entry_point}(ckpt_path='last')`: there is no last checkpoint yet, so the module's present weights are"
             " used. ModelCheckpoint(save_last=True) writes one."
         )
+    if not times:
         return None
     return max(times, key=lambda path: times[path])

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from equipoise.app.config.checks import check_objective, constructor_default, did_you_mean
 from equipoise.errors import ConfigurationError, StepError
 
-__all__ = ["check_first_trial", "check_sweep", "is_sweep", "sweep_value"]
+__all__ = ["check_sweep", "first_trial", "is_sweep", "objectives_of", "reads_values", "sweep_value"]
 
 _FLAGS = ("--multirun", "-m")
 
@@ -41,13 +41,16 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return not flags.isdisjoint(_FLAGS)
 
 
-def check_first_trial(arguments: Sequence[str], folder: str, config_name: str) -> None:
+def first_trial(arguments: Sequence[str], folder: str, config_name: str) -> DictConfig:
     """Compose the first trial of a sweep and check it, before the sweeper is started.
 
     Args:
         arguments: The overrides and flags of the command line.
         folder: The folder of the primary configuration.
         config_name: The name of the primary configuration, if no flag names another.
+
+    Returns:
+        The configuration of the first trial, Hydra's included.
 
     Raises:
         ConfigurationError: As `check_sweep`.
@@ -66,6 +69,7 @@ def check_first_trial(arguments: Sequence[str], folder: str, config_name: str) -
         overrides = _first_overrides(arguments)
         config = loader.load_configuration(config_name, overrides, run_mode=RunMode.RUN)
     check_sweep(config, config.hydra.sweeper)
+    return config
 
 
 def _first_overrides(arguments: Sequence[str]) -> list[str]:
@@ -106,7 +110,7 @@ def check_sweep(config: DictConfig, sweeper: DictConfig | None = None) -> None:
     """
     if sweeper is None:
         sweeper = HydraConfig.get().sweeper
-    if not _reads_values(sweeper):
+    if not reads_values(sweeper):
         return
 
     # 1. There is an objective.
@@ -114,7 +118,7 @@ def check_sweep(config: DictConfig, sweeper: DictConfig | None = None) -> None:
     if OmegaConf.is_list(objective):
         objective = list(objective)
     check_objective(objective)
-    objectives = _objectives(config)
+    objectives = objectives_of(config)
     if not objectives:
         raise ConfigurationError(
             f"The sweeper {_sweeper_name(sweeper)} chooses a trial by the values that earlier trials returned, but this"
@@ -180,13 +184,13 @@ def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | lis
         ConfigurationError: If the run logged no value of that name.
         StepError: If the value is not finite, and the sweeper reads it.
     """
-    objectives = _objectives(config)
+    objectives = objectives_of(config)
     configured = config.get("objective")
     sweeper = HydraConfig.get().sweeper
-    reads_values = _reads_values(sweeper)
+    is_read = reads_values(sweeper)
 
     # 1. The sweeper needs no value, so the run may have logged none.
-    if configured is None and not reads_values:
+    if configured is None and not is_read:
         if not objectives:
             return None
         return metrics.get(objectives[0])
@@ -197,7 +201,7 @@ def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | lis
             hint = did_you_mean(name, metrics)
             raise ConfigurationError(f"The objective of this sweep is {name!r}, but the run logged no such value{hint}")
         value = metrics[name]
-        if reads_values and not math.isfinite(value):
+        if is_read and not math.isfinite(value):
             raise StepError(
                 f"This trial failed: its objective {name!r} ended as {value}, and the sweeper needs a finite"
                 " number. Narrow the ranges of the sweep, or let it go on after failed trials"
@@ -209,8 +213,12 @@ def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | lis
     return values[0]
 
 
-def _objectives(config: DictConfig) -> list[str]:
-    """Return the names of the objectives: the configured ones, or else the value that a checkpoint monitors."""
+def objectives_of(config: DictConfig) -> list[str]:
+    """Return the names of the objectives: the configured ones, or else the value that a checkpoint monitors.
+
+    Args:
+        config: The configuration of a run.
+    """
     objective = config.get("objective")
     if objective is None:
         monitored = list(_monitored(config))
@@ -247,8 +255,12 @@ def _argument(node: DictConfig, name: str) -> Any:
     return constructor_default(node["_target_"], name)
 
 
-def _reads_values(sweeper: DictConfig) -> bool:
-    """Return whether a sweeper reads the values of its trials; Hydra's own, and classes derived from it, do not."""
+def reads_values(sweeper: DictConfig) -> bool:
+    """Return whether a sweeper reads the values of its trials; Hydra's own, and classes derived from it, do not.
+
+    Args:
+        sweeper: The configuration of the sweeper.
+    """
     try:
         sweeper_class = hydra.utils.get_class(sweeper["_target_"])
     except (HydraException, ImportError, ValueError):

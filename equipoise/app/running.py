@@ -1,0 +1,159 @@
+"""Run a composed configuration: check it, build its objects, and run them here or where its launcher says.
+
+run ──→ check all values, begin the folder ──┬──────────────────────────→ run_values ──→ builds, fits, tests
+                                             └─ launcher=ray ──→ workers ──→ run_values, in each of them
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import HydraException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from equipoise.app.build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
+from equipoise.app.messages import explain
+from equipoise.app.output import keep_metrics, without_empty_folder
+from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
+from equipoise.errors import ConfigurationError
+from equipoise.report.facts import shorten
+
+__all__ = ["run", "run_values"]
+
+_LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
+    """Build the objects of a composed configuration and run them, for the command and for a `hydra.main` of your own.
+
+    Args:
+        config: A configuration that has `equipoise` in its defaults list.
+        stage: "fit", "validate", "test" or "predict". Default: the configuration's `stage`.
+
+    Returns:
+        The last metrics of the run, including those of the test if `test` is true.
+
+    Raises:
+        ConfigurationError: If a value is missing, a `_target_` cannot be imported, or does not take an argument.
+
+    Example:
+        >>> import hydra
+        >>> from equipoise.app import run
+        >>> @hydra.main(version_base="1.3", config_path="conf", config_name="config")
+        ... def main(config):
+        ...     run(config)
+    """
+    # 1. Check all values, and begin the folder.
+    try:
+        values = plain_values(config)
+        if stage is not None:
+            values["stage"] = stage
+        output = Path(values.get("output_dir") or ".")
+        launcher = None
+        with without_empty_folder(output):
+            check_values(values)
+            values["ckpt_path"] = chosen_checkpoint(values)
+            if values.get("launcher"):
+                launcher = build(values["launcher"], "launcher")
+                launcher.check_run(values)
+        _begin_folder(output, values)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigurationError(explain(error)) from error
+
+    # 2. Run here, or where the launcher says.
+    if launcher is not None:
+        metrics: dict[str, float] = launcher.run(run_values, values)
+    else:
+        metrics = run_values(values, callbacks_of_job())
+    report_metrics(metrics)
+    return metrics
+
+
+def _begin_folder(output: Path, values: Mapping[str, Any]) -> None:
+    """Begin the folder of a run."""
+    output.mkdir(parents=True, exist_ok=True)
+    # A resumed run appends to the metrics of the earlier one; all others begin a new file.
+    if values["stage"] != "fit" or values["ckpt_path"] in (None, "last", "best"):
+        keep_metrics(output)
+    config = OmegaConf.create(dict(values))
+    OmegaConf.save(config, output / "config.yaml")
+
+
+def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) -> dict[str, float]:
+    """Build the objects of a configuration whose values are checked, and run them in this process.
+
+    Args:
+        values: The configuration in plain values, as `check_values` has accepted it. Its folder exists.
+        callbacks: Callbacks of the program that runs it, besides the configured ones. Default: none.
+
+    Returns:
+        The last metrics of the run, including those of the test if `test` is true.
+
+    Raises:
+        ConfigurationError: If an object cannot be built, or there are no data.
+    """
+    # 1. Build the objects.
+    data = None
+    if values["seed"] is not None:
+        seed_everything(values["seed"], workers=True)
+    try:
+        if values.get("data"):
+            data = build(values["data"], "data")
+        module = build(values["module"], "module")
+        trainer = build_trainer(values, callbacks)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigurationError(explain(error)) from error
+    loader = _LOADERS[values["stage"]]
+    if data is None and not overrides(module, LightningModule, loader):
+        raise ConfigurationError(f"There are no data: choose some with data=NAME, or define {loader} in the module.")
+
+    # 2. Run them, without two of Lightning's warnings.
+    with warnings.catch_warnings():
+        # The folder is this run's own.
+        warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
+        if values["stage"] != "fit":
+            # Nothing is saved there.
+            warnings.filterwarnings("ignore", "The dirpath has changed")
+        return _run_stages(trainer, module, data, values)
+
+
+def _run_stages(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> dict[str, float]:
+    """Run the stage, and the test that `test` asks for after a fit; return the metrics of both."""
+    # 1. The stage itself.
+    stage = values["stage"]
+    run_stage = getattr(trainer, stage)
+    result = run_stage(module, datamodule=data, ckpt_path=values["ckpt_path"])
+    metrics = dict(trainer.callback_metrics)
+
+    # 2. Predictions are saved, as the command has nothing to return them to.
+    if stage == "predict" and result:
+        predictions = Path(values["output_dir"], "predictions.pt")
+        torch.save(result, predictions)
+        print(f"Predictions: {shorten(str(predictions))}")
+
+    # 3. The test after a fit.
+    if stage == "fit" and values["test"]:
+        if _has_test(module, data):
+            best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+            trainer.test(module, datamodule=data, ckpt_path=best or None)
+            metrics.update(trainer.callback_metrics)
+        else:
+            warnings.warn("test=true, but there is no test_step or no test_dataloader: no test is run.", stacklevel=2)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _has_test(module: Any, data: Any) -> bool:
+    if not overrides(module, LightningModule, "test_step"):
+        return False
+    if data is None:
+        return overrides(module, LightningModule, "test_dataloader")
+    return overrides(data, LightningDataModule, "test_dataloader")

@@ -1,0 +1,154 @@
+"""Under Ray, from its package: programs of their own start small clusters and end them."""
+
+import contextlib
+import csv
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from equipoise import Trainer
+from tests.app.conftest import FILES, write
+from tests.integrations.ray_program import EPOCHS, KILLS, QUIET, Net, Weights, loader
+
+ROOT = Path(__file__).parents[2]
+# Against a hang; a busy machine takes minutes.
+LIMIT = 900
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3 * LIMIT),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"),
+]
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run a program in a session of its own, of which nothing is left."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    program = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = program.communicate(timeout=LIMIT)
+    finally:
+        # Ray's processes belong to the session, unless it has ended them already.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    return program.returncode, out
+
+
+def outcome_of(folder: Path, part: str):
+    code, out = run(folder, "tests.integrations.ray_program", str(folder), part)
+    assert code == 0, out[-5000:]
+    return json.loads((folder / "outcome.json").read_text())[part]
+
+
+@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
+def test_killed_workers_end_with_the_weights_of_an_undisturbed_run(tmp_path):
+    outcome = outcome_of(tmp_path, "killed")
+    killed = sorted(path.name for path in tmp_path.glob("killed-*"))
+    assert killed == sorted(f"killed-{rank}-{step}" for rank, step in KILLS)
+
+    # Two processes without Ray and without an interruption.
+    plain = tmp_path / "plain.pt"
+    place = {"strategy": "ddp", "devices": 2, "accelerator": "cpu"}
+    Trainer(max_epochs=EPOCHS, callbacks=[Weights(str(plain))], **place, **QUIET).fit(Net(), loader())
+    actual = torch.load(tmp_path / "weights.pt")
+    expected = torch.load(plain)
+    assert actual["world_size"] == expected["world_size"] == 2
+    assert actual["steps"] == expected["steps"] == outcome["metrics"]["step"]
+    for name, weight in expected["weights"].items():
+        assert torch.equal(actual["weights"][name], weight), name
+    assert outcome["checkpoint"]
+
+
+def test_rays_own_callback(tmp_path):
+    outcome = outcome_of(tmp_path, "own")
+    assert outcome["files"] == ["checkpoint.ckpt"]
+    assert outcome["metrics"]["epoch"] == 0
+    assert outcome["metrics"]["train_loss"] > 0
+
+
+def test_trials_report_or_say_that_reports_would_be_lost(tmp_path):
+    *reporting, launched = outcome_of(tmp_path, "trials")
+    for trial in reporting:
+        assert trial["error"] is None
+        assert trial["metrics"]["train_loss"] > 0
+        assert trial["metrics"]["training_iteration"] == 2
+    assert "RayReport reports to Ray, but the strategy would start processes of its own" in launched["error"]
+
+
+@pytest.fixture
+def project(tmp_path):
+    write(tmp_path, FILES)
+    return tmp_path
+
+
+def test_a_run_in_two_workers_from_the_command_line(project):
+    code, out = run(
+        project,
+        *("equipoise", "fit", "launcher=ray", "launcher.workers=2", "launcher.cpus_per_worker=0.5", "seed=0"),
+        *("trainer.max_epochs=2", "callbacks=[model_checkpoint]"),
+    )
+    assert code == 0, out[-5000:]
+    (folder,) = (path.parent for path in project.glob("outputs/*/*/config.yaml"))
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["launcher"]["workers"] == 2
+    with (folder / "metrics.csv").open() as file:
+        losses = [row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]]
+    assert len(losses) == 2
+    (checkpoint,) = (folder / "checkpoints").glob("*.ckpt")
+    # Eight samples in batches of four, in two processes: a step an epoch.
+    assert checkpoint.name == "epoch=1-step=2.ckpt"
+    assert list((folder / "ray").glob("checkpoint_*/checkpoint.ckpt"))
+
+
+def test_a_sweep_of_trials_from_the_command_line(project):
+    code, out = run(
+        project,
+        *("equipoise", "fit", "--multirun", "launcher=ray", "launcher.cpus_per_worker=1", "seed=0"),
+        *("objective=val_loss", "module.lr=0.1,0.2,abc", "trainer.max_epochs=2"),
+    )
+    assert code == 1, out[-5000:]
+    assert "Sweep: 2 done, 1 failed" in out
+    assert "module.lr must be of type float" in out
+    (path,) = project.glob("multirun/*/*/results.csv")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    states = [(row["module.lr"], row["state"]) for row in rows]
+    assert states == [("0.1", "done"), ("0.2", "done"), ("abc", "failed")]
+    for row in rows[:2]:
+        with Path(row["folder"], "metrics.csv").open() as file:
+            values = [line["val_loss"] for line in csv.DictReader(file) if line["val_loss"]]
+        assert float(row["val_loss"]) == pytest.approx(float(values[-1]), rel=1e-6)
+
+
+def test_more_workers_than_the_machine_has_cpus_for_are_refused(project):
+    code, out = run(project, *("equipoise", "fit", "launcher=ray", "launcher.workers=100000"))
+    assert code == 2, out[-5000:]
+    assert "launcher=ray needs 100000 CPUs for its workers, but Ray finds" in out
+
+
+def test_the_error_of_a_worker_is_one_message(project):
+    code, out = run(
+        project,
+        *("equipoise", "fit", "launcher=ray", "launcher.workers=2", "launcher.cpus_per_worker=0.5"),
+        "trainer.limit_val_batches=-2",
+    )
+    assert code == 2, out[-5000:]
+    (message,) = [line for line in out.splitlines() if line.startswith("equipoise: ")]
+    assert "limit_val_batches must be a number of batches" in message
