@@ -150,6 +150,8 @@ class TensorTransfer:
             bring_back(tensor, value)
         self._placement.need_here(needed_here)
         if not moving:
+            # What was fetched lies on the device on which it has arrived.
+            self._move_to_device(self._commands.devices[-1])
             return
 
         # 3. Send values.
