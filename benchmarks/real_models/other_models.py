@@ -14,8 +14,10 @@ __all__ = ["diffusers_models", "geometric_models", "timm_models", "torch_models"
 CLASSES, WORDS, NODES = 10, 20, 6
 SIDE = 64  # pixels of an image
 IMAGES = (2, 2, 3)
-"""Samples of the batches of images: layers of these models cannot all be small. The cut is predicted for the first batch,
-and the stages' costs are measured in the second."""
+"""Samples of the batches of images: layers of these models cannot all be small.
+
+The cut is predicted for the first batch, and the stages' costs are measured in the second.
+"""
 IMAGES_WITHOUT_SINGLES = (4, 4, 5)
 """The same, with more than one sample in each micro-batch: BatchNorm of torch is wrong for one; see README."""
 WITHOUT_SINGLES = ("levit_128s", "tiny_vit_5m_224", "xcit_nano_12_p16_224")
