@@ -1,9 +1,12 @@
 """Full states of modules and optimisers, which any other strategy can load; the default is torch's."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from equipoise.parallel.optimizer_parameters import gradients_of, load_gradients
 
 __all__ = ["PortableState"]
 
@@ -30,3 +33,26 @@ class PortableState:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a state that `optimizer_state` has returned, moved to the devices of the parameters."""
         optimizer.load_state_dict(state)
+
+    def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
+        """Return the gradients of an unfinished accumulation window that this process adds to those of others.
+
+        Args:
+            optimizers: The optimisers.
+            window_is_open: Whether this process has added a part to the window.
+
+        Returns:
+            The gradients of all parameters of the optimisers, in order; empty if there is no open window.
+        """
+        if not window_is_open:
+            return []
+        return gradients_of(optimizers)
+
+    def load_gradients(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor | None]) -> None:
+        """Set gradients that `gradients` has returned, on the device of each parameter.
+
+        Args:
+            optimizers: The optimisers.
+            gradients: The gradients. Parameters beyond them keep theirs.
+        """
+        load_gradients(optimizers, gradients)

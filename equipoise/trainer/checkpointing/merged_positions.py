@@ -42,9 +42,7 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
     merged["gradients"] = []
     if is_main:
         merged["gradients"] = _sum_gradients([position["gradients"] for position in positions])
-    entries: list[Any] = []
-    if is_main:
-        entries = merge_saved_entries([position["logs"]["entries"] for position in positions])
+    entries = merge_saved_entries([position["logs"]["entries"] for position in positions], rank)
     merged["logs"] = {"callback_metrics": first["logs"]["callback_metrics"], "entries": entries}
 
     # 3. States of metrics. Those that the validation has logged are reset before they are used again.
