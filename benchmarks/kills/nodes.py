@@ -207,7 +207,7 @@ def seen_in(folder: Path) -> dict[tuple[int, int], list[int]]:
                 steps.setdefault((epoch, batch), set()).update(indices)
     for epoch in range(EPOCHS):
         drawn = Counter(index for (of, _), indices in steps.items() if of == epoch for index in indices)
-        assert drawn == {index: 1 for index in range(SAMPLES)}, f"epoch {epoch}: not every sample once"
+        assert drawn == dict.fromkeys(range(SAMPLES), 1), f"epoch {epoch}: not every sample once"
     return {key: sorted(indices) for key, indices in steps.items()}
 
 

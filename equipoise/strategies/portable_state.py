@@ -1,14 +1,14 @@
 """Full states of modules and optimisers, which any other strategy can load; the default is torch's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.parallel.optimizer_parameters import gradients_of, load_gradients
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 
-__all__ = ["PortableState"]
+__all__ = ["PortableState", "gradients_of", "load_gradients"]
 
 
 class PortableState:
@@ -56,3 +56,31 @@ class PortableState:
             gradients: The gradients. Parameters beyond them keep theirs.
         """
         load_gradients(optimizers, gradients)
+
+
+def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
+    """Return the gradients of all parameters of optimisers, in order.
+
+    Args:
+        optimizers: Any optimisers of torch.
+    """
+    gradients: list[Tensor | None] = []
+    for optimizer in optimizers:
+        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
+    return gradients
+
+
+def load_gradients(optimizers: Iterable[Optimizer], gradients: Iterable[Tensor | None]) -> None:
+    """Set the gradients of the parameters of optimisers, on the device of each.
+
+    Args:
+        optimizers: Any optimisers of torch.
+        gradients: Gradients that `gradients_of` returned. Parameters beyond them keep theirs.
+    """
+    parameters: list[nn.Parameter] = []
+    for optimizer in optimizers:
+        parameters.extend(optimizer_parameters(optimizer))
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        if gradient is not None:
+            gradient = gradient.to(parameter.device)
+        parameter.grad = gradient

@@ -221,8 +221,8 @@ def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]], rank: 
         if rank == 0:
             merged.append(entry)
         elif not LogOptions(*entry["options"]).rank_zero_only:
-            own = states_of_key.get(rank, {})
-            merged.append({**_without_values(entry), "step": own.get("step")})
+            state_of_rank = states_of_key.get(rank, {})
+            merged.append({**_without_values(entry), "step": state_of_rank.get("step")})
     return merged
 
 

@@ -21,12 +21,12 @@ from torchmetrics import Metric
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
-from equipoise.trainer.checkpointing.merged_positions import merged_position
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.position import restore_before_validation
+from equipoise.trainer.runtime.merged_positions import merged_position
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop

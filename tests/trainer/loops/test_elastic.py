@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import CatMetric, MeanMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -183,7 +183,7 @@ def steps_of(seen: list[tuple[int, int, list[int]]]) -> dict[tuple[int, int], Co
         steps.setdefault((epoch, batch), Counter()).update(indices)
     for epoch in range(EPOCHS):
         drawn = sum((samples for (of, _), samples in steps.items() if of == epoch), Counter())
-        assert drawn == {index: 1 for index in range(SAMPLES)}
+        assert drawn == dict.fromkeys(range(SAMPLES), 1)
     return steps
 
 

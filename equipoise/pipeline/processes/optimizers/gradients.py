@@ -9,7 +9,7 @@ from equipoise.parallel.gradient_sums import sum_gradients
 from equipoise.pipeline.processes.main_process.client import StageClient
 from equipoise.pipeline.processes.main_process.tensor_placement import TensorPlacement
 
-__all__ = ["gradient_norm", "summed_gradients", "sum_tied_gradients"]
+__all__ = ["gradient_norm", "sum_tied_gradients", "summed_gradients"]
 
 
 def sum_tied_gradients(
