@@ -271,7 +271,7 @@ def steps_of(folder: Path, case: Case) -> dict[tuple[int, int], list[int]]:
                 seen.setdefault((epoch, batch), set()).update(indices[0])
     for epoch in range(case.epochs):
         drawn = Counter(index for (of, _), indices in seen.items() if of == epoch for index in indices)
-        assert drawn == {index: 1 for index in range(case.samples)}, f"epoch {epoch}: not every sample once"
+        assert drawn == dict.fromkeys(range(case.samples), 1), f"epoch {epoch}: not every sample once"
     return {key: sorted(indices) for key, indices in seen.items()}
 
 

@@ -117,8 +117,10 @@ def work(folder: Path, *, waits: bool) -> None:
 # The nodes
 
 
-def start_node(folder: Path, port: int, *, nodes: str = "1:2", waits: bool = True) -> "subprocess.Popen[bytes]":
-    """Starts an agent of torchrun with one process."""
+def start_node(
+    folder: Path, port: int, *, is_host: bool, nodes: str = "1:2", waits: bool = True
+) -> "subprocess.Popen[bytes]":
+    """Starts an agent of torchrun with one process. That of the host stores where the nodes meet."""
     # Without these two, agents on one machine may miss each other when another one joins.
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     options = [
@@ -130,7 +132,7 @@ def start_node(folder: Path, port: int, *, nodes: str = "1:2", waits: bool = Tru
         "--local-addr=127.0.0.1",
         "--max-restarts=5",
         "--monitor-interval=1",
-        "--rdzv-conf=last_call_timeout=10,join_timeout=300,keep_alive_interval=2,keep_alive_max_attempt=3",
+        f"--rdzv-conf=is_host={int(is_host)},last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=3",
     ]
     program = [__file__, "waits" if waits else "undisturbed", str(folder)]
     output = (folder / "output.txt").open("ab")
@@ -173,7 +175,7 @@ def undisturbed(folder: Path) -> None:
     """Runs two nodes to the end."""
     folder.mkdir()
     port = _free_port()
-    nodes = [start_node(folder, port, nodes="2", waits=False) for _ in range(2)]
+    nodes = [start_node(folder, port, is_host=host, nodes="2", waits=False) for host in (True, False)]
     assert [node.wait(SECONDS) for node in nodes] == [0, 0], (folder / "output.txt").read_text()
 
 
@@ -181,14 +183,13 @@ def disturbed(folder: Path) -> None:
     """Runs two nodes, of which one leaves; later another one joins."""
     folder.mkdir()
     port = _free_port()
-    # The first node has the store where the nodes meet.
-    nodes = [start_node(folder, port) for _ in range(2)]
+    nodes = [start_node(folder, port, is_host=host) for host in (True, False)]
     try:
         _wait((folder / "waits-left").exists, "two nodes train")
         kill_node(nodes.pop(), folder)
         (folder / "left").touch()
         _wait((folder / "waits-joined").exists, "one node goes on")
-        nodes.append(start_node(folder, port))
+        nodes.append(start_node(folder, port, is_host=False))
         codes = [node.wait(2 * SECONDS) for node in nodes]
         assert codes == [0, 0], (folder / "output.txt").read_text()
     finally:
@@ -206,7 +207,7 @@ def seen_in(folder: Path) -> dict[tuple[int, int], list[int]]:
                 steps.setdefault((epoch, batch), set()).update(indices)
     for epoch in range(EPOCHS):
         drawn = Counter(index for (of, _), indices in steps.items() if of == epoch for index in indices)
-        assert drawn == {index: 1 for index in range(SAMPLES)}, f"epoch {epoch}: not every sample once"
+        assert drawn == dict.fromkeys(range(SAMPLES), 1), f"epoch {epoch}: not every sample once"
     return {key: sorted(indices) for key, indices in steps.items()}
 
 

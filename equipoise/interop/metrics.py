@@ -419,65 +419,84 @@ def merge_saved_states(
     children = dict(module.named_modules())
     merged = {}
     for name, first in of_processes[0].items():
+        updated = _updated_states(name, of_processes)
         metric = children.get(name)
-        states = [states_of_process[name] for states_of_process in of_processes if name in states_of_process]
-        updated = [state for state in states if state["count"]]
         if not isinstance(metric, Metric) or not updated:
             merged[name] = first
-        elif not _has_separate_state(metric, first["state"]):
+        elif not _has_separate_state(metric, updated[0]):
             merged[name] = _merged_for_rank(metric, updated, rank)
         elif name not in left_out:
             merged[name] = _separate_for_rank(metric, name, updated, rank, count)
     return merged
 
 
+def _updated_states(name: str, of_processes: Sequence[dict[str, SavedState]]) -> list[SavedState]:
+    """Return the states of a metric in the processes that have updated it."""
+    updated = []
+    for states_of_process in of_processes:
+        state = states_of_process.get(name)
+        if state is not None and state["count"]:
+            updated.append(state)
+    return updated
+
+
 def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> SavedState:
     """Return the state of one metric in one of the processes."""
     counts = [state["count"] for state in saved]
     states = [state["state"] for state in saved]
+    first = states[0]
+    names = [name for name in _states_of(metric) if name in first]
     # Items of lists come into the order of the batches, if there is one for each batch.
-    own_names = [state_name for state_name in _states_of(metric) if state_name in states[0]]
-    interleaved = _lists_are_aligned(own_names, states)
-    merged: MetricState = dict(states[0])
-    for state_name in own_names:
-        values = [state[state_name] for state in states]
-        is_mean = metric._reductions[state_name] is dim_zero_mean and not isinstance(values[0], list)
-        if rank == 0 or is_mean:
-            merged[state_name] = _merged_value(metric, state_name, values, counts, interleaved)
+    interleaved = _lists_are_aligned(names, states)
+    merged: MetricState = dict(first)
+    for name in names:
+        values = [state[name] for state in states]
+        is_list = isinstance(values[0], list)
+        is_mean = not is_list and metric._reductions[name] is dim_zero_mean
+        if rank and not is_mean:
+            merged[name] = _default(metric, name)
+        elif not is_list:
+            merged[name] = _reduced(metric, name, values, counts)
+        # Lists stay lists, since the metric goes on appending.
+        elif interleaved:
+            merged[name] = interleave(values)
         else:
-            merged[state_name] = _default(metric, state_name)
+            merged[name] = _concatenated(values)
     # A process updates a metric once for each batch, so this counts the batches.
     return {"state": merged, "count": max(counts)}
 
 
-def _merged_value(metric: Metric, name: str, values: list[Any], counts: list[int], interleaved: bool) -> Any:
-    """Return one state of all processes together. Lists stay lists, since the metric goes on appending."""
-    if isinstance(values[0], list):
-        return interleave(values) if interleaved else _concatenated(values)
-    return _reduced(metric, name, values, counts)
-
-
-def _has_separate_state(metric: Metric, state: MetricState) -> bool:
+def _has_separate_state(metric: Metric, saved: SavedState) -> bool:
     """Return True if a metric has a tensor without a reduction: it merges such states itself, when it computes."""
-    for name in _states_of(metric):
-        if metric._reductions[name] is None and isinstance(state.get(name), Tensor):
-            return True
-    return False
+    state = saved["state"]
+    names = _states_of(metric)
+    is_separate = False
+    for name in names:
+        reduction = metric._reductions[name]
+        value = state.get(name)
+        if reduction is None and isinstance(value, Tensor):
+            is_separate = True
+    return is_separate
 
 
 def _separate_for_rank(metric: Metric, name: str, saved: list[SavedState], rank: int, count: int) -> SavedState:
     """Return one of the states that cannot be merged, or that of a new metric."""
-    if len(saved) > count:
+    holders = len(saved)
+    if holders > count:
+        kind = type(metric).__name__
         raise ConfigurationError(
-            f"The checkpoint holds states of the metric {name!r} ({type(metric).__name__}) of {len(saved)} processes,"
+            f"The checkpoint holds states of the metric {name!r} ({kind}) of {holders} processes,"
             " which can be computed but not merged: it declares no reduction. Resume with at least as many processes,"
             " or from a checkpoint of an epoch's end."
         )
-    if rank < len(saved):
+    if rank < holders:
         return saved[rank]
-    state = dict(saved[0]["state"])
-    for state_name in _states_of(metric):
-        state[state_name] = _default(metric, state_name)
+    first = saved[0]
+    state = dict(first["state"])
+    names = _states_of(metric)
+    for state_name in names:
+        default = _default(metric, state_name)
+        state[state_name] = default
     return {"state": state, "count": 0}
 
 
@@ -486,4 +505,5 @@ def _default(metric: Metric, name: str) -> Any:
     default = metric._defaults[name]
     if isinstance(default, list):
         return []
-    return default.detach().clone()
+    values = default.detach()
+    return values.clone()

@@ -131,13 +131,23 @@ def _connect(place: Rank, timeout: timedelta, port: int | None) -> Store:
         _set_address_under_slurm()
         store = _meet(place, timeout)
     # Entries of an earlier group, or of an earlier attempt of torchrun, would mislead this group.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"equipoise/{attempt}/{next(_GROUPS)}", store)
+    store = PrefixStore(f"equipoise/{_attempt()}/{next(_GROUPS)}", store)
     if port is not None:
         store.set(f"here/{place.global_rank}", "")
         keys = [f"here/{rank}" for rank in range(place.world_size)]
         store.wait(keys, meeting_time)
     return store
+
+
+def _attempt() -> str:
+    """Return the number of torchrun's attempt if its store outlives an attempt; empty if rank 0 makes a new store.
+
+    Each agent of torchrun counts its own restarts. One that has joined later counts fewer, so the number must not
+    separate the processes of a new store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return ""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 # Stores of this process while it belongs to a group that it has joined.

@@ -66,7 +66,7 @@ def shard_of_process(loader: Any, stage: str, processes: Processes, sizes_for: C
 
 
 def seed_of_order() -> int:
-    """Return the seed from which all processes draw the same order: that of `seed_everything`, which sets a variable."""
+    """Return the seed of the order that all processes draw: that of `seed_everything`, which sets a variable."""
     return int(os.environ.get("PL_GLOBAL_SEED") or 0)
 
 

@@ -88,8 +88,8 @@ class RunSteps:
             if not self.obstacle:
                 return self._kept(loaders, processes)
             rank_zero_info(
-                f"The run began with {_processes(self.processes)} and goes on with {_processes(count)}. A step has other"
-                f" samples from now on: {self.obstacle}."
+                f"The run began with {_processes(self.processes)} and goes on with {_processes(count)}. A step has"
+                f" other samples from now on: {self.obstacle}."
             )
         self._begin(loaders, count)
         return loaders
@@ -121,12 +121,12 @@ class RunSteps:
         if self.batch_sizes is None or self.step_sizes is None:
             self.batch_sizes = [loader.batch_size for loader in loaders]
             self.step_sizes = [None if size is None else size * self.processes for size in self.batch_sizes]
-        kept = []
+        loaders_of_steps = []
         for loader, size in zip(loaders, self.step_sizes, strict=True):
             steps = self._steps_of(loader, size, processes)
-            kept.append(with_sampler(loader, steps, batches=True))
+            loaders_of_steps.append(with_sampler(loader, steps, batches=True))
         self._report(processes.world_size)
-        return kept
+        return loaders_of_steps
 
     def _steps_of(self, loader: DataLoader[Any], size: int | None, processes: Processes) -> WholeSteps:
         """Return the steps of one loader.
@@ -140,9 +140,10 @@ class RunSteps:
         if size is not None:
             order: Any = self._order_of(loader, processes)
             return WholeSteps(BatchSampler(order, size, loader.drop_last), size=size)
+        batches: Any = loader.batch_sampler
         if self.processes == 1:
-            return WholeSteps(AgreedOrder(loader.batch_sampler, processes.broadcast))
-        return WholeSteps(SameOrder(loader.batch_sampler, self.seed), joined=self.processes)
+            return WholeSteps(AgreedOrder(batches, processes.broadcast))
+        return WholeSteps(SameOrder(batches, self.seed), joined=self.processes)
 
     def _order_of(self, loader: DataLoader[Any], processes: Processes) -> Any:
         """Return the order of the samples, which is that with which the run began."""

@@ -1,8 +1,9 @@
 """Full states of a pipeline whose stages are in several processes."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.pipeline.processes.optimizers.backend import ProcessBackend
@@ -36,3 +37,13 @@ class PipelineState(PortableState):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load an optimiser's state in all processes; see `PortableState.load_optimizer_state`."""
         self._backend.load_optimizer_state(optimizer, state)
+
+    def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
+        """Return the gradients of a window, summed over the stages; see `PortableState.gradients`.
+
+        They are loaded before the first step of a run, when all parameters are in the main process. A gradient then
+        moves to the process of its stage with the parameter.
+        """
+        if not window_is_open:
+            return []
+        return self._backend.gradients_of(optimizers)

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.trainer.logging.collection import Collection
-from equipoise.trainer.logging.entry import Entry
+from equipoise.trainer.logging.entry import Entry, neutral_value
 
 __all__ = ["LogReduction", "merge_saved_entries"]
 
@@ -197,32 +197,42 @@ def _combine(values: Tensor, reduction: str) -> Tensor:
     return values.amax(0)
 
 
-def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the saved entries of several processes, as if one process had logged all their values.
+def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]], rank: int) -> list[dict[str, Any]]:
+    """Merge the saved entries of several processes, for another number of processes.
+
+    Rank 0 gets the values of all of them. The other ranks get the same entries without values, since values of an epoch
+    are reduced entry by entry.
 
     Args:
         entries_of_processes: For each process, the results of `Entry.state_dict`, in the order of ranks.
-
-    Returns:
-        One entry for each key. Its last step is that of the first process that has the key.
+        rank: The rank of the process that goes on.
     """
-    states_by_key: dict[Any, list[dict[str, Any]]] = {}
-    for states in entries_of_processes:
+    # 1. The entries of each key, by rank.
+    states_by_key: dict[Any, dict[int, dict[str, Any]]] = {}
+    for rank_before, states in enumerate(entries_of_processes):
         for state in states:
             key = tuple(state["key"])
-            states_by_key.setdefault(key, []).append(state)
-    return [_merged_entry(states) for states in states_by_key.values()]
+            states_by_key.setdefault(key, {})[rank_before] = state
+
+    # 2. Merge them.
+    merged = []
+    for states_of_key in states_by_key.values():
+        entry = _merged_entry(list(states_of_key.values()))
+        if rank == 0:
+            merged.append(entry)
+        elif not LogOptions(*entry["options"]).rank_zero_only:
+            state_of_rank = states_of_key.get(rank, {})
+            merged.append({**_without_values(entry), "step": state_of_rank.get("step")})
+    return merged
 
 
 def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one entry for those that several processes have of a key."""
     first = states[0]
     options = LogOptions(*first["options"])
-    # The value of rank 0 alone counts.
-    if options.rank_zero_only:
-        return first
     totals = [state["total"] for state in states if state["total"] is not None]
-    if not totals:
+    # The value of rank 0 alone counts.
+    if options.rank_zero_only or not totals:
         return first
     dtype = first["dtype"]
     stacked = torch.stack([total.to(dtype) for total in totals])
@@ -232,3 +242,12 @@ def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
         total = _combine(stacked, options.reduce_fx)
     weight = sum(state["weight"] for state in states)
     return {**first, "total": total, "weight": weight}
+
+
+def _without_values(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved entry whose values change nothing in a reduction."""
+    total = entry["total"]
+    if total is not None:
+        reduction = LogOptions(*entry["options"]).reduce_fx
+        total = torch.full_like(total, neutral_value(reduction))
+    return {**entry, "total": total, "weight": 0}

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.notices import rank_zero_warn
 
-__all__ = ["Entry", "default_dtype", "on_cpu", "reduction_name"]
+__all__ = ["Entry", "default_dtype", "neutral_value", "on_cpu", "reduction_name"]
 
 # Functions that add a value to those of the epoch.
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
@@ -109,7 +109,7 @@ class Entry:
         # 1. Begin with the neutral element of the reduction, on the device of the value.
         total = self.total
         if total is None:
-            start = _START.get(self.options.reduce_fx, 0.0)
+            start = neutral_value(self.options.reduce_fx)
             total = self.total = torch.full((), start, dtype=self.dtype, device=value.device)
         elif total.device != value.device:
             total = self.total = total.to(value.device)
@@ -238,6 +238,15 @@ def reduction_name(reduce_fx: Any) -> str:
             " torchmetrics Metric."
         )
     return name
+
+
+def neutral_value(reduction: Any) -> float:
+    """Return the value that changes nothing in a reduction.
+
+    Args:
+        reduction: "mean", "sum", "min" or "max".
+    """
+    return _START.get(reduction, 0.0)
 
 
 def on_cpu(values: dict[str, Any]) -> dict[str, Any]:

@@ -88,9 +88,7 @@ def test_a_users_sampler_draws_alike_everywhere() -> None:
 def test_steps_shared_out(count: int, batch_size: int, shares: list[int], drop_last: bool) -> None:
     together = batch_size * len(shares)
     parts = [
-        SharedBatches(
-            BatchSampler(range(count), together, drop_last), lambda n, step: sizes_by_shares(n, shares), rank
-        )
+        SharedBatches(BatchSampler(range(count), together, drop_last), lambda n, step: sizes_by_shares(n, shares), rank)
         for rank in range(len(shares))
     ]
     drawn = [list(part) for part in parts]

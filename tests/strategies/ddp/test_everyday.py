@@ -4,12 +4,10 @@ import logging
 import socket
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics import Metric

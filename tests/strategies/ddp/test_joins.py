@@ -107,3 +107,16 @@ def test_slurm(tmp_path: Path) -> None:
     tasks = [{**slurm, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
     wait_for([start_script(script, arguments, **task) for task in tasks])
     check(tmp_path)
+
+
+def test_a_machine_that_joined_later(tmp_path: Path) -> None:
+    """Its agent of torchrun has restarted its processes less often than the others."""
+    torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    torchrun |= {"MASTER_PORT": str(unused_port()), "TORCHELASTIC_USE_AGENT_STORE": "False", "LOCAL_RANK": "0"}
+    script, arguments = script_in(tmp_path), [str(tmp_path), "{}"]
+    nodes = [
+        {**torchrun, "RANK": rank, "GROUP_RANK": rank, "TORCHELASTIC_RESTART_COUNT": restarts}
+        for rank, restarts in (("0", "3"), ("1", "0"))
+    ]
+    wait_for([start_script(script, arguments, **node) for node in nodes])
+    check(tmp_path, machines=2)

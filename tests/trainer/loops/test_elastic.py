@@ -4,6 +4,7 @@ One run of each writer notes what it computes, and saves a checkpoint in the mid
 window. Others go on from there.
 """
 
+import csv
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +13,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import CatMetric, MeanMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import ConfigurationError, Trainer
 from tests.conftest import ignoring
 
-pytestmark = ignoring("Checkpoint directory")
+pytestmark = ignoring("Checkpoint directory", "The checkpoint holds states of callbacks")
 
 SAMPLES, FEATURES, CLASSES, EPOCHS = 29, 4, 3, 2
 # Samples of a step in every run.
@@ -136,18 +139,19 @@ class Run:
         """Train, or go on; return the trainer."""
         # Nothing depends on the generators of the new process.
         torch.manual_seed(5 if checkpoint is None else 99)
+        writes = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
         trainer = Trainer(
             strategy=self.strategy,
             devices=["cpu"] * self.devices,
             max_epochs=EPOCHS,
             accumulate_grad_batches=self.accumulate,
             callbacks=list(callbacks),
-            logger=False,
-            enable_checkpointing=False,
+            enable_checkpointing=writes,
             enable_progress_bar=False,
             enable_model_summary=False,
             precision="64-true",
-            **options,
+            log_every_n_steps=1,
+            **{"logger": False, **options},
         )
         data: Any = DataLoader(Samples(), **{"shuffle": True, **self.loader})
         trainer.fit(module, data, ckpt_path=checkpoint)
@@ -179,7 +183,7 @@ def steps_of(seen: list[tuple[int, int, list[int]]]) -> dict[tuple[int, int], Co
         steps.setdefault((epoch, batch), Counter()).update(indices)
     for epoch in range(EPOCHS):
         drawn = sum((samples for (of, _), samples in steps.items() if of == epoch), Counter())
-        assert drawn == {index: 1 for index in range(SAMPLES)}
+        assert drawn == dict.fromkeys(range(SAMPLES), 1)
     return steps
 
 
@@ -427,3 +431,24 @@ class Correlated(Plain):
     def on_train_epoch_end(self) -> None:
         self.epochs.append(float(self.correlation.compute()))
         self.correlation.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("ddp 3", "ddp 2"), ("ddp 2", "single"), ("single", "ddp 2")])
+def test_at_the_end_of_an_epoch(before: str, after: str, tmp_path: Path) -> None:
+    """The hook that wrote the checkpoint is followed by the epoch's values, which are those of all processes."""
+    strategy, devices = WRITERS[before]
+    run = Run(strategy, devices, {"batch_size": TOGETHER // devices})
+    writes = ModelCheckpoint(tmp_path, "{epoch}", monitor="loss_epoch", save_top_k=-1)
+    run.fit(Watched(), callbacks=[writes], logger=CSVLogger(tmp_path / "before"))
+    resumed = Run(*OTHERS[after], run.loader)
+    resumed.fit(Watched(), tmp_path / "epoch=0.ckpt", logger=CSVLogger(tmp_path / "after"))
+    expected, actual = (values_of_epochs(tmp_path / name) for name in ("before", "after"))
+    assert len(expected) == EPOCHS
+    assert actual == pytest.approx(expected, rel=1e-12)
+
+
+def values_of_epochs(folder: Path) -> list[float]:
+    """The losses of epochs in the rows that a logger has written."""
+    with (folder / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        return [float(row["loss_epoch"]) for row in csv.DictReader(file) if row["loss_epoch"]]

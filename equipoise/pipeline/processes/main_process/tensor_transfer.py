@@ -158,11 +158,27 @@ class TensorTransfer:
         for stage, missing in enumerate(missing_of_workers):
             self._send_values(stage, sorted(missing))
             self._placement.add_worker(stage, missing)
+        self._send_gradients(sorted(moving))
         self._commands.messenger.flush()
 
         # 4. Move what this process needs to its device, and drop the rest.
         self._move_to_device(self._commands.devices[-1])
         self.release_parameters()
+
+    def _send_gradients(self, keys: Iterable[int]) -> None:
+        """Send gradients of an open accumulation window with the parameters that leave this process.
+
+        Args:
+            keys: Keys of tensors that workers have received.
+        """
+        for key in keys:
+            tensor = self._placement.tensors[key]
+            gradient = tensor.grad
+            if gradient is not None and self._placement.is_elsewhere(key):
+                # The gradients of tied parameters are summed over the workers, so one of them takes it.
+                stage = self._placement.owner_of(key)
+                self._commands.send_command(stage, "set_gradients", {key: gradient})
+                tensor.grad = None
 
     def _missing_keys(self, stage: int, keys: set[int]) -> set[int]:
         """Return those of the keys whose tensors the process of a stage does not have."""

@@ -1,6 +1,6 @@
 """Optimisers, gradients and state of a pipeline whose stages lie in several processes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.processes.main_process.client import StageClient
-from equipoise.pipeline.processes.optimizers.gradients import gradient_norm, sum_tied_gradients
+from equipoise.pipeline.processes.optimizers.gradients import gradient_norm, sum_tied_gradients, summed_gradients
 
 __all__ = ["ProcessBackend"]
 
@@ -236,6 +236,13 @@ class ProcessBackend:
         if factor is not None:
             self._commands.send_to_all("scale", index, factor)
             self._commands.messenger.flush()
+
+    def gradients_of(self, optimizers: Sequence[Optimizer]) -> list[Tensor | None]:
+        """Return the gradients of all parameters of optimisers, summed over the processes, in order."""
+        parameters: list[nn.Parameter] = []
+        for optimizer in optimizers:
+            parameters.extend(optimizer_parameters(optimizer))
+        return summed_gradients(self.processes, parameters)
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         named_parameters = self._module.named_parameters()

@@ -9,7 +9,7 @@ from equipoise.parallel.gradient_sums import sum_gradients
 from equipoise.pipeline.processes.main_process.client import StageClient
 from equipoise.pipeline.processes.main_process.tensor_placement import TensorPlacement
 
-__all__ = ["gradient_norm", "sum_tied_gradients"]
+__all__ = ["gradient_norm", "sum_tied_gradients", "summed_gradients"]
 
 
 def sum_tied_gradients(
@@ -46,6 +46,28 @@ def sum_tied_gradients(
         sums_of_stage = {key: sums[key] for key in keys}
         commands.send_command(stage, "set_gradients", sums_of_stage)
     commands.messenger.flush()
+
+
+def summed_gradients(processes: StageClient, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """Return the gradient of each parameter, summed over the processes. The processes keep theirs.
+
+    Args:
+        processes: The workers.
+        parameters: The parameters.
+    """
+    # 1. Fetch the gradients of each worker.
+    commands = processes.commands
+    placement = processes.placement
+    requests = {stage: ("gradients", placement.keys_of_worker(stage)) for stage in range(commands.last)}
+    gradients_of_stages = commands.request(requests)
+
+    # 2. Add those of this process, which has the last stage.
+    sums = []
+    for parameter in parameters:
+        key = placement.key_of(parameter)
+        gradients = [gradients_of_stage.get(key) for gradients_of_stage in gradients_of_stages.values()]
+        sums.append(sum_gradients([*gradients, parameter.grad], parameter.device))
+    return sums
 
 
 def gradient_norm(

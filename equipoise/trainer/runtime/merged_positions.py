@@ -31,10 +31,10 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
     """
     # 1. Generators, and what the processes have in common.
     first = positions[0]
-    own = first
+    position_here = first
     if rank < len(positions):
-        own = positions[rank]
-    merged = dict(own)
+        position_here = positions[rank]
+    merged = dict(position_here)
 
     # 2. What belongs to all of them together.
     is_main = rank == 0
@@ -42,9 +42,7 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
     merged["gradients"] = []
     if is_main:
         merged["gradients"] = _sum_gradients([position["gradients"] for position in positions])
-    entries: list[Any] = []
-    if is_main:
-        entries = merge_saved_entries([position["logs"]["entries"] for position in positions])
+    entries = merge_saved_entries([position["logs"]["entries"] for position in positions], rank)
     merged["logs"] = {"callback_metrics": first["logs"]["callback_metrics"], "entries": entries}
 
     # 3. States of metrics. Those that the validation has logged are reset before they are used again.
@@ -54,7 +52,7 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
     if first["before_validation"]:
         before = [position["before_validation"]["metrics"] for position in positions]
         metrics = merge_saved_states(module, before, rank, count)
-        merged["before_validation"] = {**own["before_validation"], "metrics": metrics}
+        merged["before_validation"] = {**position_here["before_validation"], "metrics": metrics}
     return merged
 
 
@@ -66,8 +64,8 @@ def _window(windows: list[dict[str, Any]], *, is_main: bool) -> dict[str, Any]:
     if not is_main:
         return {"reference": reference, "equal": 0, "others": 0}
     equal = sum(window["equal"] for window in windows)
-    others = sum(window["others"] for window in windows)
-    return {"reference": reference, "equal": equal, "others": others}
+    weight = sum(window["others"] for window in windows)
+    return {"reference": reference, "equal": equal, "others": weight}
 
 
 def _sum_gradients(gradients_of_processes: list[list[Tensor | None]]) -> list[Tensor | None]:
