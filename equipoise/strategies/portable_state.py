@@ -1,11 +1,14 @@
 """Full states of modules and optimisers, which any other strategy can load; the default is torch's."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["PortableState"]
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+
+__all__ = ["PortableState", "gradients_of", "load_gradients"]
 
 
 class PortableState:
@@ -30,3 +33,54 @@ class PortableState:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a state that `optimizer_state` has returned, moved to the devices of the parameters."""
         optimizer.load_state_dict(state)
+
+    def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
+        """Return the gradients of an unfinished accumulation window that this process adds to those of others.
+
+        Args:
+            optimizers: The optimisers.
+            window_is_open: Whether this process has added a part to the window.
+
+        Returns:
+            The gradients of all parameters of the optimisers, in order; empty if there is no open window.
+        """
+        if not window_is_open:
+            return []
+        return gradients_of(optimizers)
+
+    def load_gradients(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor | None]) -> None:
+        """Set gradients that `gradients` has returned, on the device of each parameter.
+
+        Args:
+            optimizers: The optimisers.
+            gradients: The gradients. Parameters beyond them keep theirs.
+        """
+        load_gradients(optimizers, gradients)
+
+
+def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
+    """Return the gradients of all parameters of optimisers, in order.
+
+    Args:
+        optimizers: Any optimisers of torch.
+    """
+    gradients: list[Tensor | None] = []
+    for optimizer in optimizers:
+        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
+    return gradients
+
+
+def load_gradients(optimizers: Iterable[Optimizer], gradients: Iterable[Tensor | None]) -> None:
+    """Set the gradients of the parameters of optimisers, on the device of each.
+
+    Args:
+        optimizers: Any optimisers of torch.
+        gradients: Gradients that `gradients_of` returned. Parameters beyond them keep theirs.
+    """
+    parameters: list[nn.Parameter] = []
+    for optimizer in optimizers:
+        parameters.extend(optimizer_parameters(optimizer))
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        if gradient is not None:
+            gradient = gradient.to(parameter.device)
+        parameter.grad = gradient

@@ -18,7 +18,6 @@ from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.optimization.configuration.optimizers import gradients_of
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
@@ -70,9 +69,7 @@ def _storable_ahead(stream: BatchStream | None) -> list[Any]:
 
 def _gradients(context: "RunContext", fit: FitState) -> list[Any]:
     """Return the gradients of an unfinished accumulation window, in the order of the optimisers' parameters."""
-    if not fit.window.is_open:
-        return []
-    return gradients_of(context.state.optimizers)
+    return context.strategy.portable.gradients(context.state.optimizers, window_is_open=fit.window.is_open)
 
 
 def _metrics_of_validation(val_loop: "EvaluationLoop", names: dict[int, str]) -> list[str]:

@@ -27,7 +27,6 @@ from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.position import restore_before_validation
-from equipoise.trainer.optimization.configuration.optimizers import load_gradients
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
@@ -271,7 +270,8 @@ class Resumption:
         """Restore the gradients of an unfinished accumulation window."""
         # There are none between two windows.
         if self.position is not None:
-            load_gradients(self.context.state.optimizers, self.position["gradients"])
+            portable = self.context.strategy.portable
+            portable.load_gradients(self.context.state.optimizers, self.position["gradients"])
 
     def restore_before_validation(self) -> None:
         """Restore the state before a validation that was killed, which begins anew."""

@@ -21,7 +21,7 @@ from equipoise.parallel.snapshot.batch_contents import BatchContents
 from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
-from equipoise.trainer.optimization.configuration.optimizers import gradients_of, load_gradients
+from equipoise.strategies.portable_state import gradients_of, load_gradients
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
 from equipoise.trainer.recovery.micro_batching import Measure, MicroBatcher
 from equipoise.trainer.recovery.repeatable_optimizer import RepeatableOptimizer

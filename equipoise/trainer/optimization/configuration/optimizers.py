@@ -1,6 +1,6 @@
 """Optimisers, in all forms that `configure_optimizers` may return them, with their learning-rate schedulers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +13,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
 from equipoise.interop.torch.optimizers import has_step_hooks, is_of_torch
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.trainer.optimization.configuration.scheduler_config import (
     check_scheduler,
     describe_value,
     scheduler_config,
 )
 
-__all__ = ["NoOptimizer", "gradients_of", "load_gradients", "move_state", "parse_optimizers", "takes_no_closure"]
+__all__ = ["NoOptimizer", "move_state", "parse_optimizers", "takes_no_closure"]
 
 _FORMS = (
     "It may return an optimiser; a list or tuple of optimisers; two lists, ([optimiser], [scheduler]); a dictionary"
@@ -205,34 +204,6 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor):
                 state[key] = value.to(device)
-
-
-def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
-    """Return the gradients of all parameters of optimisers, in order.
-
-    Args:
-        optimizers: Any optimisers of torch.
-    """
-    gradients: list[Tensor | None] = []
-    for optimizer in optimizers:
-        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
-    return gradients
-
-
-def load_gradients(optimizers: Iterable[Optimizer], gradients: Iterable[Tensor | None]) -> None:
-    """Set the gradients of the parameters of optimisers, on the device of each.
-
-    Args:
-        optimizers: Any optimisers of torch.
-        gradients: Gradients that `gradients_of` returned. Parameters beyond them keep theirs.
-    """
-    parameters: list[torch.nn.Parameter] = []
-    for optimizer in optimizers:
-        parameters.extend(optimizer_parameters(optimizer))
-    for parameter, gradient in zip(parameters, gradients, strict=False):
-        if gradient is not None:
-            gradient = gradient.to(parameter.device)
-        parameter.grad = gradient
 
 
 def takes_no_closure(optimizer: Optimizer) -> bool:
