@@ -111,6 +111,7 @@ class FSDPStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
+    forward_is_collective: ClassVar[bool] = True
     loads_after_setup: ClassVar[bool] = True
 
     _run: _Run | None = None

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from equipoise import ConfigurationError, FSDPStrategy, MemoryLogger, OOMRecovery, Trainer
+from equipoise import ConfigurationError, FSDPStrategy, MemoryLogger, NoGradEvaluation, OOMRecovery, Trainer
 from equipoise.strategies.fsdp.units import choose_units
 from tests.conftest import ignoring
 from tests.strategies.fsdp.programs import (
@@ -161,6 +161,10 @@ def run_rarely() -> dict[str, Any]:
     results["several passes"] = values(Net, fsdp(), 2, val_check_interval=2)
     results["weight in attention"] = error_of(Attention, strategy_options={"units": ["**.out_proj"]})
     results["running out of memory"] = error_of(RunsOut, callbacks=[OOMRecovery()])
+    evaluation = NoGradEvaluation(
+        loader(7, 3), every_n_epochs=1, collect=True, forward=lambda module, batch: module(batch[0])
+    )
+    results["another evaluation"] = error_of(Net, callbacks=[evaluation])
     results["weight averaging"] = error_of(Net, callbacks=[EMAWeightAveraging(decay=0.9)])
     return results
 
@@ -352,6 +356,7 @@ def test_mistakes_are_named(kind: Any, parts: list[str], often: dict[str, Any]) 
     [
         ("weight in attention", ["StepError", "encoder.layers.0.self_attn.out_proj", "outside of the forward"]),
         ("running out of memory", ["OutOfMemoryError", "cannot do its step again alone"]),
+        ("another evaluation", ["ConfigurationError", "NoGradEvaluation deals batches out unevenly", "equally often"]),
         ("weight averaging", ["ConfigurationError", "EMAWeightAveraging copies whole weights", "ddp"]),
     ],
 )
