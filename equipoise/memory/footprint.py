@@ -103,7 +103,16 @@ def _bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int
             continue
         if device is not None and not _lies_on(tensor, device):
             continue
-        storage = tensor.untyped_storage()
+        storage = _in_this_process(tensor).untyped_storage()
         address = storage.data_ptr()
         storages[address] = storage.nbytes()
     return sum(storages.values())
+
+
+def _in_this_process(tensor: Tensor) -> Tensor:
+    """Return the shard of a tensor that is shared out over processes; every other tensor is here as a whole."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    shard: Tensor = to_local()
+    return shard

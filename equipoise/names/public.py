@@ -46,10 +46,14 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.strategies.replicated.data_parallel": ("DataParallelStrategy",),
         "equipoise.strategies.replicated.balanced": ("BalancedDataParallelStrategy",),
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
+        "equipoise.strategies.fsdp.strategy": ("FSDPStrategy",),
         "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),
     },
     "equipoise.strategies.ddp": {
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
+    },
+    "equipoise.strategies.fsdp": {
+        "equipoise.strategies.fsdp.strategy": ("FSDPStrategy",),
     },
     "equipoise.strategies.pipeline": {
         "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),

@@ -48,6 +48,9 @@ class Strategy:
         name: The name by which `Trainer(strategy=...)` finds it.
         backward_per_micro_batch: Whether `forward_backward` runs a backward for each part of a batch rather than one
             for all.
+        forward_is_collective: Whether processes communicate in the forward, so that all of them must run it equally
+            often. Default: False.
+        loads_after_setup: Whether a checkpoint's weights are loaded behind `setup`, and not before. Default: False.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
@@ -58,6 +61,8 @@ class Strategy:
     name: ClassVar[str] = ""
     backward_per_micro_batch: ClassVar[bool] = False
     keeps_batches_whole: ClassVar[bool] = False
+    forward_is_collective: ClassVar[bool] = False
+    loads_after_setup: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
     dim: int = 0
@@ -141,6 +146,13 @@ class Strategy:
         precision.convert_module(module)
         module.to(self.root_device)
         self._module = module
+
+    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Receive the optimisers of a fit, once they are made and before their states are loaded.
+
+        Args:
+            optimizers: What `configure_optimizers` returned.
+        """
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Let BatchNorm layers compute over all processes (`sync_batchnorm`); called after `setup`."""
@@ -244,6 +256,13 @@ class Strategy:
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step without gradients and return its output."""
         return step(parts[0])
+
+    def await_others(self, step: EvaluationStep) -> None:
+        """Take part in what other processes still compute; called behind the last batch of each evaluated loader.
+
+        Args:
+            step: The step that evaluated the loader's batches.
+        """
 
     # State: full and portable, whatever the strategy; called in every process.
 

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.errors import CheckpointError
 from equipoise.interop.lightning.loggers import log_hyperparams
 from equipoise.interop.lightning.modules import forget_run
 from equipoise.interop.lightning.self_log import unbind_log
@@ -35,7 +36,7 @@ from equipoise.trainer.optimization.configuration.optimizers import move_state, 
 from equipoise.trainer.optimization.savers.step_obstacles import check_optimizer
 from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
-from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state
+from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state, restore_weights
 from equipoise.trainer.runtime import slurm
 from equipoise.trainer.runtime.lost_reports import refuse_lost_reports
 from equipoise.trainer.runtime.preflight import placing
@@ -138,6 +139,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
     # 3. The module on its devices, and its optimisers.
     _place(context)
+    if checkpoint is not None and context.strategy.loads_after_setup:
+        restore_weights(context, checkpoint)
     if request.fitting:
         configured = context.hooks.call_module("configure_optimizers")
         optimizers, configs = parse_optimizers(configured, context.module)
@@ -146,6 +149,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
         if state.steps_in_backward:
             check_optimizer(optimizers[0])
         state.set_optimizers(optimizers, configs)
+        context.strategy.connect_optimizers(optimizers)
         context.hooks.call("on_fit_start")
     if state.enable_autolog_hparams:
         log_hyperparams(parts.trainer)
@@ -279,7 +283,7 @@ def _release_after(parts: TrainerParts, request: Request, error: BaseException) 
         rank_zero_info("Interrupted by the keyboard: shutting down.")
     try:
         for callback in state.callbacks:
-            callback.on_exception(parts.trainer, module, error)
+            _report_to(callback, parts, module, error)
         if request.datamodule is not None:
             request.datamodule.on_exception(error)
         for logger in state.loggers:
@@ -293,6 +297,14 @@ def _release_after(parts: TrainerParts, request: Request, error: BaseException) 
             # The user must see the first cause.
             error.add_note(f"Releasing failed as well: {type(another).__name__}: {another}")
         state.leave()
+
+
+def _report_to(callback: Callback, parts: TrainerParts, module: LightningModule, error: BaseException) -> None:
+    """Call a callback's hook for errors. If it cannot write a checkpoint any more, the first error says so."""
+    try:
+        callback.on_exception(parts.trainer, module, error)
+    except CheckpointError as another:
+        error.add_note(f"{type(callback).__name__} could not save: {another}")
 
 
 def _release(parts: TrainerParts, module: LightningModule, error: BaseException | None) -> None:

@@ -19,7 +19,7 @@ from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
-__all__ = ["check_fits", "restore_modules_and_callbacks", "restore_training_state"]
+__all__ = ["check_fits", "restore_modules_and_callbacks", "restore_training_state", "restore_weights"]
 
 # Number of keys of each kind that an error lists.
 _MOST_KEYS = 6
@@ -32,16 +32,16 @@ _REQUIRED_TO_TRAIN = ("loops", "optimizer_states", "lr_schedulers")
 
 
 def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any]) -> None:
-    """Load module, data module and callbacks, before the module is placed."""
+    """Load module, data module and callbacks, before the module is placed.
+
+    The weights come later, by `restore_weights`, if the strategy places them first.
+    """
     hooks = context.hooks
-    module = context.module
     hooks.call_module("on_load_checkpoint", checkpoint)
 
     # 1. The module.
-    if module.strict_loading:
-        check_fits(module, checkpoint["state_dict"])
-    with loading("state_dict"):
-        context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+    if not context.strategy.loads_after_setup:
+        restore_weights(context, checkpoint)
 
     # 2. The data module.
     datamodule = context.datamodule
@@ -55,6 +55,15 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
     states = checkpoint.get("callbacks")
     if states is not None:
         _restore_callbacks(context, checkpoint, states)
+
+
+def restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
+    """Load the weights of the module."""
+    module = context.module
+    if module.strict_loading:
+        check_fits(module, checkpoint["state_dict"])
+    with loading("state_dict"):
+        context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
 
 
 def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:

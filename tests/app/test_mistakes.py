@@ -17,7 +17,11 @@ MISTAKES = [
     ("fit hydra.run.dirr=3", "no key 'hydra.run.dirr'", "did you mean 'hydra.run.dir'?"),
     ("fit ~modul", "no key 'modul'", "did you mean 'module'?"),
     ("fit trainer.strategy=ddp", "'trainer.strategy' is not a key of the trainer", "strategy=NAME"),
-    ("fit strategy.foo=1", "no key 'strategy.foo'", "there are: auto, balanced, ddp, dp, pipeline, single_device"),
+    (
+        "fit strategy.foo=1",
+        "no key 'strategy.foo'",
+        "there are: auto, balanced, ddp, dp, fsdp, pipeline, single_device",
+    ),
     ("fit experiment=typo", "In experiment/typo.yaml", "did you mean 'trainer.max_epochs'?"),
     # groups and options
     ("fit strategy=single_devise", "no 'single_devise' in the group 'strategy'", "did you mean 'single_device'?"),
@@ -25,7 +29,7 @@ MISTAKES = [
     ("fit callbacks=[early_stoping]", "no 'early_stoping' in the group 'callbacks'", "did you mean 'early_stopping'?"),
     ("fit callbacks.early_stopping.patience=3", "not part of the configuration", "callbacks=[early_stopping]"),
     ("fit precision=17", "no 17 in the group 'precision'", "16-mixed, 16-true"),
-    ("fit strategy=fsdp", "strategy='fsdp' is not there yet", "strategy='pipeline'"),
+    ("fit strategy=deepspeed", "strategy='deepspeed' is not supported", "strategy='fsdp'"),
     ("fit data=null", "no null in the group 'data'", "~data leaves the group out"),
     ("fit experiment=shrt", "no 'shrt' in the group 'experiment'", "did you mean 'short'?"),
     ("fit experiment=group", "no group 'modul' to override", "did you mean 'module'?"),

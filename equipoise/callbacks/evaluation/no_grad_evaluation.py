@@ -140,6 +140,13 @@ class NoGradEvaluation(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start to count at the trainer's present step."""
+        # Lightning's strategies do not say this.
+        is_collective = getattr(trainer.strategy, "forward_is_collective", False)
+        if is_collective and trainer.world_size > 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} deals batches out unevenly, but under strategy={trainer.strategy.name!r} all"
+                " processes run a forward equally often. Use a validation loader and `validation_step` instead."
+            )
         self._forget_run()
         self._steps = trainer.global_step
 

@@ -258,6 +258,7 @@ class EvaluationLoop(SentState):
                 self._after_batch(context, dataloader_idx)
             if state.received_sigterm and not progress.is_last_batch:
                 leave_evaluation(context)
+        context.strategy.await_others(step)
 
     def _after_batch(self, context: "RunContext", dataloader_idx: int) -> None:
         self.has_run = True

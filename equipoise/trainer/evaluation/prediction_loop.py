@@ -216,3 +216,4 @@ class PredictionLoop(SentState):
             del output, batch, parts
             if state.received_sigterm and not progress.is_last_batch:
                 leave_evaluation(context)
+        context.strategy.await_others(step)

@@ -9,7 +9,7 @@ from torchmetrics import Metric
 from equipoise.interop.lightning.self_log import LogOptions, logging_levels
 from equipoise.trainer.logging.entry import reduction_name
 
-__all__ = ["check_value", "complete_options", "without_dimensions"]
+__all__ = ["check_value", "complete_options", "whole_value", "without_dimensions"]
 
 
 def check_value(name: str, value: Any) -> None:
@@ -45,6 +45,15 @@ def without_dimensions(name: str, value: Tensor) -> Tensor:
             " single element. Try `.mean()`."
         )
     return value.squeeze()
+
+
+def whole_value(value: Tensor) -> Tensor:
+    """Return a value of tensors that are in shards over processes as a whole; every other tensor as it is."""
+    gather = getattr(value, "full_tensor", None)
+    if gather is None:
+        return value
+    whole: Tensor = gather()
+    return whole
 
 
 def complete_options(hook: str, name: str, options: LogOptions) -> LogOptions:

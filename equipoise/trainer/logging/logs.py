@@ -26,7 +26,7 @@ from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.interop.metrics import last_batch_value
 from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.trainer.data.dataloader_iter import check_batch_size
-from equipoise.trainer.logging.arguments import check_value, complete_options, without_dimensions
+from equipoise.trainer.logging.arguments import check_value, complete_options, whole_value, without_dimensions
 from equipoise.trainer.logging.collection import Captures, Collection, Logged
 from equipoise.trainer.logging.cross_process import LogReduction
 from equipoise.trainer.logging.entry import Entry, default_dtype, on_cpu
@@ -124,7 +124,10 @@ class Logs:
             arguments: The values of `LogOptions` as the user passed them.
             batch_size: The weight in a mean, in samples. None: the size of the batch.
         """
-        # 1. Values of a share of the batch wait until all shares are computed.
+        # 1. A value of weights in shards is put together here, where all processes log it. Values of a share of the
+        #    batch wait until all shares are computed.
+        if isinstance(value, Tensor) and type(value) is not Tensor:
+            value = whole_value(value)
         if self._captured:
             captured = self._captured.get(get_ident())
             if captured is not None:

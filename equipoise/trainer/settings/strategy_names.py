@@ -12,14 +12,14 @@ __all__ = ["lightning_strategy", "refuse_object"]
 # The group is the value of the option.
 _DDP = re.compile(r"ddp(?:_spawn|_fork|_notebook)?(?:_find_unused_parameters_(true|false))?")
 _LARGE_MODELS = (
-    " A model that is too large for one device trains with strategy='pipeline', which cuts it over the devices; less"
-    " memory on each take activation_checkpointing=['encoder.layers.*'] and precision='bf16-mixed'."
+    " A model that is too large for one device trains with strategy='fsdp', which shards its weights over the devices,"
+    " or with strategy='pipeline', which cuts it; less memory on each take"
+    " activation_checkpointing=['encoder.layers.*'] and precision='bf16-mixed'."
 )
 _NO_TPU = "is not supported: it is for TPUs. Take 'auto', which uses the GPUs or the CPU that there are."
 
 # Ends of messages about Lightning's strategies that have no counterpart, by the beginnings of their names.
 _ADVICE = {
-    "fsdp": f"is not there yet.{_LARGE_MODELS}",
     "deepspeed": f"is not supported: DeepSpeed steps by an engine of its own.{_LARGE_MODELS}",
     "model_parallel": f"is not there.{_LARGE_MODELS}",
     "xla": _NO_TPU,
@@ -46,6 +46,8 @@ def lightning_strategy(name: str) -> tuple[str, dict[str, bool]] | None:
         ('ddp', {'find_unused_parameters': True})
         >>> lightning_strategy("ddp_fork")
         ('ddp', {})
+        >>> lightning_strategy("fsdp_cpu_offload")
+        ('fsdp', {'cpu_offload': True})
     """
     # 1. Variants of DDP.
     match = _DDP.fullmatch(name)
@@ -55,7 +57,11 @@ def lightning_strategy(name: str) -> tuple[str, dict[str, bool]] | None:
             options["find_unused_parameters"] = match[1] == "true"
         return "ddp", options
 
-    # 2. Strategies without a counterpart, and their variants, such as "fsdp_native".
+    # 2. The variant of FSDP.
+    if name == "fsdp_cpu_offload":
+        return "fsdp", {"cpu_offload": True}
+
+    # 3. Strategies without a counterpart, and their variants, such as "deepspeed_stage_2".
     for start, advice in _ADVICE.items():
         if name == start or name.startswith(f"{start}_"):
             raise ConfigurationError(f"strategy={name!r} {advice}")
@@ -76,6 +82,8 @@ def refuse_object(strategy: Any) -> None:
     advice = " Leave strategy out, and it follows from the devices."
     if "DDP" in names:
         advice = " Take 'ddp', or DDPStrategy(...) from equipoise."
-    elif not names.isdisjoint(("FSDP", "DeepSpeed", "ModelParallel")):
+    elif "FSDP" in names:
+        advice = " Take 'fsdp', or FSDPStrategy(...) from equipoise."
+    elif not names.isdisjoint(("DeepSpeed", "ModelParallel")):
         advice = _LARGE_MODELS
     raise ConfigurationError(f"{message} Strategies of Lightning work inside its own loops.{advice}")

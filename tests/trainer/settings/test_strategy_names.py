@@ -6,14 +6,15 @@ import pytest
 from lightning.pytorch import strategies as lightning_strategies
 from lightning.pytorch.strategies import StrategyRegistry
 
-from equipoise import ConfigurationError, DDPStrategy
+from equipoise import ConfigurationError, DDPStrategy, FSDPStrategy
 from equipoise.trainer.settings.strategy_names import lightning_strategy
 from tests.conftest import ignoring
 from tests.support.trainer_runs import refuses, trainer
 
 pytestmark = ignoring()
 DDP = [name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")]
-OTHERS = sorted({*StrategyRegistry.available_strategies()} - {*DDP, "single_device"})
+FSDP = ["fsdp", "fsdp_cpu_offload"]
+OTHERS = sorted({*StrategyRegistry.available_strategies()} - {*DDP, *FSDP, "single_device"})
 
 
 @pytest.mark.parametrize("name", DDP)
@@ -37,7 +38,15 @@ def test_every_name_of_ddp_is_ddp(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_lightning_has_these_names() -> None:
     assert {"ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true"} <= {*DDP}
     assert {"ddp_notebook_find_unused_parameters_false", "ddp_spawn_find_unused_parameters_true"} <= {*DDP}
-    assert {"fsdp", "fsdp_cpu_offload", "deepspeed", "deepspeed_stage_3_offload", "single_xla"} <= {*OTHERS}
+    assert {"deepspeed", "deepspeed_stage_3_offload", "single_xla"} <= {*OTHERS}
+    assert {*FSDP} <= {*StrategyRegistry.available_strategies()}
+
+
+def test_names_of_fsdp() -> None:
+    assert lightning_strategy("fsdp") is None
+    assert lightning_strategy("fsdp_cpu_offload") == ("fsdp", {"cpu_offload": True})
+    assert type(trainer(strategy="fsdp", devices=2).connected_strategy) is FSDPStrategy
+    refuses(lambda: trainer(strategy="fsdp_cpu_offload", devices=2), "cpu_offload=True moves shards from GPUs")
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -61,4 +70,5 @@ def test_objects_of_lightning() -> None:
     refuses(lambda: trainer(strategy=lightning_strategies.SingleDeviceStrategy("cpu")), inside, "Leave strategy out")
     large = lightning_strategies.ModelParallelStrategy()
     refuses(lambda: trainer(strategy=large), inside, "strategy='pipeline'", "activation_checkpointing")
+    refuses(lambda: trainer(strategy=lightning_strategies.FSDPStrategy()), inside, "FSDPStrategy(...) from equipoise")
     refuses(lambda: trainer(strategy=3), "strategy must be a name, or a Strategy", "not 3")

@@ -1,0 +1,95 @@
+"""Private names of torch's `fully_shard`.
+
+Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["begin_as_root", "unshard_by_hand", "unsharded_parameters"]
+
+# Attributes that `fully_shard` sets in every module that it manages begin with one of these.
+_MARKS = ("__composable_api", "_is_fsdp", "_fsdp")
+
+
+def _groups_of(unit: nn.Module) -> Sequence[Any]:
+    """Return torch's groups of parameters of a unit."""
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    groups: Sequence[Any] = state._fsdp_param_groups
+    return groups
+
+
+def begin_as_root(module: nn.Module) -> None:
+    """Make a module the root of its units.
+
+    Torch takes the first unit that runs a forward as the root, and refuses the real one afterwards. A hook of the
+    user's may call a part of the module before the first step, so the root is settled here. Nothing public does that.
+
+    Args:
+        module: The module, to which `fully_shard` was applied last.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    state._lazy_init()
+
+
+def unsharded_parameters(unit: nn.Module) -> Iterator[Tensor]:
+    """Yield the whole parameters of a unit, which exist since its first forward and are leaves of the graph.
+
+    The module's own attributes show them only while the unit has them, which is over before the backward, where
+    gradients of these leaves are computed. Torch shows them nowhere else.
+
+    Args:
+        unit: A module to which `fully_shard` was applied.
+    """
+    for group in _groups_of(unit):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter.unsharded_param
+
+
+def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Parameter], root: nn.Module) -> None:
+    """Undo `fully_shard`: classes, hooks, marks and parameters are as they were before.
+
+    Torch has no way back. Without one a module could be trained once only, could be neither copied nor pickled, and the
+    parameters that the user's objects refer to would not be those of the module.
+
+    Args:
+        units: The modules to which `fully_shard` was applied.
+        originals: The parameters as they were, by name; tied ones under each name.
+        root: The module that contains all of them.
+    """
+    for unit in units:
+        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for group in state._fsdp_param_groups:
+            _remove_hooks(group)
+    for unit in units:
+        # The class that `fully_shard` has made derives from FSDPModule and from the former class.
+        former_class = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
+        unit.__class__ = former_class
+        # Torch notes which modules have been sharded, also in a place beside them.
+        _module_state_mapping.pop(unit, None)
+    for part in root.modules():
+        attributes = vars(part)
+        for name in list(attributes):
+            if name.startswith(_MARKS):
+                del attributes[name]
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name, original in originals.items():
+        owner, _, attribute = name.rpartition(".")
+        # A recurrent layer keeps a second list of its parameters, which it updates here.
+        setattr(modules[owner], attribute, original)
+
+
+def _remove_hooks(group: Any) -> None:
+    """Remove the hooks that shard a unit before its state is saved or loaded, and look at it afterwards."""
+    for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
+        for handle in handles.values():
+            handle.remove()
+    for parameter in group.fsdp_params:
+        parameter._post_load_hook_handle.remove()

@@ -1,0 +1,128 @@
+"""Full states of a module in shards, which any other strategy can load."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from equipoise.errors import CheckpointError
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.strategies.distributed.process_group import ProcessGroup
+from equipoise.strategies.fsdp.sharded_module import whole
+from equipoise.strategies.portable_state import PortableState
+
+__all__ = ["ShardedState"]
+
+
+class ShardedState(PortableState):
+    """Gathers whole tensors in the main process, and cuts loaded ones into shards.
+
+    The other processes take part and receive tensors without memory.
+
+    Args:
+        group: The processes.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def _check_complete(self) -> None:
+        """Check that all processes can take part.
+
+        Raises:
+            CheckpointError: If this process has failed.
+        """
+        if not self._group.is_connected:
+            raise CheckpointError(
+                "The run has failed, so the other processes do not take part any more, and each process has only its"
+                " shards of the weights under strategy='fsdp'. Nothing was saved. Save during the run, as by"
+                " ModelCheckpoint(every_n_train_steps=...), and resume from there."
+            )
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """Return the module's full state; see `PortableState.module_state`."""
+        self._check_complete()
+        keep = self._group.is_main
+        return {key: whole(value, keep=keep) for key, value in module.state_dict().items()}
+
+    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        """Load the module's state, each process its shards; see `PortableState.load_module_state`."""
+        shards = dict(state)
+        for key, present in module.state_dict().items():
+            if key in state:
+                shards[key] = _shard_like(present, state[key])
+        module.load_state_dict(shards, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimiser's full state; see `PortableState.optimizer_state`."""
+        self._check_complete()
+        keep = self._group.is_main
+        content = optimizer.state_dict()
+        states = {}
+        for number, state in content["state"].items():
+            states[number] = {key: whole(value, keep=keep) for key, value in state.items()}
+        return {**content, "state": states}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load an optimiser's state, each process its shards; see `PortableState.load_optimizer_state`."""
+        parameters = list(optimizer_parameters(optimizer))
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameter_of = dict(zip(numbers, parameters, strict=False))
+        states = {}
+        for number, values in state["state"].items():
+            parameter = parameter_of.get(number)
+            states[number] = {key: _shard_like(parameter, value) for key, value in values.items()}
+        optimizer.load_state_dict({**state, "state": states})
+
+    def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
+        """Return the gradients of an open window in the main process; see `PortableState.gradients`.
+
+        They are summed over all processes already, so the others have none to add.
+        """
+        self._check_complete()
+        # A process that had nothing to learn from so far takes part as well.
+        if not any(self._group.gather_objects(window_is_open)):
+            return []
+        gradients = super().gradients(optimizers, window_is_open=True)
+        gathered: list[Tensor | None] = [whole(gradient) for gradient in gradients]
+        if self._group.is_main:
+            return gathered
+        return [None for _ in gathered]
+
+    def load_gradients(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor | None]) -> None:
+        """Set the sums of what all processes have saved; see `PortableState.load_gradients`."""
+        parameters = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
+        # 1. Find the parameters for which any process has a gradient.
+        present_here = [gradient is not None for gradient in gradients]
+        present = self._group.gather_objects(present_here)
+        # 2. Sum over the processes, and keep a shard.
+        for index, parameter in enumerate(parameters):
+            shard = None
+            # A shorter list comes from an optimiser with fewer parameters.
+            if any(flags[index : index + 1] == [True] for flags in present):
+                gradient = gradients[index] if index < len(gradients) else None
+                shard = _shard_like(parameter, _sum_over_processes(parameter, gradient))
+            parameter.grad = shard
+
+
+def _sum_over_processes(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
+    """Return the sum of the whole gradients of a parameter that the processes have; None counts as zero."""
+    total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    if gradient is not None:
+        total += gradient.to(parameter.device)
+    dist.all_reduce(total)
+    return total
+
+
+def _shard_like(like: Any, value: Any) -> Any:
+    """Return this process's shard of a whole tensor, where another tensor of the same shape is in shards."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != like.shape or value.ndim == 0:
+        return value
+    # Each process has the whole value, so nothing is sent.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,16 @@
+"""Recovery from out-of-memory errors, which a module in shards does not have."""
+
+from equipoise.strategies.recovery_support import RecoverySupport
+
+__all__ = ["ShardedRecovery"]
+
+
+class ShardedRecovery(RecoverySupport):
+    """States why no step can be repeated: the other processes wait for this one within the forward."""
+
+    def why_not(self, *, training: bool, leave_out: bool) -> str:
+        """Return the reason; see `RecoverySupport.why_not`."""
+        return (
+            "Under strategy='fsdp' all processes gather the weights together, so one cannot do its step again alone."
+            " Take a smaller batch_size with accumulate_grad_batches, activation_checkpointing, or more processes."
+        )

@@ -1,0 +1,40 @@
+"""The private names of torch's `fully_shard` are there and do what is relied upon."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from equipoise.interop.torch.fully_sharded import begin_as_root, unshard_by_hand, unsharded_parameters
+
+
+def shard_and_undo() -> dict[str, bool]:
+    """Shard a module, use it, and undo that; called in a process of its own, in a group of one."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
+    originals = dict(net.named_parameters(remove_duplicate=False))
+    mesh = init_device_mesh("cpu", (1,))
+    units: list[nn.Module] = [net[0], net]
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
+    begin_as_root(net)
+    seen = {"a part can be called before the root": tuple(net[0](torch.ones(1, 2)).shape) == (1, 2)}
+    net(torch.ones(1, 2)).sum().backward()
+    seen["whole parameters are leaves"] = all(p.is_leaf for unit in units for p in unsharded_parameters(unit))
+    seen["they are no shards"] = not any(isinstance(p, DTensor) for p in unsharded_parameters(net))
+    seen["all are found"] = sum(p.numel() for unit in units for p in unsharded_parameters(unit)) == 9
+    unshard_by_hand(units, originals, net)
+    seen["classes are back"] = not any(isinstance(part, FSDPModule) for part in net.modules())
+    seen["parameters are back"] = all(p is originals[name] for name, p in net.named_parameters())
+    seen["it can be sharded again"] = isinstance(fully_shard(net, mesh=mesh), FSDPModule)
+    return seen
+
+
+def test_private_names(tmp_path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        seen = shard_and_undo()
+    finally:
+        dist.destroy_process_group()
+    assert all(seen.values()), seen

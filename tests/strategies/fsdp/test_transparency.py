@@ -1,0 +1,222 @@
+"""Training in shards equals training on one device, in float64, with every option, on 2, 3 and 4 processes."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import ignoring
+from tests.strategies.fsdp.programs import FEATURES, Net, assert_close, fit, fsdp, in_processes, weights_of
+
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+
+
+# Modules
+
+
+class Tied(Net):
+    """Two blocks share a weight, and the last layer shares one with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[1].up.weight
+        self.back = nn.Linear(7, FEATURES, bias=False)
+        self.back.weight = nn.Parameter(self.first.weight.detach().clone().T.contiguous())
+        self.again = nn.Linear(FEATURES, 7, bias=False)
+        self.again.weight = self.first.weight
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features + self.back(self.again(features)))
+
+
+class Frozen(Net):
+    """A frozen block, and a layer of which one weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.first.weight.requires_grad_(False)
+
+
+class Thawed(Net):
+    """A block that is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.blocks[1].requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Unused(Net):
+    """A layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+class Attention(Net):
+    """Torch's own blocks, which read some of their weights without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(self.encoder(self.embedding(features.unsqueeze(-1)))[:, 0])
+
+    def configure_optimizers(self) -> Any:
+        # The gradient of a bias of the keys is zero but for rounding, and Adam would make a step of that.
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Recurrent(Net):
+    """A layer that keeps a second list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, FEATURES, batch_first=True)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(self.lstm(features.unsqueeze(1))[0][:, 0])
+
+
+class ByHand(Net):
+    """Optimises by hand, and steps every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Alternating(ByHand):
+    """Computes the network three times in a step, with a backward and an optimiser's step between them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        one, other = self.optimizers()
+        for optimizer in (one, other):
+            loss = self.loss(batch) + self.last.weight.square().sum()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        with torch.no_grad():
+            self.log("afterwards", self.loss(batch), on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        blocks = torch.optim.AdamW(self.blocks.parameters(), lr=0.01)
+        return blocks, torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.1)
+
+
+class Weighted(Net):
+    """The mean over marked samples, whose number is the weight; some batches have none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        marked = batch[1][:, 0] > 0.8
+        losses = (self(batch[0]) - batch[1])[:, 0] ** 2
+        weight = marked.sum()
+        return {"loss": (losses * marked).sum() / weight.clamp(min=1), "loss_weight": int(weight)}
+
+
+# Runs
+
+# The module, and the options of the trainer. The ends are ragged unless a count says otherwise.
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "plain": (Net, {"again": True}),
+    "clipped": (Net, {"gradient_clip_val": 0.05}),
+    "clipped by value": (Net, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulated and clipped": (Net, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+    "no ragged end": (Net, {"count": 48}),
+    "fewer samples than processes": (Net, {"count": 1}),
+    "tied weights": (Tied, {"again": True}),
+    "frozen parts": (Frozen, {}),
+    "thawed parts": (Thawed, {}),
+    "an unused layer": (Unused, {}),
+    "attention": (Attention, {}),
+    "recurrent": (Recurrent, {}),
+    "weighted": (Weighted, {"accumulate_grad_batches": 2}),
+    "activation checkpointing": (Net, {"activation_checkpointing": ["blocks.*"]}),
+    "activation checkpointing around units": (Attention, {"activation_checkpointing": ["encoder"]}),
+    "manual optimisation of two kinds": (Alternating, {"count": 48}),
+    "manual optimisation": (ByHand, {"count": 48, "again": True}),
+}
+# Those that run in every change.
+OFTEN = ["plain", "accumulated and clipped", "tied weights", "frozen parts", "attention", "manual optimisation"]
+# Options of the strategy.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "units by name": {"units": ["blocks.*.up", "blocks.1", "first"]},
+    "units that stay whole": {"reshard_after_forward": False},
+    "one unit": {"units": []},
+    "calls compared at the end": {"compare_calls": False},
+}
+
+
+def outcome(kind: Callable[[], Any], options: dict[str, Any], strategy: Any, processes: int) -> dict[str, Any]:
+    """Fit, and return all weights and values; with the option `again`, fit once more."""
+    options = dict(options)
+    again = options.pop("again", False)
+    module, trainer = fit(kind, strategy, processes, **options)
+    values = {f"{name} in fit": float(value) for name, value in trainer.callback_metrics.items()}
+    values |= {f"first {name}": value for name, value in weights_of(module).items()}
+    if not again:
+        return values
+    module, trainer = fit(kind, strategy, processes, **{**options, "max_epochs": 1, "module": module})
+    values |= {f"{name} in the second fit": float(value) for name, value in trainer.callback_metrics.items()}
+    return values | weights_of(module)
+
+
+@cache
+def on_one_device(case: str) -> dict[str, Any]:
+    kind, options = CASES[case]
+    return outcome(kind, options, "single_device", 1)
+
+
+def run_all(processes: int, replicas: int, cases: list[str], strategies: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the outcomes of all cases; called in every process."""
+    outcomes = {}
+    for case in cases:
+        kind, options = CASES[case]
+        outcomes[case] = outcome(kind, options, fsdp(replicas=replicas), processes)
+    for name in strategies:
+        outcomes[name] = outcome(Net, {"again": True}, fsdp(replicas=replicas, **STRATEGIES[name]), processes)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("processes", "replicas", "cases", "strategies"),
+    [
+        pytest.param(2, 1, OFTEN, [], id="often"),
+        pytest.param(2, 1, list(CASES), list(STRATEGIES), marks=pytest.mark.slow, id="2 processes"),
+        pytest.param(3, 1, list(CASES), list(STRATEGIES), marks=pytest.mark.slow, id="3 processes"),
+        pytest.param(4, 1, list(CASES), list(STRATEGIES), marks=pytest.mark.slow, id="4 processes"),
+        pytest.param(4, 2, list(CASES), list(STRATEGIES), marks=pytest.mark.slow, id="2 replicas of 2"),
+    ],
+)
+def test_training_equals_that_of_one_device(
+    processes: int, replicas: int, cases: list[str], strategies: list[str]
+) -> None:
+    outcomes = in_processes(processes, partial(run_all, processes, replicas, cases, strategies))
+    assert outcomes.keys() == {*cases, *strategies}
+    for name, values in outcomes.items():
+        try:
+            assert_close(on_one_device(name if name in CASES else "plain"), values)
+        except AssertionError as error:
+            error.add_note(f"in the case {name!r}")
+            raise
