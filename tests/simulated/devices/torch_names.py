@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.simulated.devices.graphs import replace_graphs
 from tests.simulated.devices.installation import extension
 
 __all__ = ["replace_names"]
@@ -27,6 +28,7 @@ def replace_names() -> None:
     _replace_memory()
     _replace_storages()
     _replace_exchanges()
+    replace_graphs()
 
 
 def _index(device: Any) -> int:
@@ -49,7 +51,6 @@ def _replace_devices() -> None:
         "_cuda_isInBadFork": lambda: False,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_canDeviceAccessPeer": lambda device, peer: True,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_ipc_collect": lambda: None,
     }
     public: dict[str, Any] = {

@@ -3,6 +3,7 @@
 
 #include "../runtime/launches.h"
 #include "../runtime/streams.h"
+#include "graphs.h"
 #include "host_tensors.h"
 #include "stream_order.h"
 
@@ -50,6 +51,9 @@ inline const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::
   if (needed_bytes <= storage->nbytes()) {
     return self;
   }
+  if (storage->nbytes() > 0) {
+    refuse_while_capturing(self.device().index(), "resize_ of memory that is in use");
+  }
   c10::DeviceGuard guard(self.device());
   DataPtr data = device_allocator.allocate(needed_bytes);
   if (storage->nbytes() > 0) {
@@ -85,11 +89,38 @@ inline Tensor host_side(const Tensor& tensor) {
   return tensor.is_cuda() ? host_twin(tensor) : tensor.detach();
 }
 
+// A copy within a device, or from pinned memory, which each replay does again.
+inline void capture_copy(const Tensor& self, const Tensor& source, bool non_blocking) {
+  if (self.is_cpu()) {
+    break_capture("copy to the CPU");
+  }
+  if (source.is_cpu() && !(non_blocking && is_pinned(source.storage().data()))) {
+    break_capture("copy from the CPU");
+  }
+  for (const Tensor& tensor : {self, source}) {
+    if (tensor.is_cuda()) {
+      if (tensor.device().index() != captured_stream.device) {
+        break_capture("copy between devices");
+      }
+      captured_graph->note(tensor);
+    }
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor destination = host_side(self);
+  const Tensor values = host_side(source);
+  destination.copy_(values);
+  captured_graph->record([destination, values] { destination.copy_(values); });
+}
+
 inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_same(source)) {
     return self;
   }
   const DeviceIndex device = (self.is_cuda() ? self : source).device().index();
+  if (is_capturing(device)) {
+    capture_copy(self, source, non_blocking);
+    return self;
+  }
   count_launch(device, "aten::copy_");
   note_copy(self, source);
   at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -1,7 +1,7 @@
 // What the host waits for: copies to pinned memory, which arrive only when somebody waits for them.
 #pragma once
 
-#include "order.h"
+#include "capturing.h"
 
 #include <algorithm>
 #include <functional>
@@ -64,6 +64,7 @@ inline bool has_arrived(const Mark& mark) {
 
 // Lets the host wait: the late copies until the mark arrive.
 inline void wait_for(const Mark& mark, const std::string& reason) {
+  refuse_while_capturing(mark.device, reason);
   wait_count++;
   std::vector<LateCopy> arriving;
   {
