@@ -1,5 +1,6 @@
 """Names of torch for graphs of simulated devices."""
 
+from collections import Counter
 from itertools import count
 from typing import Any
 
@@ -10,10 +11,12 @@ from tests.simulated.devices.installation import extension
 __all__ = ["CUDAGraph", "replace_graphs"]
 
 _pools = count(1)
+# Number of graphs of each pool. A pool without graphs cannot be used again.
+_graphs_of_pools: Counter[Any] = Counter()
 
 
 class CUDAGraph:
-    """A graph of a simulated device. The memory of a graph is its own: pools are handles without an effect."""
+    """A graph of a simulated device. Its memory is its own: pools count their graphs, and nothing else."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._graph: Any = None
@@ -25,8 +28,12 @@ class CUDAGraph:
         """Begin to record what the current stream computes."""
         if self._graph is not None:
             raise RuntimeError("This CUDAGraph instance already owns a captured graph.")
-        self._pool = pool or _graph_pool_handle()
+        pool = pool or _graph_pool_handle()
+        if pool in _graphs_of_pools and not _graphs_of_pools[pool]:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: all graphs of this pool are released")
         extension().begin_capture()
+        _graphs_of_pools[pool] += 1
+        self._pool = pool
 
     def capture_end(self) -> None:
         """End the capture."""
@@ -41,6 +48,12 @@ class CUDAGraph:
     def reset(self) -> None:
         """Release the graph and its memory."""
         self._graph = None
+        if self._pool is not None:
+            _graphs_of_pools[self._pool] -= 1
+            self._pool = None
+
+    def __del__(self) -> None:
+        self.reset()
 
     def pool(self) -> Any:
         """Return the handle of the pool."""

@@ -52,6 +52,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     wait_for_device(static_cast<DeviceIndex>(device), "torch.cuda.synchronize");
   });
   module.def("refuse_waiting", [](bool refused) { waiting_is_refused = refused; });
+  module.def("warn_of_waiting", [](bool warned) { waiting_is_warned_of = warned; });
+  module.def("is_waiting_warned_of", [] { return waiting_is_warned_of.load(); });
   module.def("is_waiting_refused", [] { return waiting_is_refused.load(); });
   module.def("waits", [] { return wait_count.load(); });
   module.def("take_reasons", [] {
