@@ -14,7 +14,18 @@ from torch.utils.data import DataLoader
 from tests.simulated.devices.installation import extension
 from tests.support.pipelines import quiet
 
-__all__ = ["CLASSES", "FEATURES", "SIZES", "STAYS_EAGER", "Network", "Result", "assert_same", "batches", "fit"]
+__all__ = [
+    "CLASSES",
+    "DEVICE",
+    "FEATURES",
+    "SIZES",
+    "STAYS_EAGER",
+    "Network",
+    "Result",
+    "assert_same",
+    "batches",
+    "fit",
+]
 
 FEATURES, CLASSES = 6, 3
 # The last batch of an epoch is shorter.

@@ -123,7 +123,7 @@ class Averaging(Network):
             self.memory[0] += 1
             self.memory[1] = batch[0].sum()
         result = super().training_step(batch, batch_idx)
-        result["loss"] = result["loss"] + F.mse_loss(self.net[0](batch[0]), self.target(batch[0]).detach())
+        result["loss"] = result["loss"] + (self.net[0](batch[0]) - self.target(batch[0]).detach()).square().mean()
         return result
 
 
@@ -165,10 +165,10 @@ class Hooked(Network):
     """Hooks of the trainer around the optimiser's step."""
 
     def on_after_backward(self) -> None:
-        self.net[0].weight.grad.mul_(0.9)
+        self.log("norm", self.net[4].weight.grad.norm())
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("norm", self.net[4].weight.grad.norm())
+        self.net[0].weight.grad.mul_(0.9)
 
     def configure_gradient_clipping(self, optimizer: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="value")

@@ -1,5 +1,6 @@
 """The trial of a variant: the program and the eager step, computed from the same state, and compared."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ class Trial:
             begins_window: Whether the window has no gradients yet; those in the parameters are of the last one.
         """
         begin = time.perf_counter()
+        is_full = False
         try:
             with preserve_state(self._module, containers=True), self._gradients_restored(begins_window):
                 result = compute()
@@ -64,10 +66,14 @@ class Trial:
         except Exception as error:
             # The eager step follows. What is wrong with the step itself is raised there.
             self._state = None
+            is_full = _is_out_of_memory(error)
             self._refuse(_reason_of(error, self._done))
         finally:
             # After an error, tensors are still as the program has left them.
             self._variant.function.restore()
+        # Outside of `except`, whose traceback keeps what the trial has allocated. The eager step needs the memory.
+        if is_full:
+            gc.collect()
 
     def _note(self, result: ProgramResult) -> None:
         """Note the state after the program."""
@@ -180,9 +186,13 @@ def _readable(name: str) -> str:
     return name.replace("L['batch']", "the batch")
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
+
+
 def _reason_of(error: Exception, done: str) -> str:
     """Return the reason for which a step stays eager after an error of the program."""
-    if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
+    if _is_out_of_memory(error):
         return f"there is not enough memory to compare it with a {done} one"
     first_line = str(error).partition("\n")[0].rstrip(".")
     return f"a {done} one ends with an error ({type(error).__name__}: {first_line})"

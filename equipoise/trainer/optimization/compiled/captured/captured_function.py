@@ -55,7 +55,7 @@ class CapturedFunction:
         result = self._function.compile(*args)
         gradients = self._gradients()
         for graph in self._graphs:
-            graph.keep(gradients)
+            graph.keep_only(gradients)
         return result
 
     def unmet_conditions(self, *args: Any) -> list[str]:

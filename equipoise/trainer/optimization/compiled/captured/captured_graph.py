@@ -10,7 +10,7 @@ compared before each replay.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,7 +68,10 @@ class GraphPool:
         except Exception:
             self.is_broken = True
             raise
-        current.wait_stream(self.stream)
+        finally:
+            # A capture that fails does not leave its stream.
+            torch.cuda.set_stream(current)
+            current.wait_stream(self.stream)
         self._num_graphs += 1
         return graph, result
 
@@ -89,9 +92,12 @@ class GraphPool:
         """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            function()
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                function()
+        finally:
+            # Also after an error, which frees memory that the side stream has used.
+            current.wait_stream(self.stream)
 
 
 @dataclass(slots=True)
@@ -114,7 +120,7 @@ class _Capture:
     is_changed: list[bool]
     outputs: Sequence[Any]
     of_inputs: dict[int, int]
-    kept: set[int] = field(default_factory=set)
+    kept: set[int]
 
 
 class CapturedGraph:
@@ -125,6 +131,9 @@ class CapturedGraph:
         noted: The inputs of a trial.
         pool: What all graphs share.
         passing: Returns the tensors of the present step that are others in the next one, such as the batch.
+
+    Attributes:
+        has_moved: True if the last call has found a tensor of the module at another place in memory.
     """
 
     def __init__(
@@ -135,6 +144,8 @@ class CapturedGraph:
         self._pool = pool
         self._passing = passing
         self._capture: _Capture | None = None
+        # True from a capture to the end of its trial. In between, all outputs are handed out as they are.
+        self._is_on_trial = False
         self.has_moved = False
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -151,15 +162,17 @@ class CapturedGraph:
             raise NewVariant
         return _replay(capture, inputs)
 
-    def keep(self, tensors: Collection[Tensor]) -> None:
-        """Hand out some outputs as they are, without a copy: each replay writes into the same memory.
+    def keep_only(self, tensors: Collection[Tensor]) -> None:
+        """After a trial, hand out these outputs as they are, and copies of the others.
 
         Args:
-            tensors: Outputs of the last call.
+            tensors: Some of the outputs of the trial. Each replay writes into the same memory.
         """
-        if self._capture is None:
+        if self._capture is None or not self._is_on_trial:
             return
+        self._is_on_trial = False
         addresses = {tensor.data_ptr() for tensor in tensors}
+        self._capture.kept = set()
         for position, output in enumerate(self._capture.outputs):
             if isinstance(output, Tensor) and output.data_ptr() in addresses:
                 self._capture.kept.add(position)
@@ -205,7 +218,9 @@ class CapturedGraph:
         for position, output in enumerate(outputs):
             if id(output) in positions:
                 of_inputs[position] = positions[id(output)]
-        self._capture = _Capture(graph, static, places, is_changed, outputs, of_inputs)
+        kept = set(range(len(outputs)))
+        self._capture = _Capture(graph, static, places, is_changed, outputs, of_inputs, kept)
+        self._is_on_trial = True
         return self._capture
 
 
