@@ -44,15 +44,15 @@ inline Tensor empty_strided(
 
 inline const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryFormat>) {
   auto* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(size);
   auto* storage = self.storage().unsafeGetStorageImpl();
-  const size_t element_count = impl->storage_offset() + impl->numel();
+  const size_t element_count = impl->storage_offset() + c10::multiply_integers(size);
+  if (storage->nbytes() > 0 && element_count * self.element_size() > storage->nbytes()) {
+    refuse_while_capturing(self.device().index(), "resize_ of memory that is in use");
+  }
+  impl->set_sizes_contiguous(size);
   const size_t needed_bytes = element_count * self.element_size();
   if (needed_bytes <= storage->nbytes()) {
     return self;
-  }
-  if (storage->nbytes() > 0) {
-    refuse_while_capturing(self.device().index(), "resize_ of memory that is in use");
   }
   c10::DeviceGuard guard(self.device());
   DataPtr data = device_allocator.allocate(needed_bytes);
@@ -117,7 +117,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   const DeviceIndex device = (self.is_cuda() ? self : source).device().index();
-  if (is_capturing(device)) {
+  if (is_capturing(device) || (source.is_cuda() && is_capturing(source.device().index()))) {
     capture_copy(self, source, non_blocking);
     return self;
   }
