@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from equipoise.interop.torch.compiling import CompilerError
-from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
+from equipoise.interop.torch.dispatch import OperationWatch, namespace_of, tensors_in
 
 __all__ = ["check_functions", "check_inputs", "on_device_only", "without_waits"]
 
@@ -72,11 +72,8 @@ def check_functions(graph: Any) -> None:
 
 def _is_known(function: Callable[..., Any]) -> bool:
     """Return True if a function is torch's own, or Python's arithmetic."""
-    namespace = getattr(function, "namespace", None)
-    if namespace is None:
-        packet_name = str(getattr(function, "_qualified_op_name", ""))
-        namespace = packet_name.partition("::")[0] or None
-    if isinstance(namespace, str):
+    namespace = namespace_of(function)
+    if namespace is not None:
         return namespace in _KNOWN_NAMESPACES
     if function in _KNOWN_FUNCTIONS:
         return True
@@ -90,6 +87,9 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 
 def _name_of(function: Any) -> str:
+    """Return the name of a function for messages."""
+    if namespace_of(function) is not None:
+        return str(function)
     return str(getattr(function, "__qualname__", None) or function)
 
 

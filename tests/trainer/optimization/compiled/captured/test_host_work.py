@@ -27,7 +27,7 @@ class Traced(nn.Module):
         super().__init__()
         graph = torch.fx.Graph()
         value = graph.placeholder("value")
-        graph.output(graph.create_node(kind, target, (value,)))
+        graph.output(graph.create_node(kind, target, (value, value)))
         self.inner = torch.fx.GraphModule(nn.Module(), graph)
 
 
