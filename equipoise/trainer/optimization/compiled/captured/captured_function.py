@@ -17,7 +17,7 @@ class CapturedFunction:
     Args:
         function: The function. It may run a backward, which writes gradients into parameters.
         own_attributes: Names of attributes that the function may change on the object whose method it is.
-        pool: What all graphs of the run share.
+        pool: The stream and the memory pool of all graphs of the run.
         passing: Returns the tensors of the present step that are others in the next one, such as the batch.
         gradients: Returns the gradients of all parameters. The function writes them into memory that stays the same.
     """

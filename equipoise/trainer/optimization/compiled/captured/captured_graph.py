@@ -28,7 +28,7 @@ _WARM_UPS = 2
 
 
 class GraphPool:
-    """What all graphs of a run share.
+    """The stream and the memory pool of all graphs of a run.
 
     Args:
         device: The CUDA device.
@@ -129,7 +129,7 @@ class CapturedGraph:
     Args:
         graph: The traced graph.
         noted: The inputs of a trial.
-        pool: What all graphs share.
+        pool: The stream and the memory pool of all graphs of the run.
         passing: Returns the tensors of the present step that are others in the next one, such as the batch.
 
     Attributes:

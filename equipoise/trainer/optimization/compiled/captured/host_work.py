@@ -45,9 +45,7 @@ def check_inputs(inputs: Sequence[Any], device: torch.device) -> None:
     """
     for value in inputs:
         if not isinstance(value, Tensor):
-            raise CompilerError(
-                f"it computes with the number {value!r}, which a replay would not read again"
-            )
+            raise CompilerError(f"it computes with the number {value!r}, which a replay would not read again")
         if value.device != device:
             raise CompilerError(f"it computes with a tensor on {value.device}, which a replay would not read again")
 
@@ -105,11 +103,11 @@ def on_device_only(device: torch.device) -> Iterator[None]:
     """
     reasons: list[str] = []
 
-    def look(name: str, result: Any, arguments: Any) -> None:
+    def look(name: str, output: Any, arguments: Any) -> None:
         if name == _READ:
             reasons.append("it reads the value of a tensor (`.item()`), for which the host waits")
             return
-        for tensor in tensors_in([result, arguments]):
+        for tensor in tensors_in([output, arguments]):
             if tensor.device != device:
                 reasons.append(f"its operation {name} computes on {tensor.device}, where a replay computes nothing")
                 return
