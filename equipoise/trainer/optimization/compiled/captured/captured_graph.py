@@ -11,6 +11,7 @@ compared before each replay.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import ne
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ class _Capture:
         is_changed: For each input, whether the graph writes into it.
         outputs: The static outputs.
         of_inputs: For an output that is an input itself, the position of that.
-        kept: Positions of outputs that are handed out as they are.
+        shared: Positions of outputs that are handed out as they are.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -120,7 +121,7 @@ class _Capture:
     is_changed: list[bool]
     outputs: Sequence[Any]
     of_inputs: dict[int, int]
-    kept: set[int]
+    shared: set[int]
 
 
 class CapturedGraph:
@@ -172,10 +173,11 @@ class CapturedGraph:
             return
         self._is_on_trial = False
         addresses = {tensor.data_ptr() for tensor in tensors}
-        self._capture.kept = set()
+        shared = set()
         for position, output in enumerate(self._capture.outputs):
             if isinstance(output, Tensor) and output.data_ptr() in addresses:
-                self._capture.kept.add(position)
+                shared.add(position)
+        self._capture.shared = shared
 
     def release(self) -> None:
         """Release the graph and its memory."""
@@ -208,7 +210,7 @@ class CapturedGraph:
         after = versions(used)
         if before is None or after is None:
             raise CompilerError("it computes with tensors of inference mode")
-        is_changed = [one != other for one, other in zip(before, after, strict=True)]
+        is_changed = list(map(ne, before, after))
         self._noted.rewind()
 
         # 4. The capture.
@@ -218,8 +220,16 @@ class CapturedGraph:
         for position, output in enumerate(outputs):
             if id(output) in positions:
                 of_inputs[position] = positions[id(output)]
-        kept = set(range(len(outputs)))
-        self._capture = _Capture(graph, static, places, is_changed, outputs, of_inputs, kept)
+        every_position = set(range(len(outputs)))
+        self._capture = _Capture(
+            graph=graph,
+            inputs=static,
+            places=places,
+            is_changed=is_changed,
+            outputs=outputs,
+            of_inputs=of_inputs,
+            shared=every_position,
+        )
         self._is_on_trial = True
         return self._capture
 
@@ -247,14 +257,16 @@ def _replay(capture: _Capture, inputs: Sequence[Any]) -> tuple[Any, ...]:
     # 1. The inputs.
     static: list[Tensor] = []
     passed: list[Tensor] = []
-    changed: list[tuple[Tensor, Tensor]] = []
+    changed: list[Tensor] = []
+    changed_copies: list[Tensor] = []
     for tensor, copy, is_changed in zip(inputs, capture.inputs, capture.is_changed, strict=True):
         if copy is None:
             continue
         static.append(copy)
         passed.append(tensor)
         if is_changed:
-            changed.append((tensor, copy))
+            changed.append(tensor)
+            changed_copies.append(copy)
     with torch.no_grad():
         _copy(static, passed)
 
@@ -262,7 +274,7 @@ def _replay(capture: _Capture, inputs: Sequence[Any]) -> tuple[Any, ...]:
         capture.graph.replay()
 
         # 3. What they have changed, and copies of the outputs: the next replay writes into the same memory.
-        _copy([tensor for tensor, _ in changed], [copy for _, copy in changed])
+        _copy(changed, changed_copies)
         return _outputs(capture, inputs)
 
 
@@ -273,10 +285,11 @@ def _outputs(capture: _Capture, inputs: Sequence[Any]) -> tuple[Any, ...]:
     for position, output in enumerate(outputs):
         if position in capture.of_inputs:
             outputs[position] = inputs[capture.of_inputs[position]]
-        elif isinstance(output, Tensor) and position not in capture.kept:
+        elif isinstance(output, Tensor) and position not in capture.shared:
             copied.append(position)
-    copies = [torch.empty_like(outputs[position]) for position in copied]
-    _copy(copies, [outputs[position] for position in copied])
+    sources = [outputs[position] for position in copied]
+    copies = [torch.empty_like(source) for source in sources]
+    _copy(copies, sources)
     for position, copy in zip(copied, copies, strict=True):
         outputs[position] = copy
     return tuple(outputs)
