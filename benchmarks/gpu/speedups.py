@@ -17,6 +17,7 @@ from benchmarks.gpu.measuring import Setting, TimedBatches, Window, seconds_of
 from benchmarks.gpu.networks import Task, Training, adam, mlp, sgd
 from benchmarks.gpu.steps import first_line, fit, is_built, quiet, train_by_hand
 from equipoise import Trainer
+from equipoise.interop.torch.compiling import why_not_compiled
 
 __all__ = ["captured_and_compiled", "loader"]
 
@@ -127,8 +128,10 @@ def captured_and_compiled(setting: Setting) -> Iterator[Row]:
         title = f"Trainer({argument}=True)"
         if not is_built(argument):
             yield Row(title, NOT_BUILT)
-        elif setting.is_simulated:
-            yield Row(title, "simulated devices have no graphs and no compiler")
+        elif why_not_compiled() is not None:
+            yield Row(title, str(why_not_compiled()))
+        elif argument == "compile" and setting.is_simulated:
+            yield Row(title, "simulated devices have no compiler")
         elif argument == "capture" and not setting.has_cuda:
             yield Row(title, "needs a CUDA device")
         else:

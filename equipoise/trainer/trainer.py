@@ -109,6 +109,9 @@ class Trainer(PublicState):
         compile: Compile forward, loss and backward of the training step to one program for each shape of a batch, which
             is used if it computes the same as the step itself; see docs/compile.md. "auto": and if it is faster.
             Lightning has no such argument. Default: False.
+        capture: Capture forward, loss and backward of the training step as a CUDA graph for each shape of a batch,
+            which is replayed if it computes the same as the step itself, to the bit; see docs/compile.md. Not together
+            with `compile`. Lightning has no such argument. Default: False.
         fused_optimizer: Let the optimiser step all parameters by one kernel, where torch has one for it and
             `configure_optimizers` has chosen no other way. Its rounding is another. Lightning has no such argument.
             Default: False.
@@ -174,6 +177,7 @@ class Trainer(PublicState):
         enable_autolog_hparams: bool = True,
         activation_checkpointing: list[str] | None = None,
         compile: bool | Literal["auto"] = False,
+        capture: bool = False,
         fused_optimizer: bool = False,
         detect_nonfinite: bool | None = None,
         prefetch: bool | Literal["auto"] = "auto",
@@ -219,7 +223,7 @@ class Trainer(PublicState):
         self.run_state.choose_savers(activation_checkpointing, step_in_backward, offload_activations)
 
         # 3. Speed, and limits.
-        self.run_state.choose_speed(prefetch, compile, fused_optimizer)
+        self.run_state.choose_speed(prefetch, compile, capture, fused_optimizer)
         self.run_state.limit_training(max_epochs, min_epochs, max_steps, min_steps)
         self.run_state.limit_batches(
             limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches

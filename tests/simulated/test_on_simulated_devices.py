@@ -19,10 +19,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PIPELINE = "tests/strategies/pipeline"
 FILES = [
-    *(f"tests/simulated/test_{name}.py" for name in ("simulation", "streams", "replicas")),
+    *(f"tests/simulated/test_{name}.py" for name in ("simulation", "streams", "graphs", "replicas")),
     *(f"tests/simulated/test_{name}.py" for name in ("recovery", "defects", "prefetch")),
     *(f"tests/simulated/configurations/test_{name}.py" for name in ("configurations", "resumption", "processes")),
     *(f"tests/simulated/steps/test_{name}.py" for name in ("launches", "waits", "regions")),
+    *(f"tests/simulated/captured/test_{name}.py" for name in ("equal", "host_work", "runs")),
     "tests/strategies/replicated",
     "tests/memory/savers/test_offloading.py",
     *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
@@ -31,7 +32,10 @@ FILES = [
 # Their workers compute, and look themselves on which devices.
 COMPUTED_BY_WORKERS = ["tests/simulated/configurations/test_processes.py"]
 # One device is enough for them.
-ON_ONE_DEVICE = ["tests/memory/savers/test_offloading.py"]
+ON_ONE_DEVICE = [
+    "tests/memory/savers/test_offloading.py",
+    *(path for path in FILES if path.startswith("tests/simulated/captured/")),
+]
 TIMEOUT = 800.0  # seconds for one file, less than the tests' own
 
 

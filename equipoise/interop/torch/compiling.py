@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CompiledFunction", "CompilerError", "NewVariant", "why_not_compiled"]
+__all__ = ["CompiledFunction", "CompilerError", "Lower", "NewVariant", "NotedInputs", "why_not_compiled"]
 
 # Options of the backend. Random numbers are drawn by torch's own operations, so they are those of the eager step.
 _OPTIONS: Mapping[str, Any] = {"fallback_random": True}
@@ -68,16 +68,29 @@ class CompiledFunction:
         function: The function. It may run a backward, which writes gradients into parameters.
         own_attributes: Names of attributes that the function may change on the object whose method it is. It may change
             nothing else but tensors. Default: none.
+        lower: Makes a function of a traced graph. Default: None, by the compiler's own backend.
+        dynamic: Whether a number or size that changes becomes an input of the graph, so that one variant does for all.
+            Default: True.
     """
 
-    def __init__(self, function: Callable[..., Any], own_attributes: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        own_attributes: Collection[str] = (),
+        *,
+        lower: "Lower | None" = None,
+        dynamic: bool = True,
+    ) -> None:
+        self._lower = lower
         self._own_attributes = set(own_attributes)
         self._may_compile = False
-        self._inputs = _NotedInputs()
+        self._inputs = NotedInputs()
         copy = _with_own_code(function)
         self._code: CodeType = getattr(copy, "__func__", copy).__code__
         self._backend = self._compile
-        self._compiled = torch.compile(copy, fullgraph=True, backend=self._backend)
+        # None: as soon as a number or size changes.
+        is_dynamic = None if dynamic else False
+        self._compiled = torch.compile(copy, fullgraph=True, backend=self._backend, dynamic=is_dynamic)
 
     def __call__(self, *args: Any) -> Any:
         """Call the function by a variant that exists.
@@ -148,9 +161,9 @@ class CompiledFunction:
         change = _first_change(self._own_attributes)
         if change is not None:
             raise CompilerError(f"its Python code changes {change}; a hook such as on_train_batch_end can do that")
-        lowered = _lower(graph, inputs)
-        # The compiler keeps this function, so it must not refer to the user's objects.
+        # The compiler keeps the function below, so it must not refer to the user's objects.
         noted = self._inputs
+        lowered = _lower(graph, inputs) if self._lower is None else self._lower(graph, noted)
 
         def run(*args: Any) -> Any:
             if noted.are_due:
@@ -160,11 +173,11 @@ class CompiledFunction:
         return run
 
 
-class _NotedInputs:
-    """The tensors that a graph receives, and copies of them.
+class NotedInputs:
+    """The tensors that a graph receives when it is tried, and copies of them.
 
     Attributes:
-        are_due: True while inputs are to be noted.
+        are_due: True in a call of `CompiledFunction.compile`, whose inputs are noted.
     """
 
     def __init__(self) -> None:
@@ -189,7 +202,7 @@ class _NotedInputs:
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
-    def restore(self) -> list[tuple[Tensor, Tensor]]:
+    def rewind(self) -> list[tuple[Tensor, Tensor]]:
         """Restore the tensors that have changed, and return them with copies of their values before that."""
         changed = []
         with torch.no_grad():
@@ -197,8 +210,17 @@ class _NotedInputs:
                 if not torch.equal(tensor, before):
                     changed.append((tensor, tensor.detach().clone()))
                     tensor.copy_(before)
+        return changed
+
+    def restore(self) -> list[tuple[Tensor, Tensor]]:
+        """Do the same as `rewind`, and forget the copies."""
+        changed = self.rewind()
         self._copies = []
         return changed
+
+
+# Makes a function of a traced graph, which receives the graph's inputs. In a trial they are noted.
+Lower = Callable[[Any, NotedInputs], Callable[..., Any]]
 
 
 def _first_change(own_attributes: set[str]) -> str | None:

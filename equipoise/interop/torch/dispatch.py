@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise import tree
 
-__all__ = ["OnOperation", "OperationWatch", "tensors_in", "unwatched"]
+__all__ = ["OnOperation", "OperationWatch", "namespace_of", "tensors_in", "unwatched"]
 
 # Receives the name of an operation, its result, and its positional arguments.
 OnOperation = Callable[[str, Any, Any], None]
@@ -98,6 +98,25 @@ def unwatched() -> Iterator[None]:
     # torch has no public name for this; its own private contexts are those of its tensor subclasses.
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
+
+
+def namespace_of(function: Any) -> str | None:
+    """Return the namespace of an operation that torch dispatches; None for any other function.
+
+    Nothing public tells such operations from other functions.
+
+    Args:
+        function: Any function.
+
+    Example:
+        >>> namespace_of(torch.ops.aten.add), namespace_of(torch.add)
+        ('aten', None)
+    """
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return str(function._qualified_op_name).partition("::")[0]
+    if isinstance(function, torch._ops.OperatorBase):
+        return str(function.namespace)
+    return None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

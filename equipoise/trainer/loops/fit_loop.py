@@ -53,7 +53,7 @@ class FitLoop:
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
-        step_class: Creates the compiled training step of an epoch; None if no step is compiled.
+        step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
     """
 
     context: "RunContext"
@@ -124,7 +124,8 @@ class FitLoop:
         self.schedulers = Schedulers(context, self.fit.progress.scheduler)
         self.stopping = Stopping(context, self.fit)
         self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
-        self.step_class = CompiledSteps(context) if self.state.compiles_steps else None
+        is_compiled = self.state.compiles_steps or self.state.captures_steps
+        self.step_class = CompiledSteps(context) if is_compiled else None
         self.load_data()
         if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")

@@ -171,6 +171,9 @@ class RepeatableStep(AutomaticStep):
         self.indices = (batch_idx,)
         self.batch_idx = batch_idx
 
+    def release_memory(self) -> None:
+        """Release what the step holds between two batches to be faster. A step as it is holds nothing."""
+
     def begin_micro_batches(self) -> None:
         """Begin a batch that does not fit into memory. Its micro-batches, and the rest of the window, are weighed."""
         super().begin_micro_batches()

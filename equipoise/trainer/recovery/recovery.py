@@ -248,6 +248,7 @@ class Recovery:
             self._micro_batcher.note_failure(batch.parts, split)
             for window_batch in window.batches:
                 window_batch.measure_by(self._micro_batcher)
+        self._step.release_memory()
         self._micro_batcher.free_memory()
 
     def _roll_back(self, window: _OpenWindow) -> bool:

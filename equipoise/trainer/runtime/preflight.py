@@ -171,11 +171,12 @@ def _check_fit(context: "RunContext") -> None:
         )
 
     # 3. Arguments without an effect.
-    if context.state.compiles_steps:
-        check_strategy(context.strategy)
-    if context.state.steps_in_backward:
+    state = context.state
+    if state.compiles_steps or state.captures_steps:
+        check_strategy(context.strategy, captures=state.captures_steps)
+    if state.steps_in_backward:
         step_obstacles.check_run(context)
-    if context.state.offload_least_bytes is not None:
+    if state.offload_least_bytes is not None:
         check_offloading(context)
     if not module.automatic_optimization:
         _check_manual_optimization(context)
@@ -193,6 +194,9 @@ def _check_manual_optimization(context: "RunContext") -> None:
     elif state.compiles_steps:
         argument = "compile=True"
         instead = "compile functions with `torch.compile`"
+    elif state.captures_steps:
+        argument = "capture=True"
+        instead = "capture functions with `torch.cuda.make_graphed_callables`"
     else:
         return
     raise ConfigurationError(

@@ -113,6 +113,7 @@ class StateFields:
     steps_in_backward = StateField[bool]()
     offload_least_bytes = StateField[int | None]()
     compiles_steps = StateField[Literal["auto"] | bool]()
+    captures_steps = StateField[bool]()
     fuses_optimizers = StateField[bool]()
     sync_batchnorm = StateField[bool]()
     use_distributed_sampler = StateField[bool]()

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from equipoise.interop.torch.dispatch import OperationWatch, unwatched
+from equipoise.interop.torch.dispatch import OperationWatch, namespace_of, unwatched
 
 META = torch.device("meta")
 
@@ -50,3 +50,14 @@ def test_what_is_unwatched_stays_where_it_is() -> None:
     assert data.data_ptr() == value.data_ptr()
     assert names == []
     assert count == 0
+
+
+def test_namespaces_of_operations() -> None:
+    with torch.library._scoped_library("dispatch_tests", "FRAGMENT") as library:
+        library.define("double(Tensor x) -> Tensor")
+        assert namespace_of(torch.ops.dispatch_tests.double) == "dispatch_tests"
+        assert namespace_of(torch.ops.dispatch_tests.double.default) == "dispatch_tests"
+    assert namespace_of(torch.ops.aten.add.Tensor) == "aten"
+    assert namespace_of(torch.ops.higher_order.cond) == "higher_order"
+    assert namespace_of(torch.nn.functional.relu) is None
+    assert namespace_of(len) is None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.simulated.devices.graphs import replace_graphs
 from tests.simulated.devices.installation import extension
 
 __all__ = ["replace_names"]
@@ -17,6 +18,7 @@ __all__ = ["replace_names"]
 _MEMORY_KINDS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes")
 _COUNT_KINDS = ("allocation", "segment", "active", "inactive_split")
 _EVENTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+_SYNC_DEBUG_WARN = 1
 _SYNC_DEBUG_ERROR = 2
 
 
@@ -27,6 +29,7 @@ def replace_names() -> None:
     _replace_memory()
     _replace_storages()
     _replace_exchanges()
+    replace_graphs()
 
 
 def _index(device: Any) -> int:
@@ -49,13 +52,13 @@ def _replace_devices() -> None:
         "_cuda_isInBadFork": lambda: False,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_canDeviceAccessPeer": lambda device, peer: True,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_ipc_collect": lambda: None,
     }
     public: dict[str, Any] = {
         "_cudart": object(),
-        "_exchange_device": module.exchange_device,
-        "_maybe_exchange_device": module.exchange_device,
+        # The compiler tells functions apart by their identity.
+        "_exchange_device": lambda device: module.exchange_device(device),
+        "_maybe_exchange_device": lambda device: module.exchange_device(device),
         "device_count": module.device_count,
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
@@ -120,8 +123,8 @@ def _replace_streams() -> None:
         "_cuda_synchronize": lambda: extension().synchronize(-1),
         "_cuda_setStream": _set_stream,
         "_cuda_getCurrentRawStream": lambda index: _current_stream(index).stream_id,
-        "_cuda_set_sync_debug_mode": lambda mode: extension().refuse_waiting(mode == _SYNC_DEBUG_ERROR),
-        "_cuda_get_sync_debug_mode": lambda: _SYNC_DEBUG_ERROR * extension().is_waiting_refused(),
+        "_cuda_set_sync_debug_mode": _set_sync_debug_mode,
+        "_cuda_get_sync_debug_mode": _sync_debug_mode,
     }
     public: dict[str, Any] = {
         "Event": Event,
@@ -133,6 +136,17 @@ def _replace_streams() -> None:
     }
     _set_all(torch._C, private)
     _set_all(torch.cuda, public)
+
+
+def _set_sync_debug_mode(mode: int) -> None:
+    extension().refuse_waiting(mode == _SYNC_DEBUG_ERROR)
+    extension().warn_of_waiting(mode == _SYNC_DEBUG_WARN)
+
+
+def _sync_debug_mode() -> int:
+    if extension().is_waiting_refused():
+        return _SYNC_DEBUG_ERROR
+    return _SYNC_DEBUG_WARN if extension().is_waiting_warned_of() else 0
 
 
 def _current_stream(device: Any = None) -> torch.Stream:

@@ -25,6 +25,7 @@ OURS_ALONE = {
     "offload_activations": False,
     "step_in_backward": False,
     "activation_checkpointing": None,
+    "capture": False,
     "compile": False,
     "detect_nonfinite": None,
     "fused_optimizer": False,

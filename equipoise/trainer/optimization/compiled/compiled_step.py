@@ -1,9 +1,9 @@
-"""The training step with forward, loss and backward compiled to one program; see `Trainer(compile=True)`.
+"""The training step with forward, loss and backward as one program; see `Trainer(compile=True)` and `capture=True`.
 
-A step is eager until batches of its shape were seen a few times. Then comes a trial: the program is compiled, and the
-program and the eager step are computed from the same state. If they agree, the program computes later steps. If not, a
-warning says so, and steps stay eager. If a condition on which the Python code of the step depends no longer holds,
-there is another trial.
+A step is eager until batches of its shape were seen a few times. Then comes a trial: the program is compiled or
+captured, and the program and the eager step are computed from the same state. If they agree, the program computes later
+steps. If not, a warning says so, and steps stay eager. If a condition on which the Python code of the step depends no
+longer holds, there is another trial.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ from equipoise.trainer.optimization.compiled.speed_comparison import SpeedCompar
 from equipoise.trainer.optimization.compiled.step_program import LoggedCall, StepProgram
 from equipoise.trainer.optimization.compiled.trial import Trial, end_comparison, why_compiled_again
 from equipoise.trainer.optimization.compiled.variants import Variant, Variants
+from equipoise.trainer.optimization.compiled.ways import Capturing, Compiling, Way
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -109,6 +110,11 @@ class CompiledStep(RepeatableStep):
         if result.loss is not None:
             self._last_loss = result.loss.detach()
         return result
+
+    def release_memory(self) -> None:
+        """Release the memory of graphs after an out-of-memory error."""
+        if self._variants is not None:
+            self._variants.release_memory()
 
     def backward(self, result: StepResult) -> None:
         """Run the backward, unless the program has run it."""
@@ -250,7 +256,12 @@ class CompiledSteps:
     def __init__(self, context: "RunContext") -> None:
         step = context.hooks.plain_step("training_step")
         program = StepProgram(context.module, step, context.precision.autocast)
-        self._variants = Variants(program, only_if_faster=context.state.compiles_steps == "auto")
+        way: Way
+        if context.state.captures_steps:
+            way = Capturing(context.strategy.root_device)
+        else:
+            way = Compiling(only_if_faster=context.state.compiles_steps == "auto")
+        self._variants = Variants(program, way)
 
     def __call__(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Return the step of an epoch; the arguments are those of `AutomaticStep`."""

@@ -22,17 +22,27 @@ _HOOKS_BETWEEN = ("on_before_backward", "on_before_zero_grad")
 _METHODS_BETWEEN = ("backward", "optimizer_zero_grad")
 
 
-def check_strategy(strategy: Strategy) -> None:
+def check_strategy(strategy: Strategy, *, captures: bool) -> None:
     """Check that a strategy computes whole steps in one place.
+
+    Args:
+        strategy: The strategy.
+        captures: Whether steps are captured as CUDA graphs, and not compiled.
 
     Raises:
         ConfigurationError: If it does not.
     """
+    argument, verb = ("capture", "captures") if captures else ("compile", "compiles")
     members = ("forward_backward", "backward", "collect_gradients")
     if any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in members):
         raise ConfigurationError(
-            f"compile=True compiles steps on one device, but strategy={strategy.name!r} computes a step in several"
-            " parts or processes. Leave compile out, or choose strategy='single_device'."
+            f"{argument}=True {verb} steps on one device, but strategy={strategy.name!r} computes a step in several"
+            f" parts or processes. Leave {argument} out, or choose strategy='single_device'."
+        )
+    if captures and strategy.root_device.type != "cuda":
+        raise ConfigurationError(
+            f"capture=True replays steps as CUDA graphs, but this run computes on {strategy.root_device}. Leave capture"
+            " out, choose accelerator='cuda', or take compile=True, which has kernels for other devices, too."
         )
 
 

@@ -4,12 +4,14 @@ The compiler runs the Python code of the step once, and later only its tensor op
 is noted in a list, and goes to the logs after each call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+
+from equipoise.tree import tensors_in
 
 __all__ = ["LoggedCall", "ProgramResult", "StepProgram"]
 
@@ -62,6 +64,9 @@ class StepProgram:
         self._step = step
         self._autocast = autocast
         self._attributes = vars(module)
+        self._parameters = list(module.parameters())
+        # The arguments of the present call.
+        self._arguments: tuple[Any, ...] = ()
         self._calls: list[LoggedCall] = []
         # The same object in each call, as the compiled program compares it.
         self._own_log = self._note
@@ -73,6 +78,7 @@ class StepProgram:
             function: `compute`, or its compiled form.
             args: Its arguments.
         """
+        self._arguments = args
         attributes = self._attributes
         log = attributes["log"]
         attributes["log"] = self._own_log
@@ -80,6 +86,7 @@ class StepProgram:
             return function(*args)
         finally:
             attributes["log"] = log
+            self._arguments = ()
 
     def compute(self, batch: Any, batch_idx: int, seed: Tensor | None) -> ProgramResult:
         """Compute loss, outputs, logged values and gradients of a batch.
@@ -103,6 +110,14 @@ class StepProgram:
             return ProgramResult(None, None, self._calls)
         loss.backward(seed)
         return ProgramResult(loss.detach(), _detached(output), self._calls)
+
+    def passing_tensors(self) -> Collection[Tensor]:
+        """Return the tensors that are others in the next call: the batch, the seed, the gradients."""
+        return [*tensors_in(self._arguments), *self.gradients()]
+
+    def gradients(self) -> Collection[Tensor]:
+        """Return the gradients of all parameters that have one."""
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def _note(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Note a logged value."""

@@ -1,11 +1,11 @@
-"""The state after a step, for the comparison of a compiled step with the step itself.
+"""The state after a step, for the comparison of a compiled or captured step with the step itself.
 
 The two are computed from the same state. Compared are the loss, the outputs, the gradients, the logged values, the
 buffers, and the states of the generators.
 
 Kernels of the compiler round otherwise than torch's own. Two tensors agree if no element differs by more than a share
 of the largest element, and a smaller share of the largest gradient: the gradient of a bias before a BatchNorm is
-nothing but rounding.
+nothing but rounding. Captured steps run torch's own kernels: they must agree to the bit.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from equipoise.parallel.snapshot import random_state
 from equipoise.tree import leaves_of
 
-__all__ = ["TOLERANCES", "StepState", "Tolerance", "agree"]
+__all__ = ["EXACT", "TOLERANCES", "StepState", "Tolerance", "agree"]
 
 
 # Types of values that are compared.
@@ -43,6 +43,10 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(5e-2, 1e-2),
     torch.float16: Tolerance(1e-2, 1e-3),
 }
+
+
+# The same to the bit.
+EXACT = Tolerance(0.0, 0.0)
 
 
 class StepState:

@@ -1,5 +1,6 @@
-"""The trial of a variant: the compiled program and the eager step, computed from the same state, and compared."""
+"""The trial of a variant: the program and the eager step, computed from the same state, and compared."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.trainer.optimization.compiled.speed_comparison import SpeedComparison
 from equipoise.trainer.optimization.compiled.step_program import ProgramResult
-from equipoise.trainer.optimization.compiled.step_state import TOLERANCES, StepState, agree
+from equipoise.trainer.optimization.compiled.step_state import StepState, agree
 from equipoise.trainer.optimization.compiled.variants import Variant, Variants, shape_of
 
 __all__ = ["Trial", "end_comparison", "why_compiled_again"]
@@ -37,6 +38,7 @@ class Trial:
     def __init__(self, variants: Variants, variant: Variant, module: LightningModule, batch: Any) -> None:
         self._variants = variants
         self._variant = variant
+        self._done = variants.way.done
         self._module = module
         self._batch = batch
         self._state: StepState | None = None
@@ -52,6 +54,7 @@ class Trial:
             begins_window: Whether the window has no gradients yet; those in the parameters are of the last one.
         """
         begin = time.perf_counter()
+        is_full = False
         try:
             with preserve_state(self._module, containers=True), self._gradients_restored(begins_window):
                 result = compute()
@@ -63,10 +66,14 @@ class Trial:
         except Exception as error:
             # The eager step follows. What is wrong with the step itself is raised there.
             self._state = None
-            self._refuse(_reason_of(error))
+            is_full = _is_out_of_memory(error)
+            self._refuse(_reason_of(error, self._done))
         finally:
             # After an error, tensors are still as the program has left them.
             self._variant.function.restore()
+        # Outside of `except`, whose traceback keeps what the trial has allocated. The eager step needs the memory.
+        if is_full:
+            gc.collect()
 
     def _note(self, result: ProgramResult) -> None:
         """Note the state after the program."""
@@ -114,18 +121,18 @@ class Trial:
             self._refuse("it returns no loss")
             return
         state = StepState(self._module, loss, outputs, logged)
-        tolerance = TOLERANCES.get(dtype or loss.dtype, TOLERANCES[torch.float32])
+        tolerance = self._variants.way.tolerance(dtype or loss.dtype)
         difference = state.first_difference(self._state, tolerance)
         if difference is None and not all(agree(now, then, tolerance) for now, then in self._changed):
             difference = "it changes a tensor otherwise"
         if difference is not None:
-            self._refuse(f"a compiled one differs: {difference}")
+            self._refuse(f"a {self._done} one differs: {difference}")
             return
         self._variant.approve()
-        if self._variants.only_if_faster:
+        if self._variants.way.only_if_faster:
             self._variant.compare(SpeedComparison(loss.device))
         rank_zero_info(
-            f"The training step is compiled for batches of {_describe(shape_of(self._batch))}, in"
+            f"The training step is {self._done} for batches of {_describe(shape_of(self._batch))}, in"
             f" {self._seconds:.1f} s. It computes the same as the eager step."
         )
 
@@ -179,12 +186,16 @@ def _readable(name: str) -> str:
     return name.replace("L['batch']", "the batch")
 
 
-def _reason_of(error: Exception) -> str:
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
+
+
+def _reason_of(error: Exception, done: str) -> str:
     """Return the reason for which a step stays eager after an error of the program."""
-    if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
-        return "there is not enough memory to compare it with a compiled one"
+    if _is_out_of_memory(error):
+        return f"there is not enough memory to compare it with a {done} one"
     first_line = str(error).partition("\n")[0].rstrip(".")
-    return f"a compiled one ends with an error ({type(error).__name__}: {first_line})"
+    return f"a {done} one ends with an error ({type(error).__name__}: {first_line})"
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from equipoise.interop.torch.compiling import CompiledFunction
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.optimization.compiled.speed_comparison import SpeedComparison
 from equipoise.trainer.optimization.compiled.step_program import StepProgram
+from equipoise.trainer.optimization.compiled.ways import Compiling, Function, Way
 from equipoise.tree import entries_of
 
 __all__ = ["STEPS_BEFORE", "Variant", "Variants", "shape_of"]
@@ -33,17 +33,17 @@ class Variant:
     """Steps on batches of one shape.
 
     Args:
-        program: The program of the step.
+        function: The program, compiled or captured.
 
     Attributes:
-        function: The program, compiled.
+        function: The program, compiled or captured.
         is_ready: True if a trial has agreed.
         is_refused: True if steps of this shape stay eager.
         comparison: The comparison of speed that is under way; None if there is none.
     """
 
-    def __init__(self, program: StepProgram) -> None:
-        self.function = CompiledFunction(program.compute, program.own_attributes)
+    def __init__(self, function: Function) -> None:
+        self.function = function
         self._trials = 0
         self._unused = 0
         self.is_ready = False
@@ -91,16 +91,16 @@ class Variants:
 
     Args:
         program: The program of the step.
-        only_if_faster: Whether programs are used only where they are faster. Default: False.
+        way: The way in which programs are made faster. Default: they are compiled.
 
     Attributes:
         program: The program of the step.
-        only_if_faster: Whether programs are used only where they are faster.
+        way: The way in which programs are made faster.
     """
 
-    def __init__(self, program: StepProgram, *, only_if_faster: bool = False) -> None:
+    def __init__(self, program: StepProgram, way: Way | None = None) -> None:
         self.program = program
-        self.only_if_faster = only_if_faster
+        self.way = Compiling() if way is None else way
         self._reported: set[str] = set()
         self._variants: dict[Hashable, Variant] = {}
         # Number of steps of shapes that were not compiled yet.
@@ -139,7 +139,14 @@ class Variants:
         """
         if reason not in self._reported:
             self._reported.add(reason)
-            rank_zero_warn(f"Compiled steps: the training step stays eager, because {reason}.")
+            rank_zero_warn(f"{self.way.done.capitalize()} steps: the training step stays eager, because {reason}.")
+
+    def release_memory(self) -> None:
+        """Release the memory that programs hold between two steps."""
+        variants = list(self._variants.values())
+        if self.way.release_memory([variant.function for variant in variants]):
+            for variant in variants:
+                variant.withdraw()
 
     def close(self) -> None:
         """Release all programs."""
@@ -160,10 +167,10 @@ class Variants:
         # 2. Compile a few shapes only.
         if len(self._variants) >= MOST_VARIANTS:
             self.warn_once(
-                f"it was compiled for {MOST_VARIANTS} shapes of batches already. Pad batches to a few lengths"
+                f"it was {self.way.done} for {MOST_VARIANTS} shapes of batches already. Pad batches to a few lengths"
             )
             return None
-        variant = Variant(self.program)
+        variant = Variant(self.way.function(self.program))
         self._variants[key] = variant
         return variant
 

@@ -29,9 +29,10 @@ def check_offloading(context: "RunContext") -> None:
             f"offload_activations reaches forwards on one device of this process, but strategy={strategy.name!r}"
             " computes them in parts. Leave it out, or choose 'single_device' or 'ddp'."
         )
-    if context.state.compiles_steps:
+    if context.state.compiles_steps or context.state.captures_steps:
+        argument, step = ("capture", "captured") if context.state.captures_steps else ("compile", "compiled")
         raise ConfigurationError(
-            "offload_activations does not reach into a compiled step. Leave out compile or offload_activations."
+            f"offload_activations does not reach into a {step} step. Leave out {argument} or offload_activations."
         )
     if strategy.root_device.type == "cpu":
         rank_zero_warn("offload_activations has no effect on a CPU: its memory is that of the host.")

@@ -105,6 +105,8 @@ def _why_not_in_settings(context: "RunContext") -> str | None:
         return "precision='16-mixed' looks at all gradients before it decides on a step (bf16-mixed does not)"
     if state.compiles_steps:
         return "compile gives all gradients at once"
+    if state.captures_steps:
+        return "capture gives all gradients at once"
     several = strategy.processes.world_size > 1 or not strategy.keeps_batches_whole
     if several or any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in _MEMBERS):
         return f"strategy={strategy.name!r} puts gradients together after the backward ('single_device' does not)"

@@ -4,6 +4,7 @@
 // One file is compiled: each of several would read torch's headers anew, which takes most of the time.
 #include "operators/exchanges.h"
 #include "operators/fallback.h"
+#include "operators/graphs.h"
 #include "operators/list_operators.h"
 #include "operators/own_kernels.h"
 #include "operators/storage_operators.h"
@@ -37,12 +38,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return is_behind({index, stream}, {index, other});
   });
 
+  // Graphs.
+  py::class_<Graph, std::shared_ptr<Graph>>(module, "Graph")
+      .def("size", &Graph::size)
+      .def("replay", &Graph::replay, py::call_guard<py::gil_scoped_release>());
+  module.def("begin_capture", &begin_capture);
+  module.def("end_capture", &end_capture);
+  module.def("is_capturing", [] { return is_capturing(current_device); });
+
   // Waiting.
   module.def("synchronize", [](int device) {
     py::gil_scoped_release other_threads;
     wait_for_device(static_cast<DeviceIndex>(device), "torch.cuda.synchronize");
   });
   module.def("refuse_waiting", [](bool refused) { waiting_is_refused = refused; });
+  module.def("warn_of_waiting", [](bool warned) { waiting_is_warned_of = warned; });
+  module.def("is_waiting_warned_of", [] { return waiting_is_warned_of.load(); });
   module.def("is_waiting_refused", [] { return waiting_is_refused.load(); });
   module.def("waits", [] { return wait_count.load(); });
   module.def("take_reasons", [] {

@@ -8,6 +8,7 @@ import torch
 
 from equipoise.trainer.optimization.compiled import variants
 from equipoise.trainer.optimization.compiled.variants import STEPS_BEFORE, Variants, shape_of
+from equipoise.trainer.optimization.compiled.ways import Compiling
 
 Pair = namedtuple("Pair", "x y")
 
@@ -63,9 +64,9 @@ def test_shapes_that_never_come_again_take_no_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_trials_have_an_end() -> None:
-    variant = variants.Variant(Program())  # type: ignore[arg-type]
+    variant = variants.Variant(Compiling().function(Program()))  # type: ignore[arg-type]
     assert [variant.begin_trial() for _ in range(5)] == [True] * 4 + [False]
-    variant = variants.Variant(Program())  # type: ignore[arg-type]
+    variant = variants.Variant(Compiling().function(Program()))  # type: ignore[arg-type]
     allowed = []
     for _ in range(9):
         allowed.append(variant.begin_trial())

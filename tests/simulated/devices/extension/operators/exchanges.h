@@ -25,6 +25,7 @@ class Exchange {
       : op_(op), stack_(stack), work_(op.schema().name()) {}
 
   void run() {
+    refuse_while_capturing(current_device, "an exchange between processes");
     const size_t argument_count = op_.schema().arguments().size();
     const size_t result_count = op_.schema().returns().size();
     replace_last(argument_count, [this](const IValue& value) { return on_host(value); });

@@ -4,6 +4,7 @@
 #include "../runtime/generators.h"
 #include "../runtime/launches.h"
 #include "../runtime/streams.h"
+#include "graphs.h"
 #include "host_tensors.h"
 #include "operation_names.h"
 #include "stream_order.h"
@@ -47,6 +48,11 @@ class FallbackCall {
     if (makes_host_wait(name_)) {
       wait_for_stream(device_index(), current_stream[device_index()], name_);
     }
+    is_captured_ = !makes_view_ && is_capturing(device_index());
+    if (is_captured_) {
+      run_captured();
+      return;
+    }
     if (!makes_view_) {
       count_launch(device_index(), name_);
     }
@@ -59,6 +65,13 @@ class FallbackCall {
   // A tensor of a device, and the tensor of the CPU that stands for it.
   struct Pair {
     Tensor on_device;
+    Tensor on_host;
+  };
+
+  // A result that is a new tensor: the index of the result, and that in its list.
+  struct Result {
+    size_t index;
+    size_t item;
     Tensor on_host;
   };
 
@@ -80,6 +93,26 @@ class FallbackCall {
     if (!makes_view_) {
       work_.note(tensor, is_written);
     }
+  }
+
+  // Computes the operation, and records it for replays.
+  void run_captured() {
+    for (const Pair& pair : pairs_) {
+      captured_graph->note(pair.on_device);
+    }
+    const torch::jit::Stack arguments(stack_->begin() + first_argument_, stack_->end());
+    op_.redispatchBoxed(kHostKeys, stack_);
+    note_changed_tensors();
+    return_results();
+    captured_graph->record([op = op_, arguments, results = new_results_] {
+      torch::jit::Stack stack = arguments;
+      op.redispatchBoxed(kHostKeys, &stack);
+      for (const Result& result : results) {
+        const IValue& value = stack[result.index];
+        const Tensor computed = value.isTensor() ? value.toTensor() : value.toTensorVector()[result.item];
+        result.on_host.copy_(computed);
+      }
+    });
   }
 
   // Arguments.
@@ -189,6 +222,9 @@ class FallbackCall {
         continue;
       }
       const at::Generator generator = value.toGenerator();
+      if (is_capturing(device_index()) && generator != default_generator(device_index())) {
+        break_capture("a generator that is not registered with the graph");
+      }
       TORCH_CHECK(
           generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
           generator.device().type(), "'");
@@ -204,6 +240,9 @@ class FallbackCall {
       auto* storage = pair.on_device.storage().unsafeGetStorageImpl();
       const auto& host_storage = pair.on_host.storage();
       if (host_storage.nbytes() > 0 && host_storage.data() != storage->data()) {
+        if (is_captured_ && storage->nbytes() > 0) {
+          break_capture("a result that grows, in " + name_);
+        }
         storage->set_data_ptr_noswap(memory_around(host_storage, pair.on_device.device().index()));
         storage->set_nbytes(host_storage.nbytes());
         note_use(pair.on_device, true);
@@ -222,11 +261,12 @@ class FallbackCall {
     for (size_t index = 0; index < count; index++) {
       IValue& value = (*stack_)[first + index];
       if (value.isTensor()) {
-        value = device_tensor_of(value.toTensor());
+        value = device_tensor_of(value.toTensor(), index, 0);
       } else if (value.isTensorList()) {
         c10::List<Tensor> tensors;
+        size_t item = 0;
         for (const Tensor& tensor : value.toTensorVector()) {
-          tensors.push_back(device_tensor_of(tensor));
+          tensors.push_back(device_tensor_of(tensor, index, item++));
         }
         value = tensors;
       }
@@ -234,7 +274,7 @@ class FallbackCall {
   }
 
   // The tensor of the device for a result: an argument, a view of one, or a new tensor.
-  Tensor device_tensor_of(const Tensor& result) {
+  Tensor device_tensor_of(const Tensor& result, size_t index, size_t item) {
     if (!result.defined() || !result.is_cpu()) {
       return result;
     }
@@ -250,6 +290,10 @@ class FallbackCall {
     }
     const Tensor tensor = device_tensor(result, device_index());
     note_use(tensor, true);
+    if (is_captured_) {
+      captured_graph->note(tensor);
+      new_results_.push_back({index, item, result});
+    }
     return tensor;
   }
 
@@ -264,6 +308,8 @@ class FallbackCall {
   // Whether the operation writes to the argument that is being replaced.
   bool is_written_ = false;
   std::vector<Pair> pairs_;
+  bool is_captured_ = false;
+  std::vector<Result> new_results_;
   // The device of the first tensor, or that which the call names.
   std::optional<Device> device_;
 };

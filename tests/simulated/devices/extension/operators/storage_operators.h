@@ -3,6 +3,7 @@
 
 #include "../runtime/launches.h"
 #include "../runtime/streams.h"
+#include "graphs.h"
 #include "host_tensors.h"
 #include "stream_order.h"
 
@@ -43,9 +44,12 @@ inline Tensor empty_strided(
 
 inline const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryFormat>) {
   auto* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(size);
   auto* storage = self.storage().unsafeGetStorageImpl();
-  const size_t element_count = impl->storage_offset() + impl->numel();
+  const size_t element_count = impl->storage_offset() + c10::multiply_integers(size);
+  if (storage->nbytes() > 0 && element_count * self.element_size() > storage->nbytes()) {
+    refuse_while_capturing(self.device().index(), "resize_ of memory that is in use");
+  }
+  impl->set_sizes_contiguous(size);
   const size_t needed_bytes = element_count * self.element_size();
   if (needed_bytes <= storage->nbytes()) {
     return self;
@@ -85,11 +89,38 @@ inline Tensor host_side(const Tensor& tensor) {
   return tensor.is_cuda() ? host_twin(tensor) : tensor.detach();
 }
 
+// A copy within a device, or from pinned memory, which each replay does again.
+inline void capture_copy(const Tensor& self, const Tensor& source, bool non_blocking) {
+  if (self.is_cpu()) {
+    break_capture("copy to the CPU");
+  }
+  if (source.is_cpu() && !(non_blocking && is_pinned(source.storage().data()))) {
+    break_capture("copy from the CPU");
+  }
+  for (const Tensor& tensor : {self, source}) {
+    if (tensor.is_cuda()) {
+      if (tensor.device().index() != captured_stream.device) {
+        break_capture("copy between devices");
+      }
+      captured_graph->note(tensor);
+    }
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor destination = host_side(self);
+  const Tensor values = host_side(source);
+  destination.copy_(values);
+  captured_graph->record([destination, values] { destination.copy_(values); });
+}
+
 inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_same(source)) {
     return self;
   }
   const DeviceIndex device = (self.is_cuda() ? self : source).device().index();
+  if (is_capturing(device) || (source.is_cuda() && is_capturing(source.device().index()))) {
+    capture_copy(self, source, non_blocking);
+    return self;
+  }
   count_launch(device, "aten::copy_");
   note_copy(self, source);
   at::AutoDispatchBelowADInplaceOrView below_autograd;

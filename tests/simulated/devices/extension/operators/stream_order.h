@@ -43,6 +43,10 @@ class WorkOnDevices {
 
   void note(const Tensor& tensor, bool is_written) {
     const DeviceIndex device = tensor.device().index();
+    // It is a replay that uses the memory.
+    if (is_capturing(device)) {
+      return;
+    }
     auto work = works_.find(device);
     if (work == works_.end()) {
       work = works_.emplace(device, Work(stream_in_use(device), name_)).first;

@@ -1,7 +1,7 @@
 // A generator of random numbers for each device. Its numbers are those of a generator of the CPU with the same seed.
 #pragma once
 
-#include "devices.h"
+#include "capturing.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
@@ -24,14 +24,17 @@ class DeviceGenerator final : public c10::GeneratorImpl {
   }
 
   void set_current_seed(uint64_t seed) override {
+    refuse_while_capturing(device().index(), "set_current_seed of a generator");
     host_generator.set_current_seed(seed);
   }
 
   uint64_t current_seed() const override {
+    refuse_while_capturing(device().index(), "current_seed of a generator");
     return host_generator.current_seed();
   }
 
   uint64_t seed() override {
+    refuse_while_capturing(device().index(), "seed of a generator");
     return host_generator.seed();
   }
 
@@ -42,10 +45,12 @@ class DeviceGenerator final : public c10::GeneratorImpl {
   }
 
   void set_state(const c10::TensorImpl& state) override {
+    refuse_while_capturing(device().index(), "set_state of a generator");
     host_generator.unsafeGetGeneratorImpl()->set_state(state);
   }
 
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    refuse_while_capturing(device().index(), "get_state of a generator");
     return host_generator.unsafeGetGeneratorImpl()->get_state();
   }
 

@@ -1,7 +1,7 @@
 // The memory of the devices, with a limit for each, and pinned memory of the host.
 #pragma once
 
-#include "order.h"
+#include "capturing.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
@@ -65,11 +65,20 @@ struct Allocation {
   void* data;
   c10::Storage storage;
   Uses uses;
+  // The number of the capture that has allocated it; 0: none.
+  int64_t capture;
 };
+
+inline int64_t present_capture(DeviceIndex device) {
+  return is_capturing(device) ? capture_number.load() : 0;
+}
 
 inline void release(void* context) {
   auto* allocation = static_cast<Allocation*>(context);
-  note_freed(allocation->uses);
+  // The pool of a graph keeps its memory to itself.
+  if (allocation->capture == 0) {
+    note_freed(allocation->uses);
+  }
   allocated_bytes[allocation->device] -= allocation->bytes;
   std::free(allocation->data);
   delete allocation;
@@ -84,7 +93,8 @@ class DeviceAllocator final : public c10::Allocator {
       count_bytes(device, static_cast<int64_t>(bytes));
       data = allocate_poisoned(bytes);
     }
-    auto* allocation = new Allocation{device, static_cast<int64_t>(bytes), data, {}, {stream_in_use(device)}};
+    auto* allocation = new Allocation{
+        device, static_cast<int64_t>(bytes), data, {}, {stream_in_use(device)}, present_capture(device)};
     return {data, allocation, &release, Device(c10::kCUDA, device)};
   }
 
@@ -113,7 +123,8 @@ inline DataPtr memory_around(const c10::Storage& storage, DeviceIndex device) {
   if (bytes > 0) {
     count_bytes(device, bytes);
   }
-  auto* allocation = new Allocation{device, bytes, nullptr, storage, {stream_in_use(device)}};
+  auto* allocation =
+      new Allocation{device, bytes, nullptr, storage, {stream_in_use(device)}, present_capture(device)};
   return {storage.mutable_data(), allocation, &release, Device(c10::kCUDA, device)};
 }
 
@@ -123,6 +134,11 @@ inline Uses* uses_of(const DataPtr& memory) {
     return nullptr;
   }
   return &static_cast<Allocation*>(memory.get_context())->uses;
+}
+
+// The number of the capture that has allocated memory; 0: none.
+inline int64_t capture_of(const DataPtr& memory) {
+  return memory.get_deleter() == &release ? static_cast<Allocation*>(memory.get_context())->capture : 0;
 }
 
 inline std::mutex pinned_mutex;

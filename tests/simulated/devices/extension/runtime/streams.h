@@ -99,6 +99,10 @@ struct DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     return is_done;
   }
 
+  bool isStreamCapturing(const Stream& stream) const override {
+    return capture_number != 0 && captured_stream == StreamName{stream.device_index(), stream.id()};
+  }
+
   void synchronizeStream(const Stream& stream) const override {
     wait_for_stream(stream.device_index(), stream.id(), "stream.synchronize");
   }

@@ -1,7 +1,7 @@
 // What the host waits for: copies to pinned memory, which arrive only when somebody waits for them.
 #pragma once
 
-#include "order.h"
+#include "capturing.h"
 
 #include <algorithm>
 #include <functional>
@@ -37,6 +37,8 @@ inline std::vector<std::string> reasons;
 inline std::atomic<int64_t> wait_count{0};
 // As of torch.cuda.set_sync_debug_mode("error").
 inline std::atomic<bool> waiting_is_refused{false};
+// As of torch.cuda.set_sync_debug_mode("warn").
+inline std::atomic<bool> waiting_is_warned_of{false};
 
 inline bool is_covered(const LateCopy& copy, const Mark& mark) {
   const bool same_stream = mark.stream == kEveryStream || copy.stream == mark.stream;
@@ -64,6 +66,7 @@ inline bool has_arrived(const Mark& mark) {
 
 // Lets the host wait: the late copies until the mark arrive.
 inline void wait_for(const Mark& mark, const std::string& reason) {
+  refuse_while_capturing(mark.device, reason);
   wait_count++;
   std::vector<LateCopy> arriving;
   {
@@ -77,6 +80,9 @@ inline void wait_for(const Mark& mark, const std::string& reason) {
     });
     std::move(first_arriving, late_copies.end(), std::back_inserter(arriving));
     late_copies.erase(first_arriving, late_copies.end());
+  }
+  if (waiting_is_warned_of) {
+    TORCH_WARN("called a synchronizing CUDA operation: ", reason);
   }
   // Outside of the lock: a copy is an operation of the CPU.
   for (auto& copy : arriving) {

@@ -1,0 +1,1 @@
+"""Traced training steps that are captured as CUDA graphs, and replayed."""

@@ -1,0 +1,1 @@
+"""Training steps that are captured as CUDA graphs, on simulated devices."""

@@ -1,0 +1,134 @@
+"""Fits on a simulated device whose steps are eager or captured, and their comparison to the bit."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import lightning as L
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.simulated.devices.installation import extension
+from tests.support.pipelines import quiet
+
+__all__ = [
+    "CLASSES",
+    "DEVICE",
+    "FEATURES",
+    "SIZES",
+    "STAYS_EAGER",
+    "Network",
+    "Result",
+    "assert_same",
+    "batches",
+    "fit",
+]
+
+FEATURES, CLASSES = 6, 3
+# The last batch of an epoch is shorter.
+SIZES = [5] * 8 + [3]
+STAYS_EAGER = "Captured steps: the training step stays eager, because"
+DEVICE = torch.device("cuda", 0)
+
+
+class Network(L.LightningModule):
+    """Dropout, statistics of batches, logged values, and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, CLASSES)
+        )
+        self.scale = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, labels = batch
+        logits = self.net(features) * self.scale
+        loss = F.cross_entropy(logits, labels)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"accuracy": (logits.argmax(1) == labels).double().mean(), "number": 0.5})
+        return {"loss": loss, "logits": logits}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Watch(L.Callback):
+    """Notes outputs, logged values and gradients of all steps. It keeps the tensors themselves."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.gradients: list[list[Tensor | None]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        values = {name: value for name, value in trainer.callback_metrics.items() if "epoch" not in name}
+        self.seen.append((dict(outputs), values))
+        gradients = [parameter.grad for parameter in module.parameters()]
+        self.gradients.append([None if gradient is None else gradient.clone() for gradient in gradients])
+
+
+class Result(NamedTuple):
+    """What a fit has left.
+
+    Attributes:
+        module: The module.
+        state: All that is compared.
+        replays: Number of replays.
+    """
+
+    module: Any
+    state: dict[str, Any]
+    replays: int
+
+
+def batches(sizes: Sequence[int] = SIZES, dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
+    """Batches of these sizes."""
+    draw = torch.Generator().manual_seed(7)
+    data = []
+    for size in sizes:
+        features = torch.randn(size, FEATURES, generator=draw, dtype=dtype)
+        data.append((features, torch.randint(CLASSES, (size,), generator=draw)))
+    return DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+
+
+def fit(make: Callable[[], L.LightningModule], sizes: Sequence[int] = SIZES, **options: Any) -> Result:
+    """Train for two epochs. Callables among the options make a value for this fit alone."""
+    watch = Watch()
+    chosen = {name: value() if callable(value) else value for name, value in options.items()}
+    chosen["callbacks"] = [watch, *chosen.pop("callbacks", [])]
+    of_fit = {name: chosen.pop(name) for name in ("ckpt_path", "val_dataloaders") if name in chosen}
+    trainer = quiet(
+        **{"accelerator": "cuda", "devices": [DEVICE], "strategy": "single_device", "max_epochs": 2, **chosen}
+    )
+    module = make()
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(11)
+    extension().take_launches()
+    extension().record_launches(True)
+    try:
+        trainer.fit(module, batches(sizes, _dtype(chosen)), **of_fit)
+    finally:
+        extension().record_launches(False)
+    replays = [name for _, name in extension().take_launches()].count("CUDAGraph.replay")
+    state = {
+        "module": module.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "metrics": dict(trainer.callback_metrics),
+        "steps": watch.seen,
+        "gradients": watch.gradients,
+        "generators": [torch.get_rng_state(), torch.cuda.get_rng_state(DEVICE), random.getstate()],
+    }
+    return Result(module, state, replays)
+
+
+def _dtype(options: dict[str, Any]) -> torch.dtype:
+    return torch.float64 if options.get("precision", "64-true") == "64-true" else torch.float32
+
+
+def assert_same(captured: Result, eager: Result) -> None:
+    """Compare two fits to the bit."""
+    torch.testing.assert_close(captured.state, eager.state, rtol=0, atol=0, equal_nan=True)

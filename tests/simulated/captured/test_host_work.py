@@ -1,0 +1,396 @@
+"""A step whose Python code does something at each call is not replayed: it stays eager, with the reason."""
+
+import datetime
+import itertools
+import os
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from tests.conftest import ignoring
+from tests.simulated.captured.capturing import STAYS_EAGER, Network, Result, assert_same, fit
+
+pytestmark = ignoring("The '\\w+' does not have many workers")
+
+# Read by steps, and changed by hooks.
+FACTORS = {"one": 1.0}
+STATE = SimpleNamespace(numbers=[1.0], calls=0)
+ITERATOR: Any = None
+
+
+class Impure(Network):
+    """Does one more thing in each step, with its result as a factor of the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        factor = self.more(result["loss"], batch, batch_idx)
+        if factor is not None:
+            result["loss"] = result["loss"] * factor
+        return result
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        raise NotImplementedError
+
+    def noted(self) -> Any:
+        """What it has noted."""
+        return None
+
+
+# Effects
+
+
+class Prints(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        print("step")
+
+
+class Counts(Impure):
+    count = 0
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+
+    def noted(self) -> Any:
+        return self.count
+
+
+class CountsElsewhere(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        STATE.calls += 1
+
+    def noted(self) -> Any:
+        return STATE.calls
+
+
+class Appends(Impure):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        self.losses.append(loss.detach())
+
+    def noted(self) -> Any:
+        return self.losses
+
+
+class Pops(Impure):
+    """Takes something out of its batch, which hooks see."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, torch.ones(1, dtype=batch[0].dtype)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        factor = batch.pop()
+        result = Network.training_step(self, batch, batch_idx)
+        return {"loss": result["loss"] * factor.sum()}
+
+
+class Updates(Impure):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        self.mean(loss)
+        self.log("mean", self.mean)
+
+
+class Hooks(Impure):
+    """Notes gradients of a tensor in the midst."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Tensor] = []
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        doubled = loss * 2
+        doubled.register_hook(lambda gradient: self.norms.append(gradient.norm()))
+        return doubled / loss.detach()
+
+
+# Numbers of the host
+
+
+class Draws(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return random.random()
+
+
+class DrawsByNumpy(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return float(numpy.random.rand())
+
+
+class DrawsOnTheHost(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return torch.rand(())
+
+
+class DrawsAndCopies(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return torch.rand(1).to(loss.device).sum()
+
+
+class HasGenerator(Impure):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator("cuda")
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return torch.rand((), device=loss.device, generator=self.generator)
+
+
+class ReadsTheClock(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return 1.0 if time.time() > 0 else 2.0
+
+
+class ReadsTheDate(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return 1.0 if datetime.datetime.now().year > 0 else 2.0
+
+
+class Iterates(Impure):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count(1)
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return next(self.numbers)
+
+
+class HasNumberOnTheHost(Impure):
+    """A tensor of the CPU, which a hook changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = [torch.ones((), dtype=torch.float64)]
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return self.factor[0]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.factor[0] += 0.25
+
+
+# Values of the device
+
+
+class ReadsItem(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return 1 + loss.item()
+
+
+class Branches(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return 2.0 if loss > 1 else 3.0
+
+
+class Selects(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return batch[0][batch[0] > 0].mean()
+
+
+class Waits(Impure):
+    """The host waits inside an operation that gives nothing away."""
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        torch.cuda.synchronize()
+
+
+@torch.library.custom_op("captured_tests::noted_double", mutates_args=())
+def noted_double(x: Tensor) -> Tensor:
+    STATE.calls += 1
+    return x * 2
+
+
+@noted_double.register_fake
+def fake_double(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class CallsPython(Impure):
+    """An operation of the user's runs Python code."""
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return noted_double(loss.detach())
+
+    def noted(self) -> Any:
+        return STATE.calls
+
+
+@torch._dynamo.allow_in_graph
+def scaled(x: Tensor) -> Tensor:
+    return x * STATE.numbers[0]
+
+
+class CallsInGraph(Impure):
+    """A function of the user's that the compiler does not look into."""
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return scaled(loss.detach())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        STATE.numbers[0] += 1.0
+
+
+# Changes between steps
+
+
+class ByHook(Impure):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.change(self.trainer.global_step)
+
+    def change(self, step: int) -> None:
+        raise NotImplementedError
+
+
+class AttributeChanges(ByHook):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return self.scale
+
+    def change(self, step: int) -> None:
+        self.scale = 1.0 + step
+
+
+class GlobalChanges(ByHook):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return FACTORS["one"]
+
+    def change(self, step: int) -> None:
+        FACTORS["one"] = 1.0 + step
+
+
+class ListElsewhereChanges(ByHook):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return STATE.numbers[0]
+
+    def change(self, step: int) -> None:
+        STATE.numbers[0] = 1.0 + step
+
+
+class LayerChanges(ByHook):
+    """The rate of a dropout."""
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return None
+
+    def change(self, step: int) -> None:
+        self.net[3].p = 0.2 + 0.02 * step
+
+
+class ClosureChanges(ByHook):
+    def __init__(self) -> None:
+        super().__init__()
+        cell = SimpleNamespace(value=1.0)
+        self.cell = cell
+        self.factor = lambda: cell.value
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return self.factor()
+
+    def change(self, step: int) -> None:
+        self.cell.value = 1.0 + step
+
+
+class EnvironmentChanges(ByHook):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return float(os.environ.get("CAPTURED_FACTOR", "1.5"))
+
+    def change(self, step: int) -> None:
+        os.environ["CAPTURED_FACTOR"] = str(1.0 + step)
+
+
+class TensorIsReplaced(ByHook):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.factor = torch.ones((), dtype=torch.float64, device="cuda")
+
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return self.factor
+
+    def change(self, step: int) -> None:
+        # The old ones are kept, so that each lies in other memory.
+        self.kept.append(self.factor)
+        self.factor = torch.full((), 1.0 + step, dtype=torch.float64, device="cuda")
+
+
+class UsesNumberOfBatch(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return 1.0 + batch_idx
+
+
+class UsesGlobalStep(Impure):
+    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        return 1.0 + self.global_step
+
+
+REASONS: dict[type[Impure], str] = {
+    Prints: "Failed to trace",
+    Counts: "its Python code changes .*count",
+    CountsElsewhere: "Unsupported method call",
+    Appends: "its Python code changes .*losses",
+    Pops: "its Python code changes the batch",
+    Updates: "Data-dependent branching",
+    Hooks: "HOP: Unsafe side effect",
+    Draws: "Attempted to call function marked as skipped",
+    DrawsByNumpy: "",
+    DrawsOnTheHost: "its operation \\w+ computes on cpu",
+    DrawsAndCopies: "its operation \\w+ computes on cpu",
+    HasGenerator: "",
+    ReadsTheClock: "",
+    ReadsTheDate: "",
+    EnvironmentChanges: "does something else again and again",
+    Iterates: "",
+    HasNumberOnTheHost: "it computes with a tensor on cpu",
+    ReadsItem: r"it reads the value of a tensor \(`.item\(\)`\)",
+    Branches: "Data-dependent branching",
+    Selects: "the host waits for the device",
+    Waits: "it calls .*synchronize",
+    CallsPython: "it calls captured_tests::noted_double",
+    CallsInGraph: "it calls scaled",
+    AttributeChanges: "does something else again and again, now because self.scale",
+    GlobalChanges: "does something else again and again",
+    ListElsewhereChanges: "does something else again and again",
+    LayerChanges: "does something else again and again",
+    ClosureChanges: "does something else again and again",
+    TensorIsReplaced: "does something else again and again, now because the place in memory",
+    UsesNumberOfBatch: "does something else again and again, now because batch_idx",
+    UsesGlobalStep: "",
+}
+
+
+def as_at_first() -> None:
+    """Undo what steps have changed."""
+    FACTORS["one"] = 1.0
+    STATE.numbers[0] = 1.0
+    os.environ.pop("CAPTURED_FACTOR", None)
+
+
+def fit_noted(make: type[Impure], **options: Any) -> tuple[Result, Any]:
+    """Train, and return what was noted, too."""
+    as_at_first()
+    STATE.calls = 0
+    result = fit(make, **options)
+    as_at_first()
+    return result, result.module.noted()
+
+
+@pytest.mark.quick_cases(12)
+@pytest.mark.parametrize("make", REASONS, ids=lambda make: make.__name__)
+def test_stays_eager(make: type[Impure]) -> None:
+    eager, noted = fit_noted(make)
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER} .*{REASONS[make]}") as warned:
+        captured, noted_again = fit_noted(make, capture=True)
+    assert len(warned) == 1, [str(warning.message) for warning in warned]
+    assert_same(captured, eager)
+    torch.testing.assert_close(noted_again, noted, rtol=0, atol=0)

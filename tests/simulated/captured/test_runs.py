@@ -1,0 +1,302 @@
+"""What a run with captured steps launches, holds in memory, does after errors, and refuses."""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise import ConfigurationError, OOMRecovery, Trainer
+from equipoise.trainer.optimization.compiled.captured import captured_graph
+from tests.conftest import ignoring
+from tests.simulated.captured.capturing import DEVICE, STAYS_EAGER, Network, assert_same, batches, fit
+from tests.simulated.devices.installation import extension
+from tests.simulated.devices.selection import on_the_host
+from tests.simulated.steps.test_launches import Launches
+from tests.support.pipelines import quiet
+
+pytestmark = ignoring("The '\\w+' does not have many workers")
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded() -> Iterator[None]:
+    yield
+    extension().record_launches(False)
+    extension().take_launches()
+
+
+# Launches
+
+
+def launched(capture: bool, **options: Any) -> Counter[str]:
+    """Return the operations of the last step of a fit."""
+    launches = Launches()
+    trainer = quiet(
+        accelerator="cuda", devices=[0], strategy="single_device", callbacks=[launches], capture=capture, **options
+    )
+    trainer.fit(Network(), batches([5] * 8))
+    return launches.of_steps[-1][0]
+
+
+def test_a_replayed_step_is_one_launch() -> None:
+    """Beside it, the batch is copied into the graph, the results out of it, and the optimiser steps."""
+    eager = launched(capture=False)
+    captured = launched(capture=True)
+    assert captured["CUDAGraph.replay"] == 1
+    # The batch has two dtypes, and the results have one.
+    assert captured["aten::_foreach_copy_"] == 3
+    # The copy of the batch to the device, the optimiser's step and the logs are as in an eager step.
+    others = captured - Counter({"CUDAGraph.replay": 1, "aten::_foreach_copy_": 3})
+    assert not others - eager, others
+    of_step = {name for name in eager if "backward" in name or "loss" in name or name.endswith("mm")}
+    assert len(of_step) >= 5
+    assert not of_step & set(others)
+    assert others.total() == 10
+    assert eager.total() == 36
+
+
+def test_steps_do_not_wait() -> None:
+    class Guard(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            extension().take_reasons()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            reasons.append(extension().take_reasons())
+
+    reasons: list[list[str]] = []
+    result = fit(Network, [5] * 8, capture=True, callbacks=lambda: [Guard()])
+    assert result.replays == 13
+    waiting = [number for number, of_step in enumerate(reasons) if of_step]
+    assert waiting == [2]  # the trial
+
+
+def test_a_run_within_a_stream() -> None:
+    eager = fit(Network)
+    stream = torch.cuda.Stream(DEVICE)
+    with torch.cuda.stream(stream):
+        captured = fit(Network, capture=True)
+    stream.synchronize()
+    assert captured.replays == 13
+    assert_same(captured, eager)
+
+
+# Memory
+
+
+def test_a_run_leaves_nothing_in_memory() -> None:
+    def allocated(capture: bool) -> int:
+        gc.collect()
+        before = extension().allocated_bytes(0)
+        result = fit(Network, [5] * 8, capture=capture)
+        assert bool(result.replays) is capture
+        module = weakref.ref(result.module)
+        trainer = weakref.ref(result.module.trainer)
+        del result
+        gc.collect()
+        assert [module(), trainer()] == [None, None]
+        return int(extension().allocated_bytes(0) - before)
+
+    assert allocated(capture=False) == 0
+    assert allocated(capture=True) == 0
+
+
+class Wide(Network):
+    """Needs memory for its batch, and draws no random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 2000), nn.Tanh(), nn.Linear(2000, 3))
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], None]]:
+    """A function that limits the memory of the device to so many bytes more than it holds."""
+    yield lambda more: extension().set_limit(0, extension().allocated_bytes(0) + more)
+    extension().set_limit(0, 0)
+
+
+class Limits(L.Callback):
+    """Limits the memory after so many steps.
+
+    Args:
+        limit: Limits the memory to so many bytes more than are allocated.
+        step: The number of the step.
+        more: The bytes; 0: a few more than the step has needed.
+    """
+
+    def __init__(self, limit: Callable[[int], None], step: int, more: int = 0) -> None:
+        self.limit = limit
+        self.more = more
+        self.step = step
+        self.held: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        extension().reset_peak(0)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        held = extension().allocated_bytes(0)
+        self.held.append(held)
+        if trainer.global_step == self.step:
+            self.limit(self.more or extension().peak_bytes(0) - held + 50_000)
+
+
+def test_graphs_are_released_after_an_error_of_memory(limited: Callable[[int], None]) -> None:
+    """The eager batch of another shape does not fit beside them, and then fits in parts."""
+    sizes = [20] * 6 + [90, 20, 20, 20, 20, 20]
+    eager = fit(Wide, sizes, max_epochs=1)
+    released: list[int] = []
+    limits = Limits(limited, 6, 3 * MIB)
+
+    class Notes(OOMRecovery):
+        def on_out_of_memory(self, trainer: Any, module: Any, event: Any) -> Any:
+            released.append(1)
+            return super().on_out_of_memory(trainer, module, event)
+
+    with pytest.warns(UserWarning, match="memory"):
+        captured = fit(Wide, sizes, max_epochs=1, capture=True, callbacks=lambda: [Notes(), limits])
+    assert released
+    for one, other in zip(captured.module.parameters(), eager.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    # Four replays before the error: that of the trial among them. Afterwards the shape is tried again.
+    assert captured.replays > 4
+
+
+def test_too_little_memory_for_a_trial(limited: Callable[[int], None]) -> None:
+    sizes = [40] * 8
+    eager = fit(Wide, sizes, max_epochs=1)
+    # As much as an eager step needs, and not a copy of the parameters beside it.
+    limits = Limits(limited, 2)
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER} there is not enough memory to compare it with a captured one"):
+        captured = fit(Wide, sizes, max_epochs=1, capture=True, callbacks=lambda: [limits])
+    assert_same(captured, eager)
+    assert not captured.replays
+    # What the failed trial has allocated is free again.
+    assert limits.held[-1] <= limits.held[1] + 1000
+
+
+# Trials
+
+
+def test_a_capture_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a kernel computed something else in a graph."""
+    replay = captured_graph._replay
+
+    def differing(capture: Any, inputs: Any) -> Any:
+        outputs = replay(capture, inputs)
+        for output in outputs:
+            if isinstance(output, Tensor) and output.is_floating_point() and output.ndim == 2:
+                output.mul_(1 + 1e-15)
+        return outputs
+
+    eager = fit(Network)
+    monkeypatch.setattr(captured_graph, "_replay", differing)
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER} a captured one differs: the gradient of net.0.weight"):
+        captured = fit(Network, capture=True)
+    assert_same(captured, eager)
+    assert captured.replays == 1
+
+
+def test_a_capture_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA may be in disorder after it."""
+
+    capture_end = torch.cuda.CUDAGraph.capture_end
+
+    def fail(graph: torch.cuda.CUDAGraph) -> None:
+        capture_end(graph)
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", fail)
+    eager = fit(Network, [5, 4, 5, 4] * 3, max_epochs=1)
+    with pytest.warns(UserWarning, match=STAYS_EAGER) as warned:
+        captured = fit(Network, [5, 4, 5, 4] * 3, max_epochs=1, capture=True)
+    texts = [str(warning.message) for warning in warned]
+    assert any("a captured one ends with an error (RuntimeError: CUDA error" in text for text in texts)
+    assert any("an earlier capture has failed" in text for text in texts)
+    assert_same(captured, eager)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_random_numbers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that began with the same numbers again would not be used."""
+    replay = captured_graph._replay
+    state = torch.cuda.get_rng_state(DEVICE)
+
+    def again(capture: Any, inputs: Any) -> Any:
+        torch.cuda.set_rng_state(state, DEVICE)
+        return replay(capture, inputs)
+
+    monkeypatch.setattr(captured_graph, "_replay", again)
+    eager = fit(Network)
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER} a captured one differs"):
+        captured = fit(Network, capture=True)
+    assert_same(captured, eager)
+
+
+def test_gradients_lie_in_static_memory() -> None:
+    addresses: list[int] = []
+
+    class Places(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            addresses.append(module.net[0].weight.grad.data_ptr())
+
+    fit(Network, [5] * 8, max_epochs=1, capture=True, callbacks=lambda: [Places()])
+    assert len(set(addresses[3:])) == 1
+
+
+def test_outputs_and_logs_outlive_the_next_step() -> None:
+    """`fit` keeps them all, and compares them; here a replay spoils what it writes."""
+    eager = fit(Network, [5] * 6)
+    captured = fit(Network, [5] * 6, capture=True)
+    losses = [outputs["loss"] for outputs, _ in captured.state["steps"]]
+    assert len({loss.data_ptr() for loss in losses}) == len(losses)
+    assert_same(captured, eager)
+
+
+# Arguments
+
+
+class ByHand(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="capture must be True or False"):
+        Trainer(capture="auto")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="compile='auto' and capture=True are two ways to the same step"):
+        Trainer(capture=True, compile="auto")
+    with on_the_host(), pytest.raises(ConfigurationError, match=r"capture=True replays .* computes on cpu"):
+        quiet(devices=1, capture=True).fit(Network(), batches())
+    with pytest.raises(ConfigurationError, match="capture=True captures steps on one device, but strategy='dp'"):
+        quiet(accelerator="cuda", devices=[0, 1], strategy="dp", capture=True).fit(Network(), batches())
+    with pytest.raises(ConfigurationError, match=r"Trainer\(capture=True\) has no effect"):
+        quiet(accelerator="cuda", devices=[0], capture=True).fit(ByHand(), batches())
+
+
+class BeforeBackward(Network):
+    def on_before_backward(self, loss: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (BeforeBackward, {}, "the hook on_before_backward runs between"),
+        (Network, {"profiler": "simple"}, "a profiler"),
+        (Network, {"activation_checkpointing": ["net.2"]}, "Unsupported function call"),
+    ],
+)
+def test_runs_that_stay_eager(make: Callable[[], Network], options: dict[str, Any], reason: str) -> None:
+    eager = fit(make, max_epochs=1, **options)
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER} {reason}"):
+        captured = fit(make, max_epochs=1, capture=True, **options)
+    assert_same(captured, eager)
+    assert not captured.replays
