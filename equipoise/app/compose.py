@@ -43,7 +43,7 @@ from equipoise.app.sweep import check_first_trial, check_sweep, is_sweep, sweep_
 from equipoise.errors import ConfigurationError
 from equipoise.report.facts import shorten
 
-__all__ = ["complete", "explain_keys", "main", "run"]
+__all__ = ["complete", "compose_values", "explain_keys", "main", "run"]
 
 _LOADERS = {
     "fit": "train_dataloader",
@@ -214,6 +214,32 @@ def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequenc
             print("\n\n".join(descriptions))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(explain(error, folders)) from error
+
+
+def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Path) -> dict[str, Any]:
+    """Return the configuration of a fit as plain, checked values, without a run.
+
+    Args:
+        arguments: The overrides of the command line.
+        folders: As for `main`.
+        output: The value of `output_dir`, which Hydra sets in a run.
+
+    Raises:
+        ConfigurationError: If the configuration cannot be composed, or a value is wrong.
+    """
+    arguments = [*translate(arguments, folders), f"output_dir='{output}'"]
+    _SearchPath.folders = folders[1:]
+    try:
+        with _paths_of(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
+            config = hydra.compose("config", overrides=arguments)
+            values = plain_values(config)
+            values["stage"] = "fit"
+            check_values(values)
+    except MisconfigurationException as error:
+        raise ConfigurationError(str(error)) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigurationError(explain(error, folders)) from error
+    return values
 
 
 def _first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:
