@@ -26,21 +26,23 @@ equipoise trains PyTorch models on the devices you have.
 
   equipoise fit [experiment=NAME] [key=value ...]    train
   equipoise validate|test|predict [key=value ...]    evaluate; name a checkpoint by ckpt_path=PATH, best or last
+  equipoise savings [key=value ...]                  measure a step of the module under each memory saver: peak, time
   equipoise devices [--watch[=SECONDS]]              what devices there are, their memory, and under which index
   equipoise init FOLDER                              write a starter project that runs at once
   equipoise completion bash|zsh|fish                 print what to eval so that the shell completes commands and keys
 
-fit, validate, test and predict read the configuration in ./conf; --config-dir FOLDER names another folder; without
-either they run the digits example. Each run writes to a folder of its own, outputs/DATE/TIME.
+fit, validate, test, predict and savings read the configuration in ./conf; --config-dir FOLDER names another folder;
+without either they run the digits example. Each run writes to a folder of its own, outputs/DATE/TIME.
 
   equipoise fit --help       the groups, keys and flags of a run
   equipoise fit --help KEY   the type, default and meaning of a key, such as trainer.max_epochs
+  equipoise savings --json   the table as JSON; --timeout=SECONDS bounds each measurement (600)
   equipoise --version        the version
   --debug                    show the traceback of an error
 """
 
 # Commands that are no run stages.
-_OTHER_COMMANDS = ("devices", "init", "completion")
+_OTHER_COMMANDS = ("savings", "devices", "init", "completion")
 _SHELLS = ("bash", "zsh", "fish")
 _FLAGS = (
     *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
@@ -119,6 +121,8 @@ def _run_command(command_line: Sequence[str]) -> None:
     elif command in ("-sc", "--shell-completion"):
         # The functions that Hydra has installed in a shell call this.
         _complete(arguments)
+    elif command == "savings":
+        _savings(arguments)
     elif command == "devices":
         show_devices(arguments)
     elif command == "init":
@@ -154,6 +158,15 @@ def _run_stage(stage: str, arguments: Sequence[str]) -> None:
         _announce_example()
     quoted_overrides = [_quoted(argument) for argument in overrides]
     _app().main(stage, quoted_overrides, folders)
+
+
+def _savings(arguments: Sequence[str]) -> None:
+    """Measure memory savers in the configuration that `fit` would run."""
+    overrides, folders = _take_folders(arguments)
+    _app()
+    from equipoise.app.savings.command import show_savings
+
+    show_savings([_quoted(argument) for argument in overrides], folders)
 
 
 def _check_argument(argument: str, stage: str) -> None:
@@ -287,7 +300,7 @@ def _complete(arguments: Sequence[str]) -> None:
         _print_beginning_with(word, STAGES + _OTHER_COMMANDS)
     elif word.startswith("-"):
         _print_beginning_with(word, _FLAGS)
-    elif complete_words[1] in STAGES:
+    elif complete_words[1] in (*STAGES, "savings"):
         # An unfinished line may be wrong in any way, and a message would appear in the middle of it.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(Exception, SystemExit):
             _complete_key(arguments, complete_words[2:], word)

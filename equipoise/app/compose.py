@@ -42,7 +42,7 @@ from equipoise.app.sweeps.pool import PoolLauncher
 from equipoise.app.sweeps.ray_launcher import RayLauncher
 from equipoise.errors import ConfigurationError
 
-__all__ = ["complete", "explain_keys", "main", "run"]
+__all__ = ["complete", "compose_values", "explain_keys", "main", "run"]
 
 # Base classes, one that takes functions, and two that work on the inside of Lightning's loops.
 _NOT_OFFERED = {
@@ -215,6 +215,32 @@ def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequenc
             print("\n\n".join(descriptions))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(explain(error, folders)) from error
+
+
+def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Path) -> dict[str, Any]:
+    """Return the configuration of a fit as plain, checked values, without a run.
+
+    Args:
+        arguments: The overrides of the command line.
+        folders: As for `main`.
+        output: The value of `output_dir`, which Hydra sets in a run.
+
+    Raises:
+        ConfigurationError: If the configuration cannot be composed, or a value is wrong.
+    """
+    arguments = [*translate(arguments, folders), f"output_dir='{output}'"]
+    _SearchPath.folders = folders[1:]
+    try:
+        with _paths_of(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
+            config = hydra.compose("config", overrides=arguments)
+            values = plain_values(config)
+            values["stage"] = "fit"
+            check_values(values)
+    except MisconfigurationException as error:
+        raise ConfigurationError(str(error)) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigurationError(explain(error, folders)) from error
+    return values
 
 
 def _check_first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:

@@ -13,6 +13,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
+from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.optimization.configuration.fused import with_present_choice
 from equipoise.trainer.runtime.run_context import RunContext
@@ -166,7 +167,7 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
         load_saving_states(state.callbacks, entry.get("checkpoint_callbacks", {}))
 
     # 4. The optimisers.
-    _restore_optimizers(context, checkpoint["optimizer_states"])
+    _restore_optimizers(context, checkpoint["optimizer_states"], checkpoint.get("state_dict", {}))
     _restore_schedulers(state, checkpoint["lr_schedulers"])
 
 
@@ -194,7 +195,7 @@ def _restore_counters(parts: TrainerParts, loop_states: dict[str, Any]) -> None:
         ) from error
 
 
-def _restore_optimizers(context: RunContext, states: list[dict[str, Any]]) -> None:
+def _restore_optimizers(context: RunContext, states: list[dict[str, Any]], weights: dict[str, Any]) -> None:
     optimizers = context.state.optimizers
     if len(states) != len(optimizers):
         raise CheckpointError(
@@ -202,6 +203,10 @@ def _restore_optimizers(context: RunContext, states: list[dict[str, Any]]) -> No
             f" {len(optimizers)}."
         )
     names = {id(parameter): name for name, parameter in context.module.named_parameters()}
+    saved_dtypes = {}
+    for identity, name in names.items():
+        if isinstance(weights.get(name), Tensor):
+            saved_dtypes[identity] = weights[name].dtype
     for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
         entry = f"optimizer_states[{index}]"
         with loading(entry, optimizer):
@@ -209,6 +214,7 @@ def _restore_optimizers(context: RunContext, states: list[dict[str, Any]]) -> No
             check_optimizer_state(saved, entry)
             check_optimizer_shapes(optimizer, saved, names)
             _load_optimizer(context, index, optimizer, saved)
+            restore_dtypes(optimizer, saved, saved_dtypes)
 
 
 def _check_kind(index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""`equipoise savings`: a step of the user's module under each memory saver, measured."""

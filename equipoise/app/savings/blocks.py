@@ -1,0 +1,43 @@
+"""The repeated blocks of a network, which activation checkpointing is for."""
+
+from collections import Counter
+
+from torch import nn
+
+__all__ = ["repeated_blocks"]
+
+
+def repeated_blocks(module: nn.Module) -> list[str]:
+    """Return patterns of the blocks that repeat in a network: those of a list or sequence, mostly of one class.
+
+    A block has several submodules and parameters. Of nested lists the outermost counts.
+
+    Args:
+        module: The network.
+
+    Example:
+        >>> blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))
+        >>> repeated_blocks(nn.ModuleDict({"encoder": blocks}))
+        ['encoder.*']
+    """
+    patterns: list[str] = []
+    for name, container in module.named_modules():
+        is_list = isinstance(container, nn.ModuleList | nn.Sequential)
+        is_inside = any(name.startswith(pattern[:-1]) for pattern in patterns)
+        if is_list and name and not is_inside and _repeats(container):
+            patterns.append(f"{name}.*")
+    return patterns
+
+
+def _repeats(container: nn.Module) -> bool:
+    """Return True if most children are blocks of the same class."""
+    children = list(container.children())
+    kinds = Counter(type(child) for child in children if _is_block(child))
+    most = max(kinds.values(), default=0)
+    return most >= 2 and 2 * most > len(children)
+
+
+def _is_block(module: nn.Module) -> bool:
+    parts = list(module.modules())
+    has_parameters = any(True for _ in module.parameters())
+    return len(parts) > 2 and has_parameters

@@ -1,0 +1,85 @@
+"""A trial in a process of its own, which has a bound: started, awaited, and ended with all that it has started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import equipoise
+from equipoise.app.savings.savers import Trial
+from equipoise.app.savings.trial import REQUEST, RESULT
+from equipoise.formats import format_span
+
+__all__ = ["run_trial"]
+
+
+def run_trial(trial: Trial, folder: Path, paths: Sequence[str], timeout: float) -> dict[str, Any]:
+    """Run a trial and return its result.
+
+    Args:
+        trial: The trial.
+        folder: A new folder for its files.
+        paths: Folders from which the process imports the user's modules.
+        timeout: Seconds after which the process is ended.
+
+    Returns:
+        The measurements, or under "reason" why there are none.
+    """
+    # 1. The request.
+    folder.mkdir()
+    request = {
+        "values": trial.values,
+        "paths": list(paths),
+        "chooses_blocks": trial.chooses_blocks,
+        "needs_device": trial.needs_device,
+    }
+    (folder / REQUEST).write_text(json.dumps(request, default=str), encoding="utf-8")
+
+    # 2. The process, in a session of its own: Ctrl-C reaches it through this process alone.
+    command = [sys.executable, "-m", "equipoise.app.savings.trial", str(folder)]
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment(), start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return {"reason": f"it took longer than {format_span(timeout)} (--timeout=SECONDS)"}
+        finally:
+            _end(process)
+
+    # 3. The result.
+    result_file = folder / RESULT
+    if result_file.is_file():
+        result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+        return result
+    return {"reason": _why_ended(code)}
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the process, which imports this package as this process does."""
+    paths = [str(Path(equipoise.__file__).parents[1])]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and the workers of its loaders that are still there."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _why_ended(code: int) -> str:
+    """Return the reason why a process has left no result."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = ", as when the memory of the host is exhausted" if name == "SIGKILL" else ""
+        return f"its process was ended by {name}{hint}"
+    return f"its process ended with exit code {code}"

@@ -1,0 +1,140 @@
+"""Optimisers of the user with a state of 8 bits or in bfloat16: fits, memory to the byte, checkpoints, resumption."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import MemoryLogger, Trainer
+from tests.conftest import ignoring
+
+pytestmark = ignoring()
+
+BLOCK = 64
+
+
+class Quantised(Optimizer):
+    """Momentum in 8 bits, with a scale for each block of values, as libraries do it."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, self.state[parameter], group)
+        return loss
+
+    def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        blocks = -(-parameter.numel() // BLOCK)
+        if not state:
+            state["codes"] = torch.zeros(blocks, BLOCK, dtype=torch.int8)
+            state["scales"] = torch.zeros(blocks, 1, dtype=torch.bfloat16)
+        assert state["codes"].dtype is torch.int8
+        assert state["scales"].dtype is torch.bfloat16
+        values = state["codes"].float() * state["scales"].float()
+        momentum = values.flatten()[: parameter.numel()].view_as(parameter)
+        momentum = momentum * group["momentum"] + parameter.grad
+        padded = torch.zeros(blocks * BLOCK).index_copy(0, torch.arange(momentum.numel()), momentum.flatten().float())
+        padded = padded.view(blocks, BLOCK)
+        state["scales"].copy_(padded.abs().amax(1, keepdim=True) / 127)
+        state["codes"].copy_((padded / state["scales"].float().clamp_min(1e-12)).round().clamp(-127, 127))
+        parameter.add_(momentum, alpha=-group["lr"])
+
+
+class Halved(Optimizer):
+    """Momentum in bfloat16."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                assert momentum.dtype is torch.bfloat16
+                momentum.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(momentum, alpha=group["lr"])
+        return loss
+
+
+class Module(L.LightningModule):
+    def __init__(self, kind: type[Optimizer]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+        self.kind = kind
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self.net(batch[0]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        if self.kind is SGD:
+            return SGD(self.parameters(), 0.1, momentum=0.9)
+        return self.kind(self.parameters())
+
+
+def fit(module: Module, ckpt_path: Path | None = None, **options: Any) -> Module:
+    data = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 2, "enable_checkpointing": False, **options},
+    )
+    trainer.fit(module, DataLoader(TensorDataset(data), 4), ckpt_path=ckpt_path)
+    return module
+
+
+@pytest.mark.parametrize("kind", [Quantised, Halved])
+def test_resumed_to_the_bit(kind: type[Optimizer], tmp_path: Path) -> None:
+    whole = fit(Module(kind))
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    fit(Module(kind), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
+    path = next(tmp_path.glob("*step=5*.ckpt"))
+    with pytest.warns(UserWarning, match="states of callbacks that are not there"):
+        resumed = fit(Module(kind), path)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    states = [module.trainer.optimizers[0].state_dict()["state"] for module in (whole, resumed)]
+    for number, state in states[0].items():
+        for key, value in state.items():
+            other = states[1][number][key]
+            assert (other.dtype, other.shape) == (value.dtype, value.shape)
+            assert torch.equal(other, value)
+
+
+def test_a_state_of_the_usual_dtype_follows_its_parameter(tmp_path: Path) -> None:
+    """A run that goes on in another precision has its states in that precision, as in torch."""
+    saves = ModelCheckpoint(tmp_path, save_last=True)
+    fit(Module(SGD), callbacks=[saves], enable_checkpointing=True, max_epochs=1, precision="bf16-true")
+    with pytest.warns(UserWarning, match="states of callbacks that are not there"):
+        resumed = fit(Module(SGD), tmp_path / "last.ckpt", precision="32-true")
+    for state in resumed.trainer.optimizers[0].state.values():
+        assert state["momentum_buffer"].dtype is torch.float32
+
+
+def test_memory_of_the_state() -> None:
+    states = {}
+    parameters = 32 * 64 + 64 + 64 * 32 + 32
+    for kind in (SGD, Halved, Quantised):
+        memory = MemoryLogger(detail="modules", leaks=False)
+        fit(Module(kind), callbacks=[memory], max_steps=3)
+        states[kind] = memory.compositions[0].totals()["optimizer state"]
+    blocks = 32 + 1 + 32 + 1
+    assert states == {SGD: 4 * parameters, Halved: 2 * parameters, Quantised: blocks * (BLOCK + 2)}
