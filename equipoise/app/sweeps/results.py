@@ -210,7 +210,9 @@ class SweepResults:
         if not self._untold:
             return
         numbers = ", ".join(str(job.number) for job in self._untold)
-        message = f"{len(self._untold)} of {len(self.jobs)} jobs failed: {numbers}. Their errors are in the table above."
+        message = (
+            f"{len(self._untold)} of {len(self.jobs)} jobs failed: {numbers}. Their errors are in the table above."
+        )
         # Jobs of a cluster print where the cluster lets them.
         log = self._untold[0].folder / "job.log"
         if log.exists():
