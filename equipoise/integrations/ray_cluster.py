@@ -9,8 +9,6 @@ from equipoise.errors import ConfigurationError
 
 __all__ = ["connected", "import_ray"]
 
-LOOPBACK = "127.0.0.1"
-
 
 def import_ray() -> Any:
     """Return Ray with its parts for training and tuning.
@@ -32,7 +30,7 @@ def connected(address: str | None, cpus: float = 0.0, gpus: float = 0.0) -> Iter
     """Connect to a cluster during a block, or start one on this machine that ends with the block.
 
     A cluster to which the program is connected already is used and stays. One that is started here has no dashboard and
-    sends no statistics of usage. Its processes meet over the loopback interface, though Ray listens on others, too.
+    sends no statistics of usage. Ray chooses the ports on which it listens, on all interfaces of the machine.
 
     Args:
         address: Address of a cluster, such as "auto" or "ray://head:10001". None: that in RAY_ADDRESS, else a cluster
@@ -68,7 +66,7 @@ def connected(address: str | None, cpus: float = 0.0, gpus: float = 0.0) -> Iter
 
 def _start_here(ray: Any) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address="local", include_dashboard=False, _node_ip_address=LOOPBACK, logging_level="WARNING")
+    ray.init(address="local", include_dashboard=False, logging_level="WARNING")
 
 
 def _connect(ray: Any, address: str | None) -> None:

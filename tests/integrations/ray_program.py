@@ -164,7 +164,6 @@ def main(folder: Path, parts: list[str]) -> None:
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
     )
     try:
         outcome = {part: PARTS[part](ray, folder) for part in parts}
