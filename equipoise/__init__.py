@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from equipoise.strategies import BalancedDataParallelStrategy as BalancedDataParallelStrategy
     from equipoise.strategies import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies import DDPStrategy as DDPStrategy
+    from equipoise.strategies import EnsembleStrategy as EnsembleStrategy
     from equipoise.strategies import PipelineStrategy as PipelineStrategy
     from equipoise.strategies import SingleDeviceStrategy as SingleDeviceStrategy
     from equipoise.strategies import StepResult as StepResult

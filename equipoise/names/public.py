@@ -46,9 +46,13 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.strategies.replicated.balanced": ("BalancedDataParallelStrategy",),
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
         "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),
+        "equipoise.strategies.ensemble.strategy": ("EnsembleStrategy",),
     },
     "equipoise.strategies.ddp": {
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
+    },
+    "equipoise.strategies.ensemble": {
+        "equipoise.strategies.ensemble.strategy": ("EnsembleStrategy",),
     },
     "equipoise.strategies.pipeline": {
         "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),

@@ -81,6 +81,7 @@ def dump_checkpoint(
         "pytorch-lightning_version": lightning.pytorch.__version__,
         "state_dict": strategy.portable.module_state(context.module),
         "loops": _loop_states(parts),
+        **strategy.portable.further_entries(context.module),
     }
 
     # 2. The state of the training.

@@ -42,6 +42,7 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
         check_fits(module, checkpoint["state_dict"])
     with loading("state_dict"):
         context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+    context.strategy.portable.load_further_entries(checkpoint)
 
     # 2. The data module.
     datamodule = context.datamodule

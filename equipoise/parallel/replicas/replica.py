@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.interop.torch import foreach
 from equipoise.interop.torch.modules import STRUCTURE, versions
-from equipoise.parallel.replicas.module_copy import ModuleCopy
+from equipoise.parallel.replicas.module_copy import BufferSlot, ModuleCopy
 from equipoise.parallel.replicas.module_structure import ModuleStructure
 
 __all__ = ["Replica"]
@@ -277,6 +277,11 @@ class Replica:
                 substitute = self._copy.substitute(value)
                 attributes.overrides[name] = substitute
                 attributes.target[name] = substitute
+
+    @property
+    def buffer_slots(self) -> list[BufferSlot]:
+        """Every occurrence of a buffer: the dictionary of the module, that of the copy, and the name in both."""
+        return self._buffers
 
     def buffers(self) -> list[Tensor]:
         """Return the module's buffers."""
