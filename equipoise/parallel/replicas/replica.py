@@ -153,9 +153,19 @@ class Replica:
             is_plain=is_plain,
         )
 
-    def refresh_attributes(self) -> None:
-        """Set the copy's attributes to the module's."""
-        for index, attributes in enumerate(self._attributes):
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The module and all below it, but not metrics, in the order of the indices of `refresh_attributes`."""
+        return [module for module, _ in self._shells]
+
+    def refresh_attributes(self, parts: Sequence[int] | None = None) -> None:
+        """Set the copy's attributes to the module's.
+
+        Args:
+            parts: Indices of the modules among `parts` whose attributes are set. Default: all of them.
+        """
+        for index in range(len(self._attributes)) if parts is None else parts:
+            attributes = self._attributes[index]
             source, target, overrides, originals, values, containers, lengths, is_plain = attributes
 
             # 1. Compare the module's attributes with those of the last time. Only other values, or other items in

@@ -10,7 +10,7 @@ from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.ensemble.stacked_members import StackedParameter
 
-__all__ = ["WeightsOfMembers", "clip_by_norm", "clip_by_value"]
+__all__ = ["WeightsOfMembers", "clip_by_norm", "clip_by_value", "mean_loss"]
 
 # What torch adds to a norm before it divides by it.
 _EPSILON = 1e-6
@@ -92,6 +92,15 @@ def _ratio(weight: Weight, divisor: Weight) -> Weight:
     if not divisor:
         return 0.0
     return weight / divisor
+
+
+def mean_loss(results: Sequence[StepResult]) -> Tensor | None:
+    """Return the mean loss of the members, without its graph; None if there is no loss."""
+    losses = [result.loss for result in results if result.loss is not None]
+    if not losses:
+        return None
+    with torch.no_grad():
+        return torch.stack(losses).mean()
 
 
 def clip_by_norm(parameters: Sequence[StackedParameter], largest: float) -> None:

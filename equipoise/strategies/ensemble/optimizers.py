@@ -107,7 +107,6 @@ class MemberOptimizer(StrategyOptimizer):
             result = self.optimizer.step(**kwargs)
             for twin in self._twins:
                 twin.step(**kwargs)
-        self._members.show_gradients()
         return result if closure is None else loss
 
     def unscale(self, scaler: GradScaler) -> None:
@@ -130,7 +129,6 @@ class MemberOptimizer(StrategyOptimizer):
             )
         with self._stacked():
             result = scaler.step(self.optimizer, **kwargs)
-        self._members.show_gradients()
         return result
 
     def _prepare(self) -> None:

@@ -104,8 +104,15 @@ class StackedMembers:
         """Return the stacked parameter of one of the module's; None if it is none of them."""
         return self._by_id.get(id(parameter))
 
-    def refresh(self) -> None:
+    def parts(self) -> list[nn.Module]:
+        """Return the module and all below it, without metrics, in the order of the indices of `refresh`."""
+        return self._replicas[0].parts
+
+    def refresh(self, parts: Sequence[int] | None = None) -> None:
         """Bring the copies up to date with the module before a step: attributes, modes, and exchanged values.
+
+        Args:
+            parts: Indices of the modules whose attributes are needed. Default: all of them.
 
         Raises:
             StepError: If modules or parameters were added or removed.
@@ -116,7 +123,7 @@ class StackedMembers:
                 " ensemble have the structure of its beginning. Change it before, in `configure_model`."
             )
         for replica in self._replicas:
-            replica.refresh_attributes()
+            replica.refresh_attributes(parts)
         for parameter in self.parameters:
             first = parameter.members[0]
             stacked = parameter.stacked
@@ -128,13 +135,22 @@ class StackedMembers:
                     stacked[0].copy_(first)
                 set_data(first, stacked.detach()[0])
 
+    def refresh_copy(self, member: int, parts: Sequence[int]) -> None:
+        """Bring some modules of one copy up to date.
+
+        Args:
+            member: The index of the member, from 1.
+            parts: Indices of the modules.
+        """
+        self._replicas[member - 1].refresh_attributes(parts)
+
     # Gradients.
 
     def clear_gradients(self) -> None:
         """Begin a window: no gradients."""
         for parameter in self.parameters:
             parameter.present.clear()
-            set_gradients([parameter.stacked, *parameter.members], None)
+            set_gradients((parameter.stacked, *parameter.members), None)
 
     def begin_backward(self) -> None:
         """Hide the gradients of the window so far, so that those of the members themselves are new ones."""

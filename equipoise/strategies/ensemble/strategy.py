@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import torch
@@ -26,7 +26,7 @@ from equipoise.strategies.ensemble.computation.choice import Choice, Mode
 from equipoise.strategies.ensemble.computation.side_by_side import SideBySide
 from equipoise.strategies.ensemble.data.member_batches import MemberParts, batch_of, draws_seeds, with_member_order
 from equipoise.strategies.ensemble.data.random_streams import RandomStreams
-from equipoise.strategies.ensemble.gradients import WeightsOfMembers, clip_by_norm, clip_by_value
+from equipoise.strategies.ensemble.gradients import WeightsOfMembers, clip_by_norm, clip_by_value, mean_loss
 from equipoise.strategies.ensemble.initial_members import Factory, check_seeds, construct_members, member_seeds
 from equipoise.strategies.ensemble.optimizers import MemberOptimizer, OptimizerState
 from equipoise.strategies.ensemble.outputs import MemberLogs, averaged
@@ -42,15 +42,26 @@ __all__ = ["EnsembleStrategy"]
 _MODES = ("auto", "together", "one_by_one")
 
 
+class _Steps(NamedTuple):
+    """The computation of one kind of steps.
+
+    Attributes:
+        side_by_side: Runs the steps of all members at once.
+        choice: The way in which they are run.
+    """
+
+    side_by_side: SideBySide
+    choice: Choice
+
+
 @dataclass
 class _Run:
     """State of a run.
 
     Attributes:
         members: The members' modules and tensors.
-        side_by_side: Runs steps of all members at once.
-        training: The way in which training steps are computed.
-        evaluation: The way in which evaluation steps are computed.
+        training: The computation of training steps.
+        evaluation: The computation of evaluation steps.
         logs: Logs the values of all members.
         splitter: Counts the samples of batches.
         weights: The weights of the losses in the window.
@@ -62,9 +73,8 @@ class _Run:
     """
 
     members: StackedMembers
-    side_by_side: SideBySide
-    training: Choice
-    evaluation: Choice
+    training: _Steps
+    evaluation: _Steps
     logs: MemberLogs
     splitter: Splitter
     weights: WeightsOfMembers = field(default_factory=WeightsOfMembers)
@@ -231,11 +241,11 @@ class EnsembleStrategy(Strategy):
         super().setup(module, precision)
         device = self.root_device
         members = StackedMembers(module, states, device)
+        make = partial(SideBySide, members, precision.forward_context, allows_randomness=self.mode == "together")
         self._run = _Run(
             members,
-            SideBySide(members, allows_randomness=self.mode == "together"),
-            Choice(self.mode, device, "trained"),
-            Choice(self.mode, device, "evaluated"),
+            _Steps(make(), Choice(self.mode, device, "trained")),
+            _Steps(make(), Choice(self.mode, device, "evaluated")),
             MemberLogs(members.metrics(), device),
             Splitter(module, self.dim),
         )
@@ -267,7 +277,8 @@ class EnsembleStrategy(Strategy):
         if self._streams is not None:
             self._streams.end_training()
         if run is not None:
-            run.side_by_side.close()
+            run.training.side_by_side.close()
+            run.evaluation.side_by_side.close()
             self._states = [_on_cpu(state) for state in run.members.states()[1:]]
             self._optimizer_states = _other_states(run)
             for optimizer in run.optimizers.values():
@@ -337,7 +348,7 @@ class EnsembleStrategy(Strategy):
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Compute the gradients of all members; see `Strategy.forward_backward`."""
         run = self._current_run
-        result = run.training.run(partial(self._train, step, self._batches(parts)))
+        result = run.training.choice.run(partial(self._train, step, self._batches(parts)))
         run.set_open(not last)
         return result
 
@@ -355,56 +366,55 @@ class EnsembleStrategy(Strategy):
         run.load_gradients()
         results = self._run_members(step, batches, run.training)
         run.logs.log(step, results, each=False)
-        losses = [result.loss.detach() for result in results if result.loss is not None]
         loss, weight = run.weights.join(results)
 
         # 2. The backward. A window begins without gradients, of which the trainer knows the first member's alone.
         if step.begins_window:
             members.clear_gradients()
-        members.begin_backward()
+        else:
+            members.begin_backward()
         run.note_computed([])
-        if run.side_by_side.has_batched:
+        if run.training.side_by_side.has_batched:
             run.note_computed([index for index, result in enumerate(results) if result.loss is not None])
         step.backward(StepResult(loss, weight, None))
         if loss is None:
             members.show_gradients()
 
         # 3. Hooks see the mean loss, and what the first member returned.
-        mean = torch.stack(losses).mean() if losses else None
-        return StepResult(mean, weight, results[0].outputs)
+        return StepResult(mean_loss(results), weight, results[0].outputs)
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run the evaluation step of each member, and return the mean of their outputs; see `Strategy.evaluate`."""
         run = self._current_run
         batches = self._batches(parts)
-        results = run.evaluation.run(lambda: self._run_members(step, batches, run.evaluation))
+        results = run.evaluation.choice.run(lambda: self._run_members(step, batches, run.evaluation))
         run.logs.log(step, results, each=True)
         return averaged([result.outputs for result in results])
 
     def _run_members(
-        self, step: TrainingStep | EvaluationStep, batches: list[Any], choice: Choice
+        self, step: TrainingStep | EvaluationStep, batches: list[Any], computation: _Steps
     ) -> list[StepResult]:
         """Run the step of each member in the present way."""
         run = self._current_run
+        side_by_side, choice = computation
         with step.hook_scope():
-            run.members.refresh()
             steps = []
             for module, batch in zip(run.members.modules, batches, strict=True):
                 size = run.splitter.size(batch) or 1
                 steps.append(partial(step.run_on, module, batch, size))
-            if choice.together:
-                results = run.side_by_side.run(steps)
-                if not choice.is_made and not run.side_by_side.has_batched:
-                    choice.settle(together=False, reason="no call of a network can be computed for all of them at once")
-                return results
-            return self._run_one_by_one(steps, choice)
+            if not choice.together:
+                run.members.refresh()
+                side_by_side.skip()
+                return self._run_one_by_one(steps, choice)
+            results = side_by_side.run(steps, batches)
+            if not choice.is_made and not side_by_side.has_batched:
+                choice.settle(together=False, reason="no call of a network can be computed for all of them at once")
+            return results
 
     def _run_one_by_one(self, steps: Sequence[Callable[[], StepResult]], choice: Choice) -> list[StepResult]:
         """Run the step of each member after the other, with its random numbers."""
-        run = self._current_run
         streams = self._streams
         assert streams is not None
-        run.side_by_side.skip()
         before = None
         if choice.watches_draws:
             before = (random_state.capture(), streams.get_state())

@@ -6,16 +6,18 @@ members at once. The first call of each kind is computed both ways and compared.
 """
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of
+from equipoise.interop.torch.batching import compute_batched
+from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of, versions
 from equipoise.strategies.ensemble.stacked_members import StackedMembers
 from equipoise.tree import extract_tensors, insert_tensors, leaves_of
 
-__all__ = ["BatchedCall", "Call", "NotBatchable", "reason_against"]
+__all__ = ["BatchedCall", "Call", "NotBatchable", "Noted", "reason_against"]
 
 # Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,7 +32,7 @@ class NotBatchable(Exception):
     """A call that cannot be computed for all members at once; its text is the reason."""
 
 
-class _Noted(NamedTuple):
+class Noted(NamedTuple):
     """What a call may change.
 
     Attributes:
@@ -40,6 +42,27 @@ class _Noted(NamedTuple):
 
     buffers: list[Tensor]
     attributes: list[dict[str, Any]]
+
+
+class CallState(NamedTuple):
+    """Everything beside the arguments on which the result of a call depends.
+
+    Attributes:
+        attributes: The attributes of the network's modules.
+        versions: The versions of the first member's parameters and buffers; None if they have none.
+        grad: True if gradients are enabled.
+        modes: The states of autocast.
+    """
+
+    attributes: list[Any]
+    versions: list[int] | None
+    grad: bool
+    modes: tuple[Any, ...]
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    types = ("cpu", "cuda")
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types)
 
 
 def reason_against(network: nn.Module) -> str:
@@ -86,6 +109,8 @@ class BatchedCall:
                 for key, tensor in registered.items():
                     if tensor is not None:
                         self._add(tensor, (registered, key), members, by_id)
+        self._dims = (0,) * len(self._slots)
+        self._own_tensors = [slots[0][0][slots[0][1]] for slots in self._slots]
         self._buffers = [members.buffers[key] for key in by_id if key in members.buffers]
         # 2. Kinds of calls that were compared.
         self._compared: set[tuple[Any, ...]] = set()
@@ -128,7 +153,8 @@ class BatchedCall:
         Raises:
             NotBatchable: If that is not possible; buffers and attributes are then as before.
         """
-        inputs, dims, tree = _stack_calls(calls)
+        tree, tensors = _taken_apart(calls)
+        inputs, dims = _stack(tensors)
         kind = (self._network.training, torch.is_grad_enabled(), repr(tree))
         if kind in self._compared:
             return self._guarded(inputs, dims, tree, len(calls), randomness)
@@ -140,18 +166,32 @@ class BatchedCall:
         self._compared.add(kind)
         return outputs
 
+    def again(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str) -> list[Any]:
+        """Compute calls of a structure that was computed before.
+
+        Args:
+            tree: The structure of the arguments, with slots for tensors.
+            tensors: The tensors of each member.
+            randomness: See `__call__`.
+
+        Raises:
+            NotBatchable: See `__call__`.
+        """
+        inputs, dims = _stack(tensors)
+        return self._guarded(inputs, dims, tree, len(tensors), randomness)
+
     def _guarded(
         self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
     ) -> list[Any]:
         """Compute a batched call; if that fails, restore what it has changed."""
-        noted = self._note()
+        noted = self.note()
         try:
             return self._batched(inputs, dims, tree, members, randomness)
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
-            self._restore(noted)
+            self.restore(noted)
             raise NotBatchable(_first_line(error)) from None
         except BaseException:
-            self._restore(noted)
+            self.restore(noted)
             raise
 
     def _batched(
@@ -161,8 +201,8 @@ class BatchedCall:
         slots = self._slots
         count = len(slots)
 
-        def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
-            originals = [slot[0][slot[1]] for places in slots for slot in places[:1]]
+        def compute(tensors: Sequence[Tensor]) -> list[Tensor]:
+            originals = self._own_tensors
             _register(slots, tensors[:count])
             try:
                 args, kwargs = insert_tensors(tree, tensors[count:])
@@ -172,14 +212,14 @@ class BatchedCall:
                 _register(slots, originals)
             _check_plain(output, "returns")
             self._output_tree, values = extract_tensors(output)
-            return tuple(values)
+            return values
 
-        in_dims = (0,) * count + dims
-        outputs = torch.vmap(compute, in_dims=in_dims, randomness=randomness)(*self._stacked, *inputs)
+        in_dims = self._dims + dims
+        outputs = compute_batched(compute, [*self._stacked, *inputs], in_dims, members, randomness)
         rows = [output.unbind() for output in outputs]
         tree = self._output_tree
         self._output_tree = None
-        return [insert_tensors(tree, [row[member] for row in rows]) for member in range(members)]
+        return [insert_tensors(tree, values) for values in zip(*rows, strict=True)]
 
     # The comparison.
 
@@ -188,14 +228,14 @@ class BatchedCall:
     ) -> list[Any]:
         """Compute a call member by member and at once, compare, and return the outputs of the latter."""
         # 1. Member by member, without a graph. Random numbers would come twice, so there must be none.
-        noted = self._note()
+        noted = self.note()
         with torch.no_grad():
             expected = [self.alone(member, call) for member, call in enumerate(calls)]
         expected_buffers = [buffer.clone() for buffer in self._buffers]
-        self._restore(noted)
+        self.restore(noted)
 
         # 2. At once.
-        noted = self._note()
+        noted = self.note()
         outputs = self._guarded(inputs, dims, tree, len(calls), "error")
         changed = self._changed_attribute(noted)
         reason = ""
@@ -204,18 +244,22 @@ class BatchedCall:
         elif not _are_close((expected, expected_buffers), (outputs, self._buffers)):
             reason = "the results differ from those of members computed one by one"
         if reason:
-            self._restore(noted)
+            self.restore(noted)
             raise NotBatchable(reason)
         return outputs
 
-    def _note(self) -> _Noted:
-        """Note what a call may change."""
+    def note(self) -> Noted:
+        """Return what a call may change, for `restore`."""
         buffers = [buffer.clone() for buffer in self._buffers]
         attributes = [dict(vars(part)) for part in self._parts]
-        return _Noted(buffers, attributes)
+        return Noted(buffers, attributes)
 
-    def _restore(self, noted: _Noted) -> None:
-        """Restore what a call has changed."""
+    def restore(self, noted: Noted) -> None:
+        """Restore what a call has changed.
+
+        Args:
+            noted: The state before, which `note` returned.
+        """
         with torch.no_grad():
             for buffer, values in zip(self._buffers, noted.buffers, strict=True):
                 buffer.copy_(values)
@@ -224,7 +268,36 @@ class BatchedCall:
             present.clear()
             present.update(attributes)
 
-    def _changed_attribute(self, noted: _Noted) -> str:
+    def restore_member(self, noted: Noted, member: int) -> None:
+        """Restore the buffers of one member.
+
+        Args:
+            noted: The state before.
+            member: The index of the member.
+        """
+        with torch.no_grad():
+            for buffer, values in zip(self._buffers, noted.buffers, strict=True):
+                buffer[member].copy_(values[member])
+
+    def state_of_call(self) -> CallState:
+        """Return everything beside the arguments on which the result of a call depends."""
+        attributes = []
+        for part in self._parts:
+            attributes.extend(vars(part).values())
+        return CallState(attributes, versions(self._own_tensors), torch.is_grad_enabled(), _autocast_state())
+
+    def is_in_state(self, state: CallState) -> bool:
+        """Return True if a call would compute what it would have computed in an earlier state.
+
+        Args:
+            state: That state.
+        """
+        now = self.state_of_call()
+        if now.modes != state.modes or now.grad != state.grad or now.versions != state.versions:
+            return False
+        return len(now.attributes) == len(state.attributes) and all(map(is_, now.attributes, state.attributes))
+
+    def _changed_attribute(self, noted: Noted) -> str:
         """Return an attribute that a call has set; empty if there is none."""
         for part, attributes in zip(self._parts, noted.attributes, strict=True):
             for name, value in vars(part).items():
@@ -233,11 +306,11 @@ class BatchedCall:
         return ""
 
 
-def _stack_calls(calls: Sequence[Call]) -> tuple[list[Tensor], tuple[int | None, ...], Any]:
-    """Return the tensors of calls, stacked where members have different ones; their dimensions; and the structure.
+def _taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
+    """Return the structure that calls have in common, and the tensors of each.
 
     Raises:
-        NotBatchable: If the calls differ in more than the values of tensors.
+        NotBatchable: If the calls differ in more than tensors.
     """
     trees = []
     columns = []
@@ -249,20 +322,31 @@ def _stack_calls(calls: Sequence[Call]) -> tuple[list[Tensor], tuple[int | None,
     text = repr(trees[0])
     if any(repr(tree) != text for tree in trees[1:]):
         raise NotBatchable("the members call it with different arguments")
+    return trees[0], columns
 
+
+def _stack(tensors: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], tuple[int | None, ...]]:
+    """Return the tensors of calls, stacked where members have different ones; and the dimension of the members.
+
+    Args:
+        tensors: The tensors of each member.
+
+    Raises:
+        NotBatchable: If they differ in shape or dtype.
+    """
     inputs = []
     dims: list[int | None] = []
-    for tensors in zip(*columns, strict=True):
-        first = tensors[0]
-        if all(tensor is first for tensor in tensors):
+    for column in zip(*tensors, strict=True):
+        first = column[0]
+        if all(tensor is first for tensor in column):
             inputs.append(first)
             dims.append(None)
             continue
-        if any(tensor.shape != first.shape or tensor.dtype != first.dtype for tensor in tensors):
+        if any(tensor.shape != first.shape or tensor.dtype != first.dtype for tensor in column):
             raise NotBatchable("the members call it with tensors of different shapes")
-        inputs.append(torch.stack(tensors))
+        inputs.append(torch.stack(column))
         dims.append(0)
-    return inputs, tuple(dims), trees[0]
+    return inputs, tuple(dims)
 
 
 def _check_plain(value: Any, verb: str) -> None:

@@ -9,7 +9,7 @@ member alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from torchmetrics import Metric, MetricCollection
 
 from equipoise.interop.torch.modules import children_of
 from equipoise.parallel.replicas.device_threads import ThreadState
+from equipoise.strategies.ensemble.computation.anticipation import AnticipatedCalls, Anticipation
 from equipoise.strategies.ensemble.computation.batched_call import BatchedCall, Call, NotBatchable, reason_against
 from equipoise.strategies.ensemble.computation.member_threads import MemberThread
 from equipoise.strategies.ensemble.stacked_members import StackedMembers
@@ -36,6 +37,7 @@ class SideBySide:
 
     Args:
         members: The members.
+        forward_context: Function that returns the context of the precision; None if there is none.
         allows_randomness: Whether networks that draw random numbers may be computed at once.
 
     Attributes:
@@ -43,12 +45,30 @@ class SideBySide:
         has_batched: True if a call of the last steps was computed at once.
     """
 
-    def __init__(self, members: StackedMembers, *, allows_randomness: bool) -> None:
+    def __init__(
+        self,
+        members: StackedMembers,
+        forward_context: Callable[[], AbstractContextManager[Any]] | None,
+        *,
+        allows_randomness: bool,
+    ) -> None:
         self._members = members
         self._module = members.modules[0]
         self._randomness = "different" if allows_randomness else "error"
+        self._forward_context = nullcontext if forward_context is None else forward_context
+        # 1. The threads, and the step that they run.
         self._threads: list[MemberThread] = []
         self._by_ident: dict[int, MemberThread] = {}
+        self._steps: Sequence[Callable[[], Any]] = ()
+        self._has_begun = False
+        # The calls that all members have made together.
+        self._met: list[tuple[str, list[Call]]] = []
+        # 2. Calls that are known before.
+        self._anticipation = Anticipation()
+        self._anticipated: AnticipatedCalls | None = None
+        self._compared_with: AnticipatedCalls | None = None
+        self._member = 0
+        # 3. The networks.
         self.reasons: dict[str, str] = {}
         self.has_batched = False
         self._calls: dict[str, BatchedCall] = {}
@@ -58,32 +78,67 @@ class SideBySide:
                 self._note_reason(name, reason)
             else:
                 self._calls[name] = BatchedCall(name, members)
+        self._interceptors = {name: self._interceptor(name) for name in self._calls}
+        # Indices of the modules that are parts of networks, and of all others.
+        self._inside_networks, self._outside = self._parts()
         # True while a network computes, whose own parts may be networks, too.
         self._is_inside = False
 
-    def run(self, steps: Sequence[Callable[[], T]]) -> list[T]:
+    def run(self, steps: Sequence[Callable[[], T]], batches: Sequence[Any]) -> list[T]:
         """Run a step of each member and return the results in order.
 
         Args:
             steps: The steps.
+            batches: The batch of each member.
 
         Raises:
             BaseException: The first error of a step. The others are ended.
         """
         self.has_batched = False
+        self._met = []
+        with self._intercepted():
+            anticipated = self._anticipate(batches)
+            if anticipated is not None and self._anticipation.is_trusted:
+                # Networks that do not compute need not be up to date.
+                self._members.refresh(self._outside)
+                return self._run_in_turn(steps, anticipated)
+            self._members.refresh()
+            results = self._run_in_threads(steps, anticipated)
+        if anticipated is None:
+            self._anticipation.observe(self._met, batches)
+        return results
+
+    def _run_in_turn(self, steps: Sequence[Callable[[], T]], anticipated: AnticipatedCalls) -> list[T]:
+        """Run one step after the other, with the outputs of a network that was computed before."""
+        self.has_batched = True
+        self._anticipated = anticipated
+        results = []
+        try:
+            for member, step in enumerate(steps):
+                self._member = member
+                results.append(step())
+                if anticipated.put_back(member):
+                    self._anticipation.fail()
+        finally:
+            self._anticipated = None
+            self._member = 0
+        return results
+
+    def _run_in_threads(self, steps: Sequence[Callable[[], T]], anticipated: AnticipatedCalls | None) -> list[T]:
+        """Run the steps up to their calls, which are computed at once, and on to their ends."""
         if not self._threads:
             self._threads = [MemberThread(member) for member in range(1, len(steps))]
             self._by_ident = {thread.ident: thread for thread in self._threads}
         self._state = ThreadState.capture(("cpu", "cuda"))
         self._steps = steps
         self._has_begun = False
+        self._compared_with = anticipated
         try:
-            with self._intercepted():
-                first = steps[0]()
-                # The others may make calls that the first does not make.
-                if not self._has_begun:
-                    self._begin()
-                self._finish()
+            first = steps[0]()
+            # The others may make calls that the first does not make.
+            if not self._has_begun:
+                self._begin()
+            self._finish()
             return [first] + [thread.take_result() for thread in self._threads]
         except BaseException:
             for thread in self._threads:
@@ -91,6 +146,57 @@ class SideBySide:
             raise
         finally:
             self._steps = ()
+            self._compared_with = None
+
+    # Anticipation.
+
+    def _anticipate(self, batches: Sequence[Any]) -> AnticipatedCalls | None:
+        """Compute the call that the members will make, if it is known."""
+        pattern = self._anticipation.pattern
+        if pattern is None or pattern.name in self.reasons:
+            return None
+        tensors = pattern.tensors(batches)
+        if tensors is None:
+            return None
+        network = self._calls[pattern.name]
+        try:
+            with self._inside(), self._without_logs(), self._forward_context():
+                anticipated = AnticipatedCalls(network, pattern, tensors, self._randomness)
+        except NotBatchable:
+            # The members may not make the call after all.
+            self._anticipation.fail()
+            return None
+        if not self._anticipation.is_trusted:
+            # The call itself comes, too.
+            anticipated.put_back_all()
+        return anticipated
+
+    def _compare(self, outputs: Sequence[Any]) -> None:
+        """Compare the outputs of a call with those that were anticipated."""
+        if self._compared_with is None:
+            return
+        if self._compared_with.are_equal_to(outputs):
+            self._anticipation.agree()
+        else:
+            self._anticipation.fail()
+
+    def _parts(self) -> tuple[list[int], list[int]]:
+        """Return the indices of the modules that are parts of networks other than the whole module, and of all others.
+
+        If the module itself is a network its parts may be used outside of its call, too.
+        """
+        parts = set()
+        for name, call in self._calls.items():
+            if name:
+                parts.update(map(id, call.networks[0].modules()))
+        inside = []
+        outside = []
+        for index, module in enumerate(self._members.parts()):
+            if id(module) in parts:
+                inside.append(index)
+            else:
+                outside.append(index)
+        return inside, outside
 
     def skip(self) -> None:
         """Note that a step is computed one by one."""
@@ -122,10 +228,11 @@ class SideBySide:
         covered = []
         try:
             for name, call in self._calls.items():
+                interceptor = self._interceptors[name]
                 for network in call.networks:
                     attributes = vars(network)
                     covered.append(attributes)
-                    attributes["forward"] = self._interceptor(name)
+                    attributes["forward"] = interceptor
             yield
         finally:
             for attributes in covered:
@@ -143,6 +250,8 @@ class SideBySide:
         member = 0 if thread is None else thread.member
         if self._is_inside:
             return self._calls[name].alone(member, call)
+        if self._anticipated is not None:
+            return self._take(name, call)
         answer = _ALONE
         if thread is not None:
             answer = thread.pause((name, call))
@@ -150,6 +259,22 @@ class SideBySide:
             answer = self._meet(name, call)
         if answer is not _ALONE:
             return answer
+        with self._inside():
+            return self._calls[name].alone(member, call)
+
+    def _take(self, name: str, call: Call) -> Any:
+        """Return the output of a call that was anticipated, or compute another one."""
+        anticipated = self._anticipated
+        member = self._member
+        assert anticipated is not None
+        if name == anticipated.network.name:
+            is_anticipated, output = anticipated.take(member, call)
+            if is_anticipated:
+                return output
+        anticipated.put_back(member)
+        self._anticipation.fail()
+        if member:
+            self._members.refresh_copy(member, self._inside_networks)
         with self._inside():
             return self._calls[name].alone(member, call)
 
@@ -176,6 +301,8 @@ class SideBySide:
             self._note_reason(name, str(error))
             return self._let_others_go(_ALONE, name)
         self.has_batched = True
+        self._met.append((name, calls))
+        self._compare(outputs)
         for thread, output in zip(self._threads, outputs[1:], strict=True):
             thread.resume(output)
         return outputs[0]
