@@ -15,6 +15,9 @@ class PortableState:
     processes override it.
     """
 
+    def prepare(self) -> None:
+        """Wait until no process changes what is to be read; called before a checkpoint is collected."""
+
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the module's full state."""
         return module.state_dict()

@@ -75,6 +75,7 @@ def dump_checkpoint(
     hooks = context.hooks
 
     # 1. Counters and weights.
+    strategy.portable.prepare()
     checkpoint: dict[str, Any] = {
         "epoch": state.current_epoch,
         "global_step": context.global_step,

@@ -5,7 +5,7 @@ refer to the module, to parts of it or to its device refer to the copy's instead
 """
 
 from collections.abc import Sequence
-from operator import is_
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -155,17 +155,33 @@ class Replica:
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The module and all below it, but not metrics, in the order of the indices of `refresh_attributes`."""
+        """The module and all below it, but not metrics."""
         return [module for module, _ in self._shells]
 
-    def refresh_attributes(self, parts: Sequence[int] | None = None) -> None:
-        """Set the copy's attributes to the module's.
+    def has_other_attributes(self, parts: Sequence[int]) -> bool:
+        """Return True if attributes of the copy differ from the module's, in more than the copied objects.
 
         Args:
-            parts: Indices of the modules among `parts` whose attributes are set. Default: all of them.
+            parts: Indices of the modules to compare, among `parts`.
         """
-        for index in range(len(self._attributes)) if parts is None else parts:
+        for index in parts:
             attributes = self._attributes[index]
+            source = attributes.source
+            target = attributes.target
+            overrides = attributes.overrides
+            # Mostly nothing but the copied objects differs.
+            if len(source) == len(target):
+                differing = sum(map(is_not, source.values(), target.values()))
+                if differing == len(overrides):
+                    continue
+            for name, value in target.items():
+                if name not in overrides and not _is_equal(value, source.get(name)):
+                    return True
+        return False
+
+    def refresh_attributes(self) -> None:
+        """Set the copy's attributes to the module's."""
+        for index, attributes in enumerate(self._attributes):
             source, target, overrides, originals, values, containers, lengths, is_plain = attributes
 
             # 1. Compare the module's attributes with those of the last time. Only other values, or other items in
@@ -345,6 +361,13 @@ class Replica:
             for name, value in attributes.target.items():
                 if name not in attributes.overrides:
                     attributes.source[name] = value
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return True if two attributes are the same object, or equal plain values."""
+    if value is other:
+        return True
+    return type(value) is type(other) and isinstance(value, (bool, int, float, str)) and bool(value == other)
 
 
 def _fits(buffer: Tensor, values: Tensor) -> bool:

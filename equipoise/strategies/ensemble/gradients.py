@@ -14,6 +14,7 @@ __all__ = ["WeightsOfMembers", "clip_by_norm", "clip_by_value", "mean_loss"]
 
 # What torch adds to a norm before it divides by it.
 _EPSILON = 1e-6
+_WIDE = torch.float64
 
 
 class WeightsOfMembers:
@@ -37,8 +38,7 @@ class WeightsOfMembers:
         """
         weights: list[Weight] = []
         for result in results:
-            has_weight = result.loss is not None and result.weight is not None
-            weights.append(result.weight if has_weight and result.weight is not None else 0)
+            weights.append(0 if result.loss is None or result.weight is None else _wide(result.weight))
         first = weights[0]
         are_equal = all(not isinstance(weight, Tensor) and weight == first for weight in weights)
         common = first if are_equal else sum(weights) / len(weights)
@@ -64,7 +64,9 @@ class WeightsOfMembers:
         """Return a factor for the gradients of each member, (members,); None stands for 1. The window ends."""
         factors = None
         if not self._are_equal:
-            factors = torch.stack([torch.as_tensor(_ratio(self._common_total, total)) for total in self._totals])
+            ratios = [_ratio(self._common_total, total) for total in self._totals]
+            device = next((ratio.device for ratio in ratios if isinstance(ratio, Tensor)), None)
+            factors = torch.stack([torch.as_tensor(_wide(ratio), dtype=_WIDE, device=device) for ratio in ratios])
         self._totals = []
         self._common_total = 0
         self._are_equal = True
@@ -83,6 +85,13 @@ class WeightsOfMembers:
         self._totals = list(state["totals"])
         self._common_total = state["common"]
         self._are_equal = state["equal"]
+
+
+def _wide(weight: Weight) -> Weight:
+    """Return a weight that is a tensor in a dtype in which sums of weights are exact."""
+    if isinstance(weight, Tensor):
+        return weight.detach().to(_WIDE)
+    return weight
 
 
 def _ratio(weight: Weight, divisor: Weight) -> Weight:

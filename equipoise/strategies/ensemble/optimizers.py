@@ -154,7 +154,8 @@ class MemberOptimizer(StrategyOptimizer):
         try:
             yield
         finally:
-            _set_parameters(groups, originals)
+            # Others than before, if a state was loaded.
+            _set_parameters(self.optimizer.param_groups, originals)
 
     def _make_twins(self) -> None:
         """Make an optimiser for each other member, without a state yet."""

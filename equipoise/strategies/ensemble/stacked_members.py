@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from equipoise.errors import CheckpointError, StepError
 from equipoise.parallel.replicas.replica import Replica
 
-__all__ = ["StackedMembers", "StackedParameter", "own_memory", "set_gradients"]
+__all__ = ["StackedMembers", "StackedParameter", "gradient_state", "own_memory", "set_gradients"]
 
 
 class StackedParameter(NamedTuple):
@@ -105,14 +105,11 @@ class StackedMembers:
         return self._by_id.get(id(parameter))
 
     def parts(self) -> list[nn.Module]:
-        """Return the module and all below it, without metrics, in the order of the indices of `refresh`."""
+        """Return the module and all below it, without metrics; indices of parts are those in this list."""
         return self._replicas[0].parts
 
-    def refresh(self, parts: Sequence[int] | None = None) -> None:
+    def refresh(self) -> None:
         """Bring the copies up to date with the module before a step: attributes, modes, and exchanged values.
-
-        Args:
-            parts: Indices of the modules whose attributes are needed. Default: all of them.
 
         Raises:
             StepError: If modules or parameters were added or removed.
@@ -123,7 +120,7 @@ class StackedMembers:
                 " ensemble have the structure of its beginning. Change it before, in `configure_model`."
             )
         for replica in self._replicas:
-            replica.refresh_attributes(parts)
+            replica.refresh_attributes()
         for parameter in self.parameters:
             first = parameter.members[0]
             stacked = parameter.stacked
@@ -135,14 +132,18 @@ class StackedMembers:
                     stacked[0].copy_(first)
                 set_data(first, stacked.detach()[0])
 
-    def refresh_copy(self, member: int, parts: Sequence[int]) -> None:
-        """Bring some modules of one copy up to date.
+    def has_other_attributes(self, member: int, parts: Sequence[int]) -> bool:
+        """Return True if a step has given parts of a member other attributes than those of the first member.
 
         Args:
             member: The index of the member, from 1.
-            parts: Indices of the modules.
+            parts: Indices of the modules among `parts`.
         """
-        self._replicas[member - 1].refresh_attributes(parts)
+        return self._replicas[member - 1].has_other_attributes(parts)
+
+    def have_other_attributes(self, parts: Sequence[int]) -> bool:
+        """Return True if this holds for any member."""
+        return any(replica.has_other_attributes(parts) for replica in self._replicas)
 
     # Gradients.
 
@@ -202,13 +203,14 @@ class StackedMembers:
             if stacked.grad is not None:
                 stacked.grad.mul_(_like(factor, stacked.grad))
 
-    def gradient_state(self) -> list[Any]:
-        """Return the gradients of an open window, and the members that have them."""
-        return [[stacked.grad, sorted(present)] for stacked, _, present in self.parameters]
+    def load_gradients(self, parameters: Sequence[StackedParameter], state: Sequence[Any]) -> None:
+        """Restore gradients.
 
-    def load_gradients(self, state: Sequence[Any]) -> None:
-        """Restore gradients that `gradient_state` returned."""
-        for parameter, (gradient, present) in zip(self.parameters, state, strict=True):
+        Args:
+            parameters: The parameters.
+            state: Their gradients, as `gradient_state` returned them.
+        """
+        for parameter, (gradient, present) in zip(parameters, state, strict=False):
             if gradient is not None:
                 gradient = gradient.to(parameter.stacked.device)
             set_gradients([parameter.stacked], gradient)
@@ -232,6 +234,11 @@ class StackedMembers:
                     set_gradients(members[:1], gradient.clone())
             for buffer in self._replicas[0].buffers():
                 set_data(buffer, buffer.detach().clone())
+
+
+def gradient_state(parameters: Sequence[StackedParameter]) -> list[Any]:
+    """Return the gradients of an open window, (members, *shape), and the members that have them."""
+    return [[stacked.grad, sorted(present)] for stacked, _, present in parameters]
 
 
 def set_gradients(parameters: Sequence[Tensor], gradient: Tensor | None) -> None:

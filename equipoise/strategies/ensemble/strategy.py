@@ -31,7 +31,7 @@ from equipoise.strategies.ensemble.initial_members import Factory, check_seeds, 
 from equipoise.strategies.ensemble.optimizers import MemberOptimizer, OptimizerState
 from equipoise.strategies.ensemble.outputs import MemberLogs, averaged
 from equipoise.strategies.ensemble.portable_state import MemberStates
-from equipoise.strategies.ensemble.stacked_members import StackedMembers
+from equipoise.strategies.ensemble.stacked_members import StackedMembers, StackedParameter, gradient_state
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
@@ -91,10 +91,14 @@ class _Run:
             self.optimizers[key] = MemberOptimizer(optimizer, self.members)
         return self.optimizers[key]
 
+    def window_parameters(self) -> list[StackedParameter]:
+        """Return the parameters of the optimisers, in the order in which checkpoints have their gradients."""
+        return [parameter for optimizer in self.optimizers.values() for parameter in optimizer.parameters()]
+
     def load_gradients(self) -> None:
         """Restore the gradients of a checkpoint that was written in an open window."""
         if self.loaded_gradients:
-            self.members.load_gradients(self.loaded_gradients)
+            self.members.load_gradients(self.window_parameters(), self.loaded_gradients)
             self.loaded_gradients = []
 
     def load(self, state: dict[str, Any]) -> None:
@@ -489,7 +493,7 @@ class EnsembleStrategy(Strategy):
             return state
         state["optimizers"] = _other_states(run)
         if run.is_window_open:
-            state["gradients"] = run.members.gradient_state()
+            state["gradients"] = gradient_state(run.window_parameters())
             state["weights"] = run.weights.state_dict()
         return state
 

@@ -146,6 +146,7 @@ class AnticipatedCalls:
         self._state = network.state_of_call()
         self._versions = [versions(column) for column in tensors]
         self._taken = [False] * len(tensors)
+        self._is_taken_by_first = False
 
     def take(self, member: int, call: Call) -> tuple[bool, Any]:
         """Return whether a call is the one that was anticipated, and its output.
@@ -159,9 +160,14 @@ class AnticipatedCalls:
         tensors = self._tensors[member]
         if not self._is_anticipated(call, tensors) or versions(tensors) != self._versions[member]:
             return False, None
-        # All members have run the same code up to here, and the network that computes is the first member's.
-        if member == 0 and not self.network.is_in_state(self._state):
+        # The network that computes is the first member's. Its step is the first that runs.
+        if member == 0:
+            is_valid = self.network.is_in_state(self._state)
+        else:
+            is_valid = self._is_taken_by_first and not self.network.has_own_attributes(member)
+        if not is_valid:
             return False, None
+        self._is_taken_by_first = True
         self._taken[member] = True
         output = self._outputs[member]
         self._outputs[member] = None
@@ -198,7 +204,7 @@ class AnticipatedCalls:
 
     def put_back_all(self) -> None:
         """Undo what the call has done to the buffers of all members."""
-        self.network.restore(self._noted)
+        self.network.restore_buffers(self._noted)
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:

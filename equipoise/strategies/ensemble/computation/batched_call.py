@@ -5,7 +5,8 @@ forwards with branches on values, operations that have no batched form, and forw
 members at once. The first call of each kind is computed both ways and compared.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_com
 from equipoise.strategies.ensemble.stacked_members import StackedMembers
 from equipoise.tree import extract_tensors, insert_tensors, leaves_of
 
-__all__ = ["BatchedCall", "Call", "NotBatchable", "Noted", "reason_against"]
+__all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "Noted", "reason_against"]
 
 # Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -29,7 +30,22 @@ _PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype
 
 
 class NotBatchable(Exception):
-    """A call that cannot be computed for all members at once; its text is the reason."""
+    """A call that cannot be computed for all members at once; its text is the reason.
+
+    Args:
+        reason: The reason.
+        passes: Whether other calls may be computed at once. Default: False.
+
+    Attributes:
+        passes: The argument.
+        draws: True if the network draws random numbers.
+    """
+
+    def __init__(self, reason: str, *, passes: bool = False) -> None:
+        super().__init__(reason)
+        self.passes = passes
+        # The words of torch's message.
+        self.draws = "randomness error mode" in reason
 
 
 class Noted(NamedTuple):
@@ -82,24 +98,50 @@ def reason_against(network: nn.Module) -> str:
     return ""
 
 
+class Computing:
+    """The member whose network computes.
+
+    Attributes:
+        member: The index of the member; None while no network computes.
+    """
+
+    def __init__(self) -> None:
+        self.member: int | None = None
+
+    @contextmanager
+    def of(self, member: int) -> Iterator[None]:
+        """Note the member in a `with` block."""
+        outer = self.member
+        self.member = member
+        try:
+            yield
+        finally:
+            self.member = outer
+
+
 class BatchedCall:
     """Calls a network of all members.
 
     Args:
         name: The name of the network in the module.
         members: The members.
+        computing: Tells parts of the network that are networks, too, which member computes.
 
     Attributes:
         name: The name.
         networks: The network of each member.
     """
 
-    def __init__(self, name: str, members: StackedMembers) -> None:
+    def __init__(self, name: str, members: StackedMembers, computing: "Computing") -> None:
         self.name = name
+        self._computing = computing
         self.networks = [module.get_submodule(name) for module in members.modules]
         self._network = self.networks[0]
         self._forward: Callable[..., Any] = type(self._network).forward
         self._parts = list(self._network.modules())
+        self._members = members
+        parts = set(map(id, self._parts))
+        self._indices = [index for index, part in enumerate(members.parts()) if id(part) in parts]
         # 1. Parameters and buffers, each with every place in which it is registered.
         self._stacked: list[Tensor] = []
         self._slots: list[list[Slot]] = []
@@ -136,6 +178,16 @@ class BatchedCall:
             member: The index of the member.
             call: The arguments.
         """
+        with self._computing.of(member):
+            return self.forward_of(member, call)
+
+    def forward_of(self, member: int, call: Call) -> Any:
+        """Compute the call of one member, whose parts may be computed at once with those of the others.
+
+        Args:
+            member: The index of the member.
+            call: The arguments.
+        """
         args, kwargs = call
         return self._forward(self.networks[member], *args, **kwargs)
 
@@ -155,14 +207,17 @@ class BatchedCall:
         """
         tree, tensors = _taken_apart(calls)
         inputs, dims = _stack(tensors)
+        self._check_attributes()
         kind = (self._network.training, torch.is_grad_enabled(), repr(tree))
         if kind in self._compared:
             return self._guarded(inputs, dims, tree, len(calls), randomness)
-        # A network that draws random numbers has nothing to compare with.
-        if randomness == "error":
+        try:
             outputs = self._compared_outputs(calls, inputs, dims, tree)
-        else:
-            outputs = self._guarded(inputs, dims, tree, len(calls), randomness)
+        except NotBatchable as error:
+            if not error.draws or randomness == "error":
+                raise
+            # A network that draws random numbers has nothing to compare with.
+            outputs = self._checked_outputs(inputs, dims, tree, len(calls), randomness)
         self._compared.add(kind)
         return outputs
 
@@ -177,6 +232,7 @@ class BatchedCall:
         Raises:
             NotBatchable: See `__call__`.
         """
+        self._check_attributes()
         inputs, dims = _stack(tensors)
         return self._guarded(inputs, dims, tree, len(tensors), randomness)
 
@@ -206,7 +262,8 @@ class BatchedCall:
             _register(slots, tensors[:count])
             try:
                 args, kwargs = insert_tensors(tree, tensors[count:])
-                output = self._forward(self._network, *args, **kwargs)
+                with self._computing.of(0):
+                    output = self._forward(self._network, *args, **kwargs)
                 _check_registered(slots, tensors[:count])
             finally:
                 _register(slots, originals)
@@ -226,27 +283,42 @@ class BatchedCall:
     def _compared_outputs(
         self, calls: Sequence[Call], inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any
     ) -> list[Any]:
-        """Compute a call member by member and at once, compare, and return the outputs of the latter."""
-        # 1. Member by member, without a graph. Random numbers would come twice, so there must be none.
+        """Compute a call at once and member by member, compare, and return the outputs of the former."""
+        # 1. At once, and without random numbers, which would come twice.
         noted = self.note()
+        outputs = self._checked_outputs(inputs, dims, tree, len(calls), "error")
+        computed = self.note()
+
+        # 2. Member by member, without a graph.
+        self.restore_buffers(noted)
         with torch.no_grad():
             expected = [self.alone(member, call) for member, call in enumerate(calls)]
-        expected_buffers = [buffer.clone() for buffer in self._buffers]
-        self.restore(noted)
-
-        # 2. At once.
-        noted = self.note()
-        outputs = self._guarded(inputs, dims, tree, len(calls), "error")
-        changed = self._changed_attribute(noted)
-        reason = ""
-        if changed:
-            reason = f"its forward sets {changed}"
-        elif not _are_close((expected, expected_buffers), (outputs, self._buffers)):
-            reason = "the results differ from those of members computed one by one"
-        if reason:
+        if not _are_close((expected, self._buffers), (outputs, computed.buffers)):
             self.restore(noted)
-            raise NotBatchable(reason)
+            raise NotBatchable("the results differ from those of members computed one by one")
+        self.restore(computed)
         return outputs
+
+    def _checked_outputs(
+        self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
+    ) -> list[Any]:
+        """Compute a call at once, and refuse attributes that it has set for all members."""
+        noted = self.note()
+        outputs = self._guarded(inputs, dims, tree, members, randomness)
+        changed = self._changed_attribute(noted)
+        if changed:
+            self.restore(noted)
+            raise NotBatchable(f"its forward sets {changed}")
+        return outputs
+
+    def _check_attributes(self) -> None:
+        """Check that the steps have not given the networks of members other attributes.
+
+        Raises:
+            NotBatchable: If they have.
+        """
+        if self._members.have_other_attributes(self._indices):
+            raise NotBatchable("the members have set different attributes of it", passes=True)
 
     def note(self) -> Noted:
         """Return what a call may change, for `restore`."""
@@ -260,13 +332,21 @@ class BatchedCall:
         Args:
             noted: The state before, which `note` returned.
         """
-        with torch.no_grad():
-            for buffer, values in zip(self._buffers, noted.buffers, strict=True):
-                buffer.copy_(values)
+        self.restore_buffers(noted)
         for part, attributes in zip(self._parts, noted.attributes, strict=True):
             present = vars(part)
             present.clear()
             present.update(attributes)
+
+    def restore_buffers(self, noted: Noted) -> None:
+        """Restore the buffers of all members.
+
+        Args:
+            noted: The state before.
+        """
+        for buffer, values in zip(self._buffers, noted.buffers, strict=True):
+            # Without a trace in graphs that have saved the buffer.
+            buffer.data.copy_(values)
 
     def restore_member(self, noted: Noted, member: int) -> None:
         """Restore the buffers of one member.
@@ -275,9 +355,16 @@ class BatchedCall:
             noted: The state before.
             member: The index of the member.
         """
-        with torch.no_grad():
-            for buffer, values in zip(self._buffers, noted.buffers, strict=True):
-                buffer[member].copy_(values[member])
+        for buffer, values in zip(self._buffers, noted.buffers, strict=True):
+            buffer.data[member].copy_(values[member])
+
+    def has_own_attributes(self, member: int) -> bool:
+        """Return True if the step of a member has given its network other attributes than the first member's.
+
+        Args:
+            member: The index of the member, from 1.
+        """
+        return self._members.has_other_attributes(member, self._indices)
 
     def state_of_call(self) -> CallState:
         """Return everything beside the arguments on which the result of a call depends."""
@@ -321,7 +408,7 @@ def _taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
         columns.append(tensors)
     text = repr(trees[0])
     if any(repr(tree) != text for tree in trees[1:]):
-        raise NotBatchable("the members call it with different arguments")
+        raise NotBatchable("the members call it with different arguments", passes=True)
     return trees[0], columns
 
 
@@ -343,7 +430,7 @@ def _stack(tensors: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], tuple[int
             dims.append(None)
             continue
         if any(tensor.shape != first.shape or tensor.dtype != first.dtype for tensor in column):
-            raise NotBatchable("the members call it with tensors of different shapes")
+            raise NotBatchable("the members call it with tensors of different shapes", passes=True)
         inputs.append(torch.stack(column))
         dims.append(0)
     return inputs, tuple(dims)

@@ -40,8 +40,9 @@ class Choice:
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._step = 0
         self.is_made = mode != "auto"
-        # The first step is computed one by one: it may create parameters and caches, and shows who draws.
-        self.together = mode == "together"
+        self._together_later = mode == "together"
+        # The first step is computed one by one: it may fill caches, and shows whether a step draws random numbers.
+        self.together = False
         self.watches_draws = not self.is_made
 
     def run(self, function: Callable[[], T]) -> T:
@@ -51,7 +52,9 @@ class Choice:
             function: The step.
         """
         if self.is_made:
-            return function()
+            result = function()
+            self.together = self._together_later
+            return result
         # The first step of each way is not timed.
         begin = self._now()
         result = function()
@@ -73,6 +76,7 @@ class Choice:
         """
         self.is_made = True
         self.together = together
+        self._together_later = together
         self.watches_draws = False
         way = "side by side" if together else "one by one"
         rank_zero_info(f"The ensemble's members are {self._kind} {way}: {reason}.")

@@ -8,6 +8,7 @@ Everything else in a step runs once for each member, unchanged. A call that othe
 member alone.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
@@ -20,7 +21,13 @@ from torchmetrics import Metric, MetricCollection
 from equipoise.interop.torch.modules import children_of
 from equipoise.parallel.replicas.device_threads import ThreadState
 from equipoise.strategies.ensemble.computation.anticipation import AnticipatedCalls, Anticipation
-from equipoise.strategies.ensemble.computation.batched_call import BatchedCall, Call, NotBatchable, reason_against
+from equipoise.strategies.ensemble.computation.batched_call import (
+    BatchedCall,
+    Call,
+    Computing,
+    NotBatchable,
+    reason_against,
+)
 from equipoise.strategies.ensemble.computation.member_threads import MemberThread
 from equipoise.strategies.ensemble.stacked_members import StackedMembers
 
@@ -28,6 +35,8 @@ __all__ = ["SideBySide"]
 
 T = TypeVar("T")
 
+# Failures after which a network is computed member by member.
+_MOST_FAILURES = 8
 # Answers a thread that is to compute the call by itself.
 _ALONE: Any = object()
 
@@ -70,19 +79,18 @@ class SideBySide:
         self._member = 0
         # 3. The networks.
         self.reasons: dict[str, str] = {}
+        self._failures: Counter[str] = Counter()
         self.has_batched = False
         self._calls: dict[str, BatchedCall] = {}
+        # Tells of a network that computes, whose own parts may be networks, too.
+        self._computing = Computing()
         for name in _networks(self._module):
             reason = reason_against(self._module.get_submodule(name))
             if reason:
                 self._note_reason(name, reason)
             else:
-                self._calls[name] = BatchedCall(name, members)
+                self._calls[name] = BatchedCall(name, members, self._computing)
         self._interceptors = {name: self._interceptor(name) for name in self._calls}
-        # Indices of the modules that are parts of networks, and of all others.
-        self._inside_networks, self._outside = self._parts()
-        # True while a network computes, whose own parts may be networks, too.
-        self._is_inside = False
 
     def run(self, steps: Sequence[Callable[[], T]], batches: Sequence[Any]) -> list[T]:
         """Run a step of each member and return the results in order.
@@ -97,12 +105,10 @@ class SideBySide:
         self.has_batched = False
         self._met = []
         with self._intercepted():
+            self._members.refresh()
             anticipated = self._anticipate(batches)
             if anticipated is not None and self._anticipation.is_trusted:
-                # Networks that do not compute need not be up to date.
-                self._members.refresh(self._outside)
                 return self._run_in_turn(steps, anticipated)
-            self._members.refresh()
             results = self._run_in_threads(steps, anticipated)
         if anticipated is None:
             self._anticipation.observe(self._met, batches)
@@ -160,7 +166,7 @@ class SideBySide:
             return None
         network = self._calls[pattern.name]
         try:
-            with self._inside(), self._without_logs(), self._forward_context():
+            with self._without_logs(), self._forward_context():
                 anticipated = AnticipatedCalls(network, pattern, tensors, self._randomness)
         except NotBatchable:
             # The members may not make the call after all.
@@ -179,24 +185,6 @@ class SideBySide:
             self._anticipation.agree()
         else:
             self._anticipation.fail()
-
-    def _parts(self) -> tuple[list[int], list[int]]:
-        """Return the indices of the modules that are parts of networks other than the whole module, and of all others.
-
-        If the module itself is a network its parts may be used outside of its call, too.
-        """
-        parts = set()
-        for name, call in self._calls.items():
-            if name:
-                parts.update(map(id, call.networks[0].modules()))
-        inside = []
-        outside = []
-        for index, module in enumerate(self._members.parts()):
-            if id(module) in parts:
-                inside.append(index)
-            else:
-                outside.append(index)
-        return inside, outside
 
     def skip(self) -> None:
         """Note that a step is computed one by one."""
@@ -246,21 +234,23 @@ class SideBySide:
 
     def _intercept(self, name: str, call: Call) -> Any:
         """Compute a call of a network, together with those of the other members if they make the same."""
+        network = self._calls[name]
+        if self._computing.member is not None:
+            return network.alone(self._computing.member, call)
         thread = self._by_ident.get(get_ident())
-        member = 0 if thread is None else thread.member
-        if self._is_inside:
-            return self._calls[name].alone(member, call)
+        member = self._member if thread is None else thread.member
+        if name in self.reasons:
+            # Its parts may meet.
+            return network.forward_of(member, call)
         if self._anticipated is not None:
             return self._take(name, call)
-        answer = _ALONE
-        if thread is not None:
-            answer = thread.pause((name, call))
-        else:
+        if thread is None:
             answer = self._meet(name, call)
-        if answer is not _ALONE:
-            return answer
-        with self._inside():
-            return self._calls[name].alone(member, call)
+        else:
+            answer = thread.pause((name, call))
+        if answer is _ALONE:
+            return network.alone(member, call)
+        return answer
 
     def _take(self, name: str, call: Call) -> Any:
         """Return the output of a call that was anticipated, or compute another one."""
@@ -273,10 +263,7 @@ class SideBySide:
                 return output
         anticipated.put_back(member)
         self._anticipation.fail()
-        if member:
-            self._members.refresh_copy(member, self._inside_networks)
-        with self._inside():
-            return self._calls[name].alone(member, call)
+        return self._calls[name].alone(member, call)
 
     def _meet(self, name: str, call: Call) -> Any:
         """Bring all other steps to their next calls, compute them with that of the first member, and return its output.
@@ -289,16 +276,16 @@ class SideBySide:
         if not self._has_begun:
             self._begin()
         waiting = [thread.call for thread in self._threads]
-        if name in self.reasons or any(other is None or other[0] != name for other in waiting):
+        if any(other is None or other[0] != name for other in waiting):
             return self._let_others_go(_ALONE, name)
 
         # 2. All calls at once.
         calls = [call] + [arguments for _, arguments in waiting]
         try:
-            with self._inside(), self._without_logs():
+            with self._without_logs():
                 outputs = self._calls[name](calls, self._randomness)
         except NotBatchable as error:
-            self._note_reason(name, str(error))
+            self._note_failure(name, error)
             return self._let_others_go(_ALONE, name)
         self.has_batched = True
         self._met.append((name, calls))
@@ -313,15 +300,6 @@ class SideBySide:
             if thread.call is not None and thread.call[0] == name:
                 thread.resume(answer)
         return answer
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        outer = self._is_inside
-        self._is_inside = True
-        try:
-            yield
-        finally:
-            self._is_inside = outer
 
     @contextmanager
     def _without_logs(self) -> Iterator[None]:
@@ -339,6 +317,12 @@ class SideBySide:
             attributes.pop("log")
             if log is not None:
                 attributes["log"] = log
+
+    def _note_failure(self, name: str, error: NotBatchable) -> None:
+        """Note a call that could not be computed at once. One whose reason may pass is tried again."""
+        self._failures[name] += 1
+        if not error.passes or self._failures[name] >= _MOST_FAILURES:
+            self._note_reason(name, str(error))
 
     def _note_reason(self, name: str, reason: str) -> None:
         """Note that a network is computed member by member from now on."""

@@ -27,7 +27,7 @@ from equipoise.errors import StepError
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.splitting import split
 from equipoise.strategies.ensemble.data.random_streams import RandomStreams
-from equipoise.tree import items_of, rebuild
+from equipoise.tree import items_of, map_leaves, rebuild
 
 __all__ = ["MemberCollate", "MemberParts", "MembersBatch", "batch_of", "draws_seeds", "with_member_order"]
 
@@ -101,7 +101,16 @@ class MemberCollate:
         """
         if isinstance(batch, MembersBatch):
             return batch
-        return MembersBatch(split(batch, [_length_of(batch) // self.members] * self.members))
+        parts = split(batch, [_length_of(batch) // self.members] * self.members)
+        # Views have one count of changes in common: a member that changes its batch would disturb the others' graphs.
+        return MembersBatch(map_leaves(_detached, part) for part in parts)
+
+
+def _detached(value: Any) -> Any:
+    """Return the same memory as a tensor of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.data
+    return value
 
 
 def _length_of(batch: Any) -> int:
@@ -137,7 +146,8 @@ class MemberOrder(Sampler[list[Any]]):
         self._members = members
         sampler_generator = getattr(self.sampler, "generator", None)
         self._private = sampler_generator or loader_generator
-        self._draws_at_once = _draws_at_once(batches)
+        # A sampler with a private generator draws from it once more at the end.
+        self._draws_at_once = self._private is None and _draws_at_once(batches)
 
     def __iter__(self) -> Iterator[list[Any]]:
         streams = self.generator
