@@ -53,9 +53,9 @@ def check_seeds(seeds: Any, members: int) -> None:
     if seeds is None:
         return
     is_list = isinstance(seeds, Sequence) and not isinstance(seeds, str)
-    if is_list and len(seeds) == members and all(is_whole(seed, least=0) for seed in seeds):
-        if len(set(seeds)) == members:
-            return
+    are_numbers = is_list and all(is_whole(seed, least=0) for seed in seeds)
+    if are_numbers and len(seeds) == len(set(seeds)) == members:
+        return
     raise ConfigurationError(
         f"seeds must be {members} different numbers from 0, one for each member, not {seeds!r}. Leave them out to"
         " count on from the seed of the program."

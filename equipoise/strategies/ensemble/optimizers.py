@@ -128,8 +128,7 @@ class MemberOptimizer(StrategyOptimizer):
                 f" {type(self.optimizer).__name__}. Choose bf16-mixed."
             )
         with self._stacked():
-            result = scaler.step(self.optimizer, **kwargs)
-        return result
+            return scaler.step(self.optimizer, **kwargs)
 
     def _prepare(self) -> None:
         """Bring gradients and options to where the step reads them."""

@@ -36,6 +36,7 @@ def seed() -> int:
     return drawn
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("mode", ["together", "one_by_one", "auto"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_members_are_equal_to_runs_of_their_own(program: str, mode: str, seed: int) -> None:
@@ -140,6 +141,7 @@ class Weighing(Classifier):
         return {"loss": (losses * kept).sum() / count.clamp(min=1), "loss_weight": count}
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("module", [Steps, Branching, InPlace, Scheduled, Skipping, Weighing])
 @pytest.mark.parametrize("window", [1, 3])
 def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, seed: int) -> None:

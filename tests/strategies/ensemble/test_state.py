@@ -10,7 +10,7 @@ from lightning.pytorch import seed_everything
 
 from equipoise import CheckpointError, ConfigurationError, EnsembleStrategy, split_ensemble
 from tests.conftest import ignoring
-from tests.strategies.ensemble.runs import Classifier, alone, difference, ensemble, loader, states_alone, trainer
+from tests.strategies.ensemble.runs import Classifier, alone, difference, ensemble, loader, trainer
 from tests.support.trainer_runs import refuses
 
 pytestmark = ignoring()
@@ -56,6 +56,7 @@ def test_predictions_without_a_mean_come_as_a_list() -> None:
     assert all(map(torch.equal, first, expected))
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor"])
 @pytest.mark.parametrize("steps", [3, 8, 11])
 def test_a_resumed_ensemble_ends_as_an_uninterrupted_one(optimizer: str, steps: int, tmp_path: Path) -> None:
@@ -102,7 +103,9 @@ def test_an_evaluation_loads_all_members(weights_only: bool, tmp_path: Path) -> 
     _, run, module = ensemble(SEED)
     run.save_checkpoint(tmp_path / "x.ckpt", weights_only=weights_only)
     expected = run.predict(module, loader(shuffle=False))
-    outputs = trainer(EnsembleStrategy(members=3)).predict(Classifier(), loader(shuffle=False), ckpt_path=tmp_path / "x.ckpt")
+    outputs = trainer(EnsembleStrategy(members=3)).predict(
+        Classifier(), loader(shuffle=False), ckpt_path=tmp_path / "x.ckpt"
+    )
     assert outputs is not None
     assert expected is not None
     for output, again in zip(outputs, expected, strict=True):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_all_see_the_changes_of_one_and_stand_still_in_evaluations() -> None:
         assert start[0] == start[1] == end[0] == end[1]
     values = [start[0] for start in module.notes[::2]]
     assert before not in values
-    assert all(one != other for one, other in zip(values, values[1:], strict=False))
+    assert all(one != other for one, other in pairwise(values))
 
 
 class Unequal(Linear):
@@ -172,6 +173,7 @@ class Hungry(Linear):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.filterwarnings("ignore:Batch 2 of 4 samples ran out of memory")
 def test_a_step_that_ran_out_of_memory_is_repeated_by_its_process_alone() -> None:
     torch.manual_seed(1)
     module = Hungry()

@@ -368,7 +368,7 @@ class BatchedCall:
 
     def state_of_call(self) -> CallState:
         """Return everything beside the arguments on which the result of a call depends."""
-        attributes = []
+        attributes: list[Any] = []
         for part in self._parts:
             attributes.extend(vars(part).values())
         return CallState(attributes, versions(self._own_tensors), torch.is_grad_enabled(), _autocast_state())

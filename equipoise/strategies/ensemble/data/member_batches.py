@@ -201,10 +201,9 @@ def _draws_at_once(batches: Any) -> bool:
     if type(batches) is not BatchSampler:
         return False
     sampler = batches.sampler
-    if type(sampler) not in _DRAW_AT_ONCE:
+    if isinstance(sampler, RandomSampler) and sampler.replacement:
         return False
-    is_random = isinstance(sampler, RandomSampler)
-    return not is_random or not sampler.replacement
+    return type(sampler) in _DRAW_AT_ONCE
 
 
 def with_member_order(loader: Any, streams: RandomStreams, members: int) -> Any:

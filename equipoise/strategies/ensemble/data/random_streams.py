@@ -31,6 +31,7 @@ class RandomStreams(torch.Generator):
     """
 
     def __new__(cls, states: Sequence[Tensor], seeds: Sequence[int]) -> "RandomStreams":
+        """Return an object whose arguments `__init__` takes: those of a generator are others."""
         return super().__new__(cls)
 
     def __init__(self, states: Sequence[Tensor], seeds: Sequence[int]) -> None:
@@ -101,14 +102,15 @@ class RandomStreams(torch.Generator):
         """Return the states of all streams, one in each row."""
         return torch.stack([*self._states, *self._private_states])
 
-    def set_state(self, new_state: Tensor) -> None:
+    def set_state(self, new_state: Tensor) -> "RandomStreams":
         """Restore states that `get_state` returned; those of another number of members are ignored."""
         rows = [row.clone() for row in new_state.unbind()] if new_state.ndim == 2 else []
         count = len(self._states)
         if len(rows) not in (count, 2 * count):
-            return
+            return self
         self._states = rows[:count]
         self._private_states = rows[count:]
+        return self
 
 
 def _state_of_seed(seed: int) -> Tensor:
