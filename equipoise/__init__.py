@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     from equipoise.strategies import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies import DDPStrategy as DDPStrategy
     from equipoise.strategies import FSDPStrategy as FSDPStrategy
+    from equipoise.strategies import EnsembleStrategy as EnsembleStrategy
+    from equipoise.strategies import HogwildStrategy as HogwildStrategy
     from equipoise.strategies import PipelineStrategy as PipelineStrategy
     from equipoise.strategies import SingleDeviceStrategy as SingleDeviceStrategy
     from equipoise.strategies import StepResult as StepResult
     from equipoise.strategies import Strategy as Strategy
     from equipoise.trainer import CLITrainer as CLITrainer
     from equipoise.trainer import Trainer as Trainer
+    from equipoise.trainer import split_ensemble as split_ensemble
 else:
     __getattr__ = lazy_getattr(__name__)
     __dir__ = lazy_dir(__name__)

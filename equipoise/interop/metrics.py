@@ -15,6 +15,7 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.interleave import interleave
 
 __all__ = [
+    "MeanOfMetrics",
     "MetricState",
     "join_metrics",
     "last_batch_value",
@@ -36,6 +37,58 @@ def last_batch_value(metric: Metric) -> Any:
     `forward` returns this value to the user, but `self.log` receives only the metric.
     """
     return metric._forward_cache
+
+
+class MeanOfMetrics(Metric):
+    """The mean of the values of several metrics, for logs.
+
+    Args:
+        metrics: The metrics, which are updated elsewhere.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        # In a tuple, so that they are no children.
+        self.metrics = tuple(metrics)
+        super().__init__()
+        # Torchmetrics' wrapper would keep the first value, since this metric is never updated itself.
+        self.compute = self._mean  # type: ignore[method-assign]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the metrics are updated elsewhere."""
+
+    def compute(self) -> Any:
+        """Return the mean of the metrics' values."""
+        return self._mean()
+
+    def reset(self) -> None:
+        """Reset the metrics."""
+        for metric in self.metrics:
+            metric.reset()
+
+    def _mean(self) -> Any:
+        return _mean_of([metric.compute() for metric in self.metrics])
+
+    @property
+    def _forward_cache(self) -> Any:
+        """The mean of the values that the metrics computed for their last batches; see `last_batch_value`."""
+        values = [last_batch_value(metric) for metric in self.metrics]
+        if any(value is None for value in values):
+            return None
+        return _mean_of(values)
+
+    @_forward_cache.setter
+    def _forward_cache(self, value: Any) -> None:
+        """Ignore the value that torchmetrics sets."""
+
+
+def _mean_of(values: Sequence[Any]) -> Any:
+    """Return the mean of tensors. Values of another kind cannot be logged, so any of them will do for the error."""
+    if not all(isinstance(value, Tensor) for value in values):
+        return values[0]
+    stacked = torch.stack(list(values))
+    if not stacked.is_floating_point():
+        stacked = stacked.float()
+    return stacked.mean(0)
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:

@@ -48,6 +48,8 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
         "equipoise.strategies.fsdp.strategy": ("FSDPStrategy",),
         "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),
+        "equipoise.strategies.ensemble.strategy": ("EnsembleStrategy",),
+        "equipoise.strategies.hogwild.strategy": ("HogwildStrategy",),
     },
     "equipoise.strategies.ddp": {
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
@@ -55,10 +57,17 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.strategies.fsdp": {
         "equipoise.strategies.fsdp.strategy": ("FSDPStrategy",),
     },
+    "equipoise.strategies.ensemble": {
+        "equipoise.strategies.ensemble.strategy": ("EnsembleStrategy",),
+    },
+    "equipoise.strategies.hogwild": {
+        "equipoise.strategies.hogwild.strategy": ("HogwildStrategy",),
+    },
     "equipoise.strategies.pipeline": {
         "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),
     },
     "equipoise.trainer": {
+        "equipoise.trainer.checkpointing.members": ("split_ensemble",),
         "equipoise.trainer.cli_trainer": ("CLITrainer",),
         "equipoise.trainer.trainer": ("Trainer",),
     },

@@ -18,6 +18,9 @@ class PortableState:
     processes override it.
     """
 
+    def prepare(self) -> None:
+        """Wait until no process changes what is to be read; called before a checkpoint is collected."""
+
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the module's full state."""
         return module.state_dict()
@@ -25,6 +28,17 @@ class PortableState:
     def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
         """Load a state that `module_state` has returned."""
         module.load_state_dict(state, strict=strict)
+
+    def further_entries(self, module: nn.Module) -> dict[str, Any]:
+        """Return entries that a checkpoint has beside the module's state, also if it holds weights only."""
+        return {}
+
+    def load_further_entries(self, checkpoint: dict[str, Any]) -> None:
+        """Load the entries that `further_entries` has returned, after the module's state.
+
+        Args:
+            checkpoint: The whole checkpoint.
+        """
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's full state."""

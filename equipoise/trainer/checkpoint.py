@@ -75,12 +75,14 @@ def dump_checkpoint(
     hooks = context.hooks
 
     # 1. Counters and weights.
+    strategy.portable.prepare()
     checkpoint: dict[str, Any] = {
         "epoch": state.current_epoch,
         "global_step": context.global_step,
         "pytorch-lightning_version": lightning.pytorch.__version__,
         "state_dict": strategy.portable.module_state(context.module),
         "loops": _loop_states(parts),
+        **strategy.portable.further_entries(context.module),
     }
 
     # 2. The state of the training.

@@ -65,6 +65,7 @@ def restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
         check_fits(module, checkpoint["state_dict"])
     with loading("state_dict"):
         context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+    context.strategy.portable.load_further_entries(checkpoint)
 
 
 def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from equipoise.interop.torch.modules import (
 )
 from equipoise.tree import rebuild
 
-__all__ = ["ModuleCopy"]
+__all__ = ["BufferSlot", "ModuleCopy"]
 
 # An object of the module, and its copy.
 ModulePair = tuple[nn.Module, nn.Module]

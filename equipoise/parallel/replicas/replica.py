@@ -5,7 +5,7 @@ refer to the module, to parts of it or to its device refer to the copy's instead
 """
 
 from collections.abc import Sequence
-from operator import is_
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.interop.torch import foreach
 from equipoise.interop.torch.modules import STRUCTURE, versions
-from equipoise.parallel.replicas.module_copy import ModuleCopy
+from equipoise.parallel.replicas.module_copy import BufferSlot, ModuleCopy
 from equipoise.parallel.replicas.module_structure import ModuleStructure
 
 __all__ = ["Replica"]
@@ -153,6 +153,32 @@ class Replica:
             is_plain=is_plain,
         )
 
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The module and all below it, but not metrics."""
+        return [module for module, _ in self._shells]
+
+    def has_other_attributes(self, parts: Sequence[int]) -> bool:
+        """Return True if attributes of the copy differ from the module's, in more than the copied objects.
+
+        Args:
+            parts: Indices of the modules to compare, among `parts`.
+        """
+        for index in parts:
+            attributes = self._attributes[index]
+            source = attributes.source
+            target = attributes.target
+            overrides = attributes.overrides
+            # Mostly nothing but the copied objects differs.
+            if len(source) == len(target):
+                differing = sum(map(is_not, source.values(), target.values()))
+                if differing == len(overrides):
+                    continue
+            for name, value in target.items():
+                if name not in overrides and not _is_equal(value, source.get(name)):
+                    return True
+        return False
+
     def refresh_attributes(self) -> None:
         """Set the copy's attributes to the module's."""
         for index, attributes in enumerate(self._attributes):
@@ -278,6 +304,11 @@ class Replica:
                 attributes.overrides[name] = substitute
                 attributes.target[name] = substitute
 
+    @property
+    def buffer_slots(self) -> list[BufferSlot]:
+        """Every occurrence of a buffer: the dictionary of the module, that of the copy, and the name in both."""
+        return self._buffers
+
     def buffers(self) -> list[Tensor]:
         """Return the module's buffers."""
         buffers = []
@@ -330,6 +361,13 @@ class Replica:
             for name, value in attributes.target.items():
                 if name not in attributes.overrides:
                     attributes.source[name] = value
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return True if two attributes are the same object, or equal plain values."""
+    if value is other:
+        return True
+    return type(value) is type(other) and isinstance(value, (bool, int, float, str)) and bool(value == other)
 
 
 def _fits(buffer: Tensor, values: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from equipoise.interop.lightning.loaders import seeds_workers
 from equipoise.interop.torch.loaders import collates_tensors_by_stacking, iterator_of, with_collated_batches
 from equipoise.parallel.batches.sampling import Collate
+from equipoise.strategies.ensemble.data.member_batches import MemberCollate
 from equipoise.trainer.data.memory_rows import Rows, rows_of
 
 __all__ = ["open_loader"]
@@ -35,8 +36,13 @@ def open_loader(loader: Any) -> Iterator[Any]:
     rows = _rows_of_loader(loader)
     if rows is None:
         return iter(loader)
-    batches = _CollatedRows(loader.dataset, rows, loader.collate_fn)
-    return iterator_of(loader, with_collated_batches(loader, batches, _unchanged))
+    collate: Any = loader.collate_fn
+    batches = _CollatedRows(loader.dataset, rows, collate)
+    finish = _unchanged
+    if isinstance(collate, MemberCollate):
+        # The batches of all members of an ensemble, taken at once.
+        finish = collate.divide
+    return iterator_of(loader, with_collated_batches(loader, batches, finish))
 
 
 def _rows_of_loader(loader: Any) -> Rows | None:
@@ -45,7 +51,7 @@ def _rows_of_loader(loader: Any) -> Rows | None:
         return None
     collate: Any = loader.collate_fn
     # Loaders that processes share have a function around that of the user.
-    if type(collate) is Collate:
+    if type(collate) in (Collate, MemberCollate):
         collate = collate.collate
     if collate is not default_collate or not collates_tensors_by_stacking():
         return None

@@ -1,0 +1,1 @@
+"""Steps of several members computed side by side."""

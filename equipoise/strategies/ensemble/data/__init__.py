@@ -1,0 +1,1 @@
+"""Batches and random numbers of each member."""

@@ -1,0 +1,145 @@
+"""Gradients of all members: one loss for one backward, weights of each member, and clipping of each member."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.parallel.batches.weighting import Weight
+from equipoise.parallel.step_protocols import StepResult
+from equipoise.strategies.ensemble.stacked_members import StackedParameter
+
+__all__ = ["WeightsOfMembers", "clip_by_norm", "clip_by_value", "mean_loss"]
+
+# What torch adds to a norm before it divides by it.
+_EPSILON = 1e-6
+_WIDE = torch.float64
+
+
+class WeightsOfMembers:
+    """The weights of the members' losses in an accumulation window.
+
+    The window of the trainer has one weight for each step: that of all members if theirs are equal, as numbers of
+    samples are, else their mean. Then each member's loss is multiplied by its weight over the mean, and its gradients
+    by the sum of the means over that of its weights.
+    """
+
+    def __init__(self) -> None:
+        self._totals: list[Weight] = []
+        self._common_total: Weight = 0
+        self._are_equal = True
+
+    def join(self, results: Sequence[StepResult]) -> tuple[Tensor | None, Weight]:
+        """Return one loss whose backward gives each member its gradients, and its weight.
+
+        Args:
+            results: The result of each member. One without a loss gets no gradient.
+        """
+        weights: list[Weight] = []
+        for result in results:
+            weights.append(0 if result.loss is None or result.weight is None else _wide(result.weight))
+        first = weights[0]
+        are_equal = all(not isinstance(weight, Tensor) and weight == first for weight in weights)
+        common = first if are_equal else sum(weights) / len(weights)
+        self._add(weights, common)
+        self._are_equal = self._are_equal and are_equal
+
+        loss: Tensor | None = None
+        for result, weight in zip(results, weights, strict=True):
+            term = result.loss
+            if term is None:
+                continue
+            if not are_equal:
+                term = term * _ratio(weight, common)
+            loss = term if loss is None else loss + term
+        return loss, common
+
+    def _add(self, weights: Sequence[Weight], common: Weight) -> None:
+        totals = self._totals or [0] * len(weights)
+        self._totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
+        self._common_total = self._common_total + common
+
+    def correction(self) -> Tensor | None:
+        """Return a factor for the gradients of each member, (members,); None stands for 1. The window ends."""
+        factors = None
+        if not self._are_equal:
+            ratios = [_ratio(self._common_total, total) for total in self._totals]
+            device = next((ratio.device for ratio in ratios if isinstance(ratio, Tensor)), None)
+            factors = torch.stack([torch.as_tensor(_wide(ratio), dtype=_WIDE, device=device) for ratio in ratios])
+        self._totals = []
+        self._common_total = 0
+        self._are_equal = True
+        return factors
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of an open window, as numbers."""
+        return {
+            "totals": [float(total) for total in self._totals],
+            "common": float(self._common_total),
+            "equal": self._are_equal,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore sums that `state_dict` returned."""
+        self._totals = list(state["totals"])
+        self._common_total = state["common"]
+        self._are_equal = state["equal"]
+
+
+def _wide(weight: Weight) -> Weight:
+    """Return a weight that is a tensor in a dtype in which sums of weights are exact."""
+    if isinstance(weight, Tensor):
+        return weight.detach().to(_WIDE)
+    return weight
+
+
+def _ratio(weight: Weight, divisor: Weight) -> Weight:
+    """Return the quotient of two weights; 0 where the divisor is 0."""
+    if isinstance(divisor, Tensor):
+        return torch.where(divisor > 0, weight / divisor, 0.0)
+    if not divisor:
+        return 0.0
+    return weight / divisor
+
+
+def mean_loss(results: Sequence[StepResult]) -> Tensor | None:
+    """Return the mean loss of the members, without its graph; None if there is no loss."""
+    losses = [result.loss for result in results if result.loss is not None]
+    if not losses:
+        return None
+    with torch.no_grad():
+        return torch.stack(losses).mean()
+
+
+def clip_by_norm(parameters: Sequence[StackedParameter], largest: float) -> None:
+    """Clip the gradients of each member by their norm, as `clip_grad_norm_` does for one.
+
+    Args:
+        parameters: The parameters.
+        largest: The largest norm of the gradients of a member.
+    """
+    gradients = [parameter.stacked.grad for parameter in parameters if parameter.stacked.grad is not None]
+    if not gradients:
+        return
+    norms = []
+    for gradient in gradients:
+        rows = gradient.reshape(len(gradient), -1)
+        norms.append(torch.linalg.vector_norm(rows, dim=1))
+    norms_of_members = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    factors = (largest / (norms_of_members + _EPSILON)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factors.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1)))
+
+
+def clip_by_value(parameters: Sequence[StackedParameter], largest: float) -> None:
+    """Clip each element of the gradients.
+
+    Args:
+        parameters: The parameters.
+        largest: The largest absolute value.
+    """
+    for parameter in parameters:
+        gradient = parameter.stacked.grad
+        if gradient is not None:
+            gradient.clamp_(-largest, largest)

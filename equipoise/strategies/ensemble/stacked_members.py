@@ -1,0 +1,297 @@
+"""The members' parameters and buffers, stacked: each member's tensors are views of tensors for all of them.
+
+    stacked     (members, *shape): what a batched call of the network computes with, and what the optimiser steps
+    member k    a copy of the module whose tensors are `stacked[k]`; the first member is the module itself
+
+So a member computes by itself or with the others, and nothing needs to be copied between the two.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from equipoise.errors import CheckpointError, StepError
+from equipoise.parallel.replicas.replica import Replica
+
+__all__ = ["StackedMembers", "StackedParameter", "gradient_state", "own_memory", "set_gradients"]
+
+
+class StackedParameter(NamedTuple):
+    """A parameter of all members.
+
+    Attributes:
+        stacked: The values of all members, (members, *shape).
+        members: The parameter of each member, a view of `stacked`.
+        present: Members that have a gradient in this window.
+    """
+
+    stacked: nn.Parameter
+    members: list[nn.Parameter]
+    present: set[int]
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if some members have a gradient and others have none."""
+        return 0 < len(self.present) < len(self.members)
+
+
+class StackedMembers:
+    """The module and its copies, one for each member.
+
+    Args:
+        module: The user's module, on its device.
+        states: The parameters and buffers of all other members, by name.
+        device: The device.
+
+    Attributes:
+        modules: The module of each member.
+        parameters: The parameters.
+        buffers: The buffers of all members, (members, *shape), by the identity of the module's buffer.
+    """
+
+    def __init__(self, module: nn.Module, states: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
+        # 1. The copies, with their own values.
+        self._replicas = [Replica(module, device) for _ in states]
+        self.modules = [module] + [replica.module for replica in self._replicas]
+        with torch.no_grad():
+            for copied, state in zip(self.modules[1:], states, strict=True):
+                _load(copied, state)
+
+        # 2. Stacked parameters.
+        self.parameters: list[StackedParameter] = []
+        self._by_id: dict[int, StackedParameter] = {}
+        columns = zip(*[replica.copies for replica in self._replicas], strict=True)
+        for source, copies in zip(self._replicas[0].sources, columns, strict=True):
+            self._stack_parameter([source, *copies])
+
+        # 3. Stacked buffers. One that is registered twice is stacked once.
+        self.buffers: dict[int, Tensor] = {}
+        for slots in zip(*[replica.buffer_slots for replica in self._replicas], strict=True):
+            sources, _, name = slots[0]
+            self._stack_buffer([sources[name]] + [copies[name] for _, copies, _ in slots])
+
+    def _stack_parameter(self, members: list[Any]) -> None:
+        first = members[0]
+        values = torch.stack([member.detach() for member in members])
+        stacked = nn.Parameter(values, requires_grad=first.requires_grad)
+        for member, row in zip(members, values.unbind(), strict=True):
+            set_data(member, row)
+        parameter = StackedParameter(stacked, members, set())
+        self.parameters.append(parameter)
+        self._by_id[id(first)] = parameter
+
+    def _stack_buffer(self, members: list[Tensor]) -> None:
+        key = id(members[0])
+        if key in self.buffers:
+            return
+        values = torch.stack(members)
+        for member, row in zip(members, values.unbind(), strict=True):
+            set_data(member, row)
+        self.buffers[key] = values
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def metrics(self) -> list[list[Metric]]:
+        """Return each metric of the module with its copies in the other members."""
+        columns = zip(*[replica.metrics for replica in self._replicas], strict=True)
+        return [[pairs[0][0]] + [copied for _, copied in pairs] for pairs in columns]
+
+    def of(self, parameter: Tensor) -> StackedParameter | None:
+        """Return the stacked parameter of one of the module's; None if it is none of them."""
+        return self._by_id.get(id(parameter))
+
+    def parts(self) -> list[nn.Module]:
+        """Return the module and all below it, without metrics; indices of parts are those in this list."""
+        return self._replicas[0].parts
+
+    def refresh(self) -> None:
+        """Bring the copies up to date with the module before a step: attributes, modes, and exchanged values.
+
+        Raises:
+            StepError: If modules or parameters were added or removed.
+        """
+        if self._replicas[0].structure.has_changed():
+            raise StepError(
+                "Modules or parameters were added to the module or removed from it during a run, but the members of an"
+                " ensemble have the structure of its beginning. Change it before, in `configure_model`."
+            )
+        for replica in self._replicas:
+            replica.refresh_attributes()
+        for parameter in self.parameters:
+            first = parameter.members[0]
+            stacked = parameter.stacked
+            if stacked.requires_grad != first.requires_grad:
+                stacked.requires_grad_(first.requires_grad)
+            # A callback may have exchanged the values of the module, which are the first member's.
+            if first.data_ptr() != stacked.data_ptr():
+                with torch.no_grad():
+                    stacked[0].copy_(first)
+                set_data(first, stacked.detach()[0])
+
+    def has_other_attributes(self, member: int, parts: Sequence[int]) -> bool:
+        """Return True if a step has given parts of a member other attributes than those of the first member.
+
+        Args:
+            member: The index of the member, from 1.
+            parts: Indices of the modules among `parts`.
+        """
+        return self._replicas[member - 1].has_other_attributes(parts)
+
+    def have_other_attributes(self, parts: Sequence[int]) -> bool:
+        """Return True if this holds for any member."""
+        return any(replica.has_other_attributes(parts) for replica in self._replicas)
+
+    # Gradients.
+
+    def clear_gradients(self) -> None:
+        """Begin a window: no gradients."""
+        for parameter in self.parameters:
+            parameter.present.clear()
+            set_gradients((parameter.stacked, *parameter.members), None)
+
+    def begin_backward(self) -> None:
+        """Hide the gradients of the window so far, so that those of the members themselves are new ones."""
+        for parameter in self.parameters:
+            set_gradients(parameter.members, None)
+
+    def collect_gradients(self, computed: Sequence[int]) -> None:
+        """Add the members' gradients of a backward to the stacked ones; the module shows those of the first member.
+
+        Args:
+            computed: The members that had a loss in a batched computation.
+        """
+        for parameter in self.parameters:
+            stacked, members, present = parameter
+            # 1. The batched computation wrote into the stacked gradient.
+            if stacked.grad is not None:
+                present.update(computed)
+            # 2. What members computed by themselves.
+            gradients = [member.grad for member in members]
+            found = [index for index, gradient in enumerate(gradients) if gradient is not None]
+            if found:
+                present.update(found)
+                _add(stacked, gradients)
+        self.show_gradients()
+
+    def show_gradients(self) -> None:
+        """Let the module's parameters show the gradients of the first member."""
+        for stacked, members, present in self.parameters:
+            gradient = stacked.grad
+            set_gradients(members, None)
+            if gradient is not None and 0 in present:
+                set_gradients(members[:1], gradient[0])
+
+    def hand_out_gradients(self) -> None:
+        """Give each member its gradients, as views."""
+        for stacked, members, present in self.parameters:
+            gradient = stacked.grad
+            for index, member in enumerate(members):
+                has_gradient = gradient is not None and index in present
+                set_gradients([member], gradient[index] if has_gradient and gradient is not None else None)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients of all members.
+
+        Args:
+            factor: A number, or one for each member, (members,).
+        """
+        for stacked, _, _ in self.parameters:
+            if stacked.grad is not None:
+                stacked.grad.mul_(_like(factor, stacked.grad))
+
+    def load_gradients(self, parameters: Sequence[StackedParameter], state: Sequence[Any]) -> None:
+        """Restore gradients.
+
+        Args:
+            parameters: The parameters.
+            state: Their gradients, as `gradient_state` returned them.
+        """
+        for parameter, (gradient, present) in zip(parameters, state, strict=False):
+            if gradient is not None:
+                gradient = gradient.to(parameter.stacked.device)
+            set_gradients([parameter.stacked], gradient)
+            parameter.present.update(present)
+        self.show_gradients()
+
+    # States.
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the full state of each member, with memory of its own."""
+        return [own_memory(module.state_dict()) for module in self.modules]
+
+    def release(self) -> None:
+        """Give the module memory of its own, which is that of one member."""
+        with torch.no_grad():
+            for stacked, members, _ in self.parameters:
+                gradient = members[0].grad
+                set_gradients(members, None)
+                set_data(members[0], stacked.detach()[0].clone())
+                if gradient is not None:
+                    set_gradients(members[:1], gradient.clone())
+            for buffer in self._replicas[0].buffers():
+                set_data(buffer, buffer.detach().clone())
+
+
+def gradient_state(parameters: Sequence[StackedParameter]) -> list[Any]:
+    """Return the gradients of an open window, (members, *shape), and the members that have them."""
+    return [[stacked.grad, sorted(present)] for stacked, _, present in parameters]
+
+
+def set_gradients(parameters: Sequence[Tensor], gradient: Tensor | None) -> None:
+    """Set the gradient of some parameters."""
+    for parameter in parameters:
+        parameter.grad = gradient
+
+
+def set_data(tensor: Tensor, values: Tensor) -> None:
+    """Let a tensor, which stays the same object, have the memory of another one."""
+    tensor.data = values
+
+
+def own_memory(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose tensors are no views: a file would hold the memory of all members."""
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = value.detach().clone()
+    return state
+
+
+def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy values into parameters and buffers, by name."""
+    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, value in state.items():
+        target = tensors.get(name)
+        if target is None:
+            continue
+        if target.shape != value.shape:
+            raise CheckpointError(
+                f"{name} of a member has the shape {list(value.shape)}, but that of the module {list(target.shape)}."
+                " Build the model as it was."
+            )
+        target.copy_(value)
+
+
+def _add(stacked: nn.Parameter, gradients: Sequence[Tensor | None]) -> None:
+    """Add the gradients of some members to the stacked one."""
+    total = stacked.grad
+    rows = [gradient for gradient in gradients if gradient is not None]
+    if total is None and len(rows) == len(gradients):
+        set_gradients([stacked], torch.stack(rows))
+        return
+    if total is None:
+        total = torch.zeros_like(stacked)
+        set_gradients([stacked], total)
+    for row, gradient in zip(total.unbind(), gradients, strict=True):
+        if gradient is not None:
+            row.add_(gradient)
+
+
+def _like(factor: float | Tensor, gradient: Tensor) -> float | Tensor:
+    """Return factors of members in a shape that multiplies a stacked gradient."""
+    if isinstance(factor, Tensor) and factor.ndim:
+        return factor.to(gradient).view(-1, *[1] * (gradient.ndim - 1))
+    return factor

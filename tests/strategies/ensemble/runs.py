@@ -1,0 +1,101 @@
+"""A module that saves its hyperparameters, and the runs that an ensemble is compared with."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from equipoise import EnsembleStrategy, Trainer
+
+__all__ = ["CLASSES", "Classifier", "alone", "difference", "ensemble", "loader", "states_alone", "trainer"]
+
+CLASSES = 3
+
+
+class Classifier(L.LightningModule):
+    """A small network, and the optimiser and layers that a test asks for."""
+
+    def __init__(self, optimizer: str = "adam", dropout: float = 0.0, width: int = 16) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.optimizer_name = optimizer
+        middle = [nn.Dropout(dropout)] if dropout else []
+        self.net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), *middle, nn.Linear(width, CLASSES)).double()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.net(features)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy)
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]), prog_bar=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"p": self(batch[0]).softmax(-1), "label": batch[1]}
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "adam":
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+        if self.optimizer_name == "adafactor":
+            return torch.optim.Adafactor(self.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def loader(samples: int = 43, *, shuffle: bool = True, **options: Any) -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(7)
+    features = torch.randn(samples, 8, dtype=torch.float64, generator=draw)
+    labels = torch.randint(CLASSES, (samples,), generator=draw)
+    return DataLoader(TensorDataset(features, labels), **{"batch_size": 6, "shuffle": shuffle, **options})
+
+
+def trainer(strategy: Any = "single_device", **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(
+        strategy=strategy, devices=["cpu"], **{**quiet, "max_epochs": 2, "enable_model_summary": False, **options}
+    )
+
+
+def alone(seed: int, module: Any = Classifier, data: Any = loader, **options: Any) -> tuple[Any, Trainer]:
+    """A run of its own: what a member is to be equal to."""
+    seed_everything(seed, verbose=False)
+    model, run = module(), trainer(**options)
+    run.fit(model, data(), loader(shuffle=False))
+    return model, run
+
+
+def ensemble(
+    seed: int, module: Any = Classifier, data: Any = loader, members: int = 3, mode: Any = "together", **options: Any
+) -> tuple[EnsembleStrategy, Trainer, Any]:
+    """The same as an ensemble, whose members have this seed and the next ones."""
+    seed_everything(seed, verbose=False)
+    strategy = EnsembleStrategy(members=members, mode=mode)
+    model, run = module(), trainer(strategy, **options)
+    run.fit(model, data(), loader(shuffle=False))
+    return strategy, run, model
+
+
+def states_alone(seed: int, members: int, *args: Any, **options: Any) -> list[dict[str, Tensor]]:
+    return [alone(seed + member, *args, **options)[0].state_dict() for member in range(members)]
+
+
+def difference(strategy: EnsembleStrategy, expected: list[dict[str, Tensor]]) -> float:
+    """The largest difference between a member's tensors and those of its own run."""
+    largest = 0.0
+    for member, state in zip(strategy.member_modules(), expected, strict=True):
+        found = member.state_dict()
+        assert found.keys() == state.keys()
+        for name, value in state.items():
+            largest = max(largest, (found[name].double() - value.double()).abs().max().item())
+    return largest
