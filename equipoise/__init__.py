@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from equipoise.strategies import BalancedDataParallelStrategy as BalancedDataParallelStrategy
     from equipoise.strategies import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies import DDPStrategy as DDPStrategy
-    from equipoise.strategies import FSDPStrategy as FSDPStrategy
     from equipoise.strategies import EnsembleStrategy as EnsembleStrategy
+    from equipoise.strategies import FSDPStrategy as FSDPStrategy
     from equipoise.strategies import HogwildStrategy as HogwildStrategy
     from equipoise.strategies import PipelineStrategy as PipelineStrategy
     from equipoise.strategies import SingleDeviceStrategy as SingleDeviceStrategy

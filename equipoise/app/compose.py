@@ -29,6 +29,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
+from equipoise.app.build import check_values, plain_values
 from equipoise.app.config.checks import GROUPS, did_you_mean
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name

@@ -7,8 +7,8 @@ from equipoise.names.public import lazy_dir, lazy_getattr, names_of
 if TYPE_CHECKING:
     from equipoise.parallel.step_protocols import StepResult as StepResult
     from equipoise.strategies.ddp.strategy import DDPStrategy as DDPStrategy
-    from equipoise.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
     from equipoise.strategies.ensemble.strategy import EnsembleStrategy as EnsembleStrategy
+    from equipoise.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
     from equipoise.strategies.hogwild.strategy import HogwildStrategy as HogwildStrategy
     from equipoise.strategies.pipeline.strategy import PipelineStrategy as PipelineStrategy
     from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy as BalancedDataParallelStrategy

@@ -162,8 +162,9 @@ def recovering() -> dict[str, Any]:
     return {"callbacks": [OOMRecovery()]}
 
 
-# One operation more than the plain loop copies the loss, which callbacks receive, and one less creates the gradient with
-# which the backward begins. A logged value is copied, and a mean adds it to a sum. An accumulated step divides its loss.
+# One operation more than the plain loop copies the loss, which callbacks receive. One less creates the gradient with
+# which the backward begins. A logged value is copied, and a mean adds it to a sum. An accumulated step divides its
+# loss.
 CASES = {
     "single_device": Case([(23, 0)]),
     "single_device that logs a tensor": Case([(24, 0)], make=LoggingTensor),
