@@ -67,7 +67,8 @@ class _SearchPath(SearchPathPlugin):
 def _register() -> None:
     """Register structured configurations of the trainer, of every public strategy and callback, and of launchers."""
     store = ConfigStore.instance()
-    public_classes = [getattr(equipoise, name) for name in equipoise.__all__]
+    public = [getattr(equipoise, name) for name in equipoise.__all__]
+    public_classes = [each for each in public if isinstance(each, type)]
 
     # 1. The trainer.
     trainer = config_class(equipoise.Trainer, leave_out=("strategy", "callbacks", "logger"))
