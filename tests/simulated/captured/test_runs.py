@@ -15,6 +15,7 @@ from equipoise import ConfigurationError, OOMRecovery, Trainer
 from equipoise.trainer.optimization.compiled.captured import captured_graph
 from tests.conftest import ignoring
 from tests.simulated.captured.capturing import DEVICE, STAYS_EAGER, Network, assert_same, batches, fit
+from tests.simulated.devices.graphs import num_graphs
 from tests.simulated.devices.installation import extension
 from tests.simulated.devices.selection import on_the_host
 from tests.simulated.steps.test_launches import Launches
@@ -151,17 +152,24 @@ def test_graphs_are_released_after_an_error_of_memory(limited: Callable[[int], N
     """The eager batch of another shape does not fit beside them, and then fits in parts."""
     sizes = [20] * 6 + [90, 20, 20, 20, 20, 20]
     eager = fit(Wide, sizes, max_epochs=1)
-    released: list[int] = []
+    graphs: list[int] = []
     limits = Limits(limited, 6, 3 * MIB)
 
     class Notes(OOMRecovery):
         def on_out_of_memory(self, trainer: Any, module: Any, event: Any) -> Any:
-            released.append(1)
+            graphs.append(num_graphs())
             return super().on_out_of_memory(trainer, module, event)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            graphs.append(num_graphs())
 
     with pytest.warns(UserWarning, match="memory"):
         captured = fit(Wide, sizes, max_epochs=1, capture=True, callbacks=lambda: [Notes(), limits])
-    assert released
+    # One graph from the third batch on, until memory runs out; and again from a trial on.
+    before = graphs[0]
+    assert graphs[2:7] == [before + 1] * 5
+    assert graphs[7] == before
+    assert graphs[-1] == before + 1
     for one, other in zip(captured.module.parameters(), eager.module.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     # Four replays before the error: that of the trial among them. Afterwards the shape is tried again.

@@ -8,7 +8,7 @@ import torch
 
 from tests.simulated.devices.installation import extension
 
-__all__ = ["CUDAGraph", "replace_graphs"]
+__all__ = ["CUDAGraph", "num_graphs", "replace_graphs"]
 
 _pools = count(1)
 # Number of graphs of each pool. A pool without graphs cannot be used again.
@@ -58,6 +58,11 @@ class CUDAGraph:
     def pool(self) -> Any:
         """Return the handle of the pool."""
         return self._pool
+
+
+def num_graphs() -> int:
+    """Return the number of captured graphs that are not released."""
+    return _graphs_of_pools.total()
 
 
 def replace_graphs() -> None:
