@@ -115,7 +115,7 @@ def namespace_of(function: Any) -> str | None:
     if isinstance(function, torch._ops.OpOverloadPacket):
         return str(function._qualified_op_name).partition("::")[0]
     if isinstance(function, torch._ops.OperatorBase):
-        return str(function.namespace)
+        return str(getattr(function, "namespace", ""))
     return None
 
 
