@@ -35,7 +35,7 @@ def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise, capfd, fl
         equipoise("fit", flag)
     assert ended.value.code == 0
     shown = capfd.readouterr().out
-    assert "strategy: auto, balanced, ddp, dp, fsdp, pipeline, single_device" in shown
+    assert "strategy: auto, balanced, ddp, dp, ensemble, fsdp, hogwild, pipeline, single_device" in shown
     assert "experiment: short" in shown
     assert "early_stopping" in shown
     assert "  lr: 0.1" in shown  # the present values
@@ -232,7 +232,7 @@ def asked(equipoise, monkeypatch, line, point=None):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("equipoise ", ["fit", "validate", "test", "predict", "devices", "init", "completion"]),
+        ("equipoise ", ["fit", "validate", "test", "predict", "devices", "savings", "init", "completion"]),
         ("equipoise f", ["fit"]),
         ("equipoise fit trainer.max_e", ["trainer.max_epochs="]),
         ("equipoise validate trainer.max_e", ["trainer.max_epochs="]),

@@ -153,7 +153,8 @@ def test_every_argument_of_the_trainer_can_be_configured():
 
 
 def test_every_strategy_and_callback_with_a_public_name_can_be_chosen():
-    public = [getattr(equipoise, name) for name in equipoise.__all__]
+    names = [getattr(equipoise, name) for name in equipoise.__all__]
+    public = [each for each in names if isinstance(each, type)]
     strategies = {cls.name for cls in public if issubclass(cls, equipoise.Strategy)} - {""}
     assert {f"{name}.yaml" for name in strategies} <= set(ConfigStore.instance().list("strategy"))
     callbacks = {option_name(c) for c in public if issubclass(c, lightning_callbacks.Callback)} - {"callback"}
