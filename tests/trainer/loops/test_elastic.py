@@ -5,6 +5,7 @@ window. Others go on from there.
 """
 
 import csv
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchmetrics import CatMetric, MeanMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
-from equipoise import ConfigurationError, Trainer
+from equipoise import ConfigurationError, PipelineStrategy, Trainer
 from tests.conftest import ignoring
 
 pytestmark = ignoring("Checkpoint directory", "The checkpoint holds states of callbacks")
@@ -130,7 +131,7 @@ class Run:
         accumulate: The number of batches in a window.
     """
 
-    strategy: str
+    strategy: Any
     devices: int
     loader: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
@@ -254,6 +255,32 @@ def test_three_changes_in_one_run(tmp_path: Path) -> None:
         Run(strategy, devices, run.loader, 3).fit(module, checkpoint, [Saves(folder, (2,))])
         assert_same(expected, module)
         checkpoint = folder / "2.ckpt"
+
+
+def pipeline(replicas: int) -> Run:
+    """A pipeline of two stages in processes of their own, with three batches in a window."""
+    strategy = PipelineStrategy(engine="processes", cut_before=["net.2"], micro_batches=2, replicas=replicas)
+    return Run(strategy, 2 * replicas, {"batch_size": TOGETHER // replicas}, 3)
+
+
+def ddp(processes: int) -> Run:
+    """As many processes, with three batches in a window."""
+    return Run("ddp", processes, {"batch_size": TOGETHER // processes}, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(pipeline(1), ddp(1)), (ddp(2), pipeline(1)), (pipeline(2), ddp(3)), (pipeline(2), pipeline(1))],
+)
+def test_stages_in_processes(before: Run, after: Run, tmp_path: Path) -> None:
+    """The gradients of an open window are in the processes of the stages."""
+    expected, module = Watched(), Watched()
+    before.fit(expected, callbacks=[Saves(tmp_path, (1,))])
+    resumed = dataclasses.replace(after, loader=before.loader)
+    resumed.fit(module, tmp_path / "1.ckpt")
+    # Micro-batches add up their values in float32.
+    assert_same(expected, module, 1e-7)
 
 
 class InTurn(Sampler[list[int]]):

@@ -191,18 +191,21 @@ def test_an_epoch_that_was_left_continues_if_the_limits_allow_it(max_steps: int,
     assert parts.fit.left is left
 
 
-def test_another_number_of_processes_cannot_continue_an_epoch() -> None:
+def test_another_number_of_processes_needs_the_same_steps() -> None:
     parts = Parts()
     parts.fit.data.max_batches = 4
     positions = [parts.position(), parts.position()]
     ours = {"position": positions[0], "positions": positions}
     parts.fit.progress.epoch.current = Counts(1, 1, 0, 0)
     parts.fit.progress.batch.current = Counts(3, 3, 3, 3)
-    with pytest.raises(ConfigurationError, match=r"by 2 processes, and there are 1 now"):
-        resume(parts.context, parts.fit, parts.val_loop, parts.fit.state_dict(), ours)
+    resumption = resume(parts.context, parts.fit, parts.val_loop, parts.fit.state_dict(), ours)
+    resumption.check_steps()
+    parts.fit.data.steps.obstacle = "nobody knows them"
+    with pytest.raises(ConfigurationError, match=r"by another number of processes, .*: nobody knows them\. Resume"):
+        resumption.check_steps()
     # At the last batch nothing is left to share out.
     parts.fit.progress.batch.current = Counts(4, 4, 4, 4)
-    resume(parts.context, parts.fit, parts.val_loop, parts.fit.state_dict(), ours)
+    resume(parts.context, parts.fit, parts.val_loop, parts.fit.state_dict(), ours).check_steps()
 
 
 def test_steps_that_pulled_several_batches_cannot_continue_with_one_each() -> None:
