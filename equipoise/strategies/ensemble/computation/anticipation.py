@@ -150,7 +150,7 @@ class AnticipatedCalls:
         self._tree = pattern.tree
         self._tensors = tensors
         self._noted = network.note()
-        self._outputs: list[Any] = network.again(pattern.tree, tensors, randomness)
+        self._outputs: list[Any] = network.again(pattern.tree, tensors, randomness, self._noted)
         # The step may change its arguments, the network or torch's modes before the call.
         self._state = network.state_of_call()
         self._versions = [versions(column) for column in tensors]

@@ -158,7 +158,7 @@ class BatchedCall:
                     if tensor is not None:
                         self._add(tensor, (registered, key), members, by_id)
         self._dims = (0,) * len(self._slots)
-        self._own_tensors = []
+        self._own_tensors: list[Any] = []
         for slots in self._slots:
             registered, key = slots[0]
             self._own_tensors.append(registered[key])
@@ -233,26 +233,33 @@ class BatchedCall:
         self._compared.add(kind)
         return outputs
 
-    def again(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str) -> list[Any]:
-        """Compute calls of a structure that was computed before.
+    def again(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str, noted: Noted) -> list[Any]:
+        """Compute calls of a structure that was computed before, right after the members were refreshed.
 
         Args:
             tree: The structure of the arguments, with slots for tensors.
             tensors: The tensors of each member.
             randomness: See `__call__`.
+            noted: What `note` has returned.
 
         Raises:
             NotBatchable: See `__call__`.
         """
-        self._check_attributes()
         inputs, dims = _stack(tensors)
-        return self._guarded(inputs, dims, tree, len(tensors), randomness)
+        return self._guarded(inputs, dims, tree, len(tensors), randomness, noted)
 
     def _guarded(
-        self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
+        self,
+        inputs: list[Tensor],
+        dims: tuple[int | None, ...],
+        tree: Any,
+        members: int,
+        randomness: str,
+        noted: Noted | None = None,
     ) -> list[Any]:
         """Compute a batched call; if that fails, restore what it has changed."""
-        noted = self.note()
+        if noted is None:
+            noted = self.note()
         try:
             return self._batched(inputs, dims, tree, members, randomness)
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:

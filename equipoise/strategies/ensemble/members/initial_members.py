@@ -55,7 +55,9 @@ def check_seeds(seeds: Any, members: int) -> None:
     if seeds is None:
         return
     is_list = isinstance(seeds, Sequence) and not isinstance(seeds, str)
-    are_numbers = is_list and all(is_whole(seed, least=0) for seed in seeds)
+    are_numbers = False
+    if is_list:
+        are_numbers = all(is_whole(seed, least=0) for seed in seeds)
     if are_numbers and len(seeds) == len(set(seeds)) == members:
         return
     raise ConfigurationError(
