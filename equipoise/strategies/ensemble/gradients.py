@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
-from equipoise.strategies.ensemble.stacked_members import StackedParameter
+from equipoise.strategies.ensemble.members.stacked_members import StackedParameter
 
 __all__ = ["WeightsOfMembers", "clip_by_norm", "clip_by_value", "mean_loss"]
 
@@ -36,37 +36,50 @@ class WeightsOfMembers:
         Args:
             results: The result of each member. One without a loss gets no gradient.
         """
-        weights: list[Weight] = []
-        for result in results:
-            weights.append(0 if result.loss is None or result.weight is None else _wide(result.weight))
-        first = weights[0]
-        are_equal = all(not isinstance(weight, Tensor) and weight == first for weight in weights)
-        common = first if are_equal else sum(weights) / len(weights)
+        # 1. The weights, and that of the step.
+        weights = [_weight_of(result) for result in results]
+        common = weights[0]
+        are_equal = all(not isinstance(weight, Tensor) and weight == common for weight in weights)
+        if not are_equal:
+            common = sum(weights) / len(weights)
+            self._are_equal = False
         self._add(weights, common)
-        self._are_equal = self._are_equal and are_equal
 
+        # 2. The loss.
         loss: Tensor | None = None
         for result, weight in zip(results, weights, strict=True):
             term = result.loss
             if term is None:
                 continue
             if not are_equal:
-                term = term * _ratio(weight, common)
-            loss = term if loss is None else loss + term
+                ratio = _ratio(weight, common)
+                term = term * ratio
+            if loss is None:
+                loss = term
+            else:
+                loss = loss + term
         return loss, common
 
     def _add(self, weights: Sequence[Weight], common: Weight) -> None:
-        totals = self._totals or [0] * len(weights)
-        self._totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
+        count = len(weights)
+        totals = self._totals or [0] * count
+        pairs = zip(totals, weights, strict=True)
+        self._totals = [total + weight for total, weight in pairs]
         self._common_total = self._common_total + common
 
     def correction(self) -> Tensor | None:
         """Return a factor for the gradients of each member, (members,); None stands for 1. The window ends."""
         factors = None
         if not self._are_equal:
-            ratios = [_ratio(self._common_total, total) for total in self._totals]
-            device = next((ratio.device for ratio in ratios if isinstance(ratio, Tensor)), None)
-            factors = torch.stack([torch.as_tensor(_wide(ratio), dtype=_WIDE, device=device) for ratio in ratios])
+            ratios = []
+            for total in self._totals:
+                ratio = _ratio(self._common_total, total)
+                ratios.append(torch.as_tensor(ratio, dtype=_WIDE))
+            # Weights that are tensors lie on the device of the losses, numbers on the CPU.
+            devices = [ratio.device for ratio in ratios]
+            device = max(devices, key=lambda device: device.type != "cpu")
+            ratios = [ratio.to(device) for ratio in ratios]
+            factors = torch.stack(ratios)
         self._totals = []
         self._common_total = 0
         self._are_equal = True
@@ -87,10 +100,14 @@ class WeightsOfMembers:
         self._are_equal = state["equal"]
 
 
-def _wide(weight: Weight) -> Weight:
-    """Return a weight that is a tensor in a dtype in which sums of weights are exact."""
+def _weight_of(result: StepResult) -> Weight:
+    """Return the weight of a result, a tensor in a dtype in which sums of weights are exact; 0 without a loss."""
+    weight = result.weight
+    if result.loss is None or weight is None:
+        return 0
     if isinstance(weight, Tensor):
-        return weight.detach().to(_WIDE)
+        weight = weight.detach()
+        return weight.to(_WIDE)
     return weight
 
 
@@ -119,17 +136,29 @@ def clip_by_norm(parameters: Sequence[StackedParameter], largest: float) -> None
         parameters: The parameters.
         largest: The largest norm of the gradients of a member.
     """
-    gradients = [parameter.stacked.grad for parameter in parameters if parameter.stacked.grad is not None]
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.stacked.grad
+        if gradient is not None:
+            gradients.append(gradient)
     if not gradients:
         return
+    # 1. The norms, (parameters, members).
     norms = []
     for gradient in gradients:
         rows = gradient.reshape(len(gradient), -1)
         norms.append(torch.linalg.vector_norm(rows, dim=1))
-    norms_of_members = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    factors = (largest / (norms_of_members + _EPSILON)).clamp(max=1.0)
+    stacked_norms = torch.stack(norms)
+    norms_of_members = torch.linalg.vector_norm(stacked_norms, dim=0)
+
+    # 2. A factor for each member.
+    divisors = norms_of_members + _EPSILON
+    factors = largest / divisors
+    factors = factors.clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(factors.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1)))
+        ones = [1] * (gradient.ndim - 1)
+        factors_here = factors.to(gradient.dtype)
+        gradient.mul_(factors_here.view(-1, *ones))
 
 
 def clip_by_value(parameters: Sequence[StackedParameter], largest: float) -> None:

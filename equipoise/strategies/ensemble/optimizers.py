@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
-from equipoise.strategies.ensemble.stacked_members import StackedMembers, StackedParameter
+from equipoise.strategies.ensemble.members.stacked_members import StackedMembers, StackedParameter
 
 __all__ = ["MemberOptimizer"]
 
@@ -132,12 +132,15 @@ class MemberOptimizer(StrategyOptimizer):
 
     def _prepare(self) -> None:
         """Bring gradients and options to where the step reads them."""
-        if self.is_stacked and any(parameter.is_uneven for parameter in self.parameters()):
+        # 1. Members without a gradient must not be stepped.
+        is_uneven = any(parameter.is_uneven for parameter in self.parameters())
+        if self.is_stacked and is_uneven:
             states = self.member_states()
             self._make_twins()
             self._load_each(states)
         if self.is_stacked:
             return
+        # 2. Each member's gradients, and the present options, which schedulers change.
         self._members.hand_out_gradients()
         for member, twin in enumerate(self._twins, start=1):
             self._copy_options(twin, member)
@@ -213,6 +216,7 @@ class MemberOptimizer(StrategyOptimizer):
         """Leave the user's optimiser with the state of the first member."""
         if not self.is_stacked:
             return
+        # Its keys were the stacked parameters.
         state = self.optimizer.state
         for parameter in self.parameters():
             entries = state.pop(parameter.stacked, None)

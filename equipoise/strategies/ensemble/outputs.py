@@ -52,10 +52,17 @@ def _mean(values: Sequence[Any]) -> Any:
         if any(value != first for value in values):
             raise _CannotAverage
         return first
-    columns = [list(items_of(value) or ()) for value in values]
-    if any(len(column) != len(columns[0]) for column in columns):
+    # A container: its items are averaged one by one.
+    rows = []
+    for value in values:
+        items = items_of(value) or ()
+        rows.append(list(items))
+    lengths = set(map(len, rows))
+    if len(lengths) > 1:
         raise _CannotAverage
-    return rebuild(first, [_mean(column) for column in zip(*columns, strict=True)])
+    columns = zip(*rows, strict=True)
+    means = [_mean(column) for column in columns]
+    return rebuild(first, means)
 
 
 def _mean_of_tensors(tensors: Sequence[Tensor]) -> Tensor:
@@ -63,7 +70,8 @@ def _mean_of_tensors(tensors: Sequence[Tensor]) -> Tensor:
     if any(tensor.shape != first.shape for tensor in tensors):
         raise _CannotAverage
     if first.is_floating_point() or first.is_complex():
-        return torch.stack(list(tensors)).mean(0)
+        stacked = torch.stack(list(tensors))
+        return stacked.mean(0)
     if not all(torch.equal(tensor, first) for tensor in tensors):
         raise _CannotAverage
     return first
@@ -86,20 +94,21 @@ class MemberLogs:
             for metric in copies:
                 self._means[id(metric)] = mean
 
-    def log(self, step: PartwiseStep, results: Sequence[StepResult], *, each: bool) -> None:
+    def log(self, step: PartwiseStep, results: Sequence[StepResult], *, by_member: bool) -> None:
         """Log what all members have logged in a step.
 
         Args:
             step: The step.
             results: The result of each member.
-            each: Whether to log the value of each member, too, as `name/member_0`.
+            by_member: Whether to log the value of each member, too, as `name/member_0`.
         """
         logged = [result.logged for result in results]
         if not any(logged):
             return
         step.log_together(logged, [1] * len(logged), self._device, original=self._mean_of)
-        if not each:
+        if not by_member:
             return
+        # In evaluations users compare the members.
         for member, values in enumerate(logged):
             named = [_of_member(value, member) for value in values]
             step.log_together([named], [1], self._device, original=_itself)

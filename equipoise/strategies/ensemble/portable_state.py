@@ -7,8 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError
+from equipoise.strategies.ensemble.members.stacked_members import own_memory
 from equipoise.strategies.ensemble.optimizers import MemberOptimizer, OptimizerState
-from equipoise.strategies.ensemble.stacked_members import own_memory
 from equipoise.strategies.portable_state import PortableState
 
 __all__ = ["MEMBERS", "MemberStates"]
@@ -82,8 +82,9 @@ class MemberStates(PortableState):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load the states of the optimisers of all members."""
         member_optimizer = self._optimizer_of(optimizer)
-        others = self._other_optimizer_states(optimizer)
-        if member_optimizer is None or others is None:
+        further_states = self._other_optimizer_states(optimizer)
+        # Outside of a run, and for a checkpoint without them.
+        if member_optimizer is None or further_states is None:
             super().load_optimizer_state(optimizer, state)
             return
-        member_optimizer.load_member_states([state, *others])
+        member_optimizer.load_member_states([state, *further_states])

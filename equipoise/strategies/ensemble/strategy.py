@@ -27,11 +27,11 @@ from equipoise.strategies.ensemble.computation.side_by_side import SideBySide
 from equipoise.strategies.ensemble.data.member_batches import MemberParts, batch_of, draws_seeds, with_member_order
 from equipoise.strategies.ensemble.data.random_streams import RandomStreams
 from equipoise.strategies.ensemble.gradients import WeightsOfMembers, clip_by_norm, clip_by_value, mean_loss
-from equipoise.strategies.ensemble.initial_members import Factory, check_seeds, construct_members, member_seeds
+from equipoise.strategies.ensemble.members.initial_members import Factory, check_seeds, construct_members, member_seeds
+from equipoise.strategies.ensemble.members.stacked_members import StackedMembers, StackedParameter, gradient_state
 from equipoise.strategies.ensemble.optimizers import MemberOptimizer, OptimizerState
 from equipoise.strategies.ensemble.outputs import MemberLogs, averaged
 from equipoise.strategies.ensemble.portable_state import MemberStates
-from equipoise.strategies.ensemble.stacked_members import StackedMembers, StackedParameter, gradient_state
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
@@ -240,9 +240,10 @@ class EnsembleStrategy(Strategy):
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Place the module, and construct the other members; see `Strategy.setup`."""
-        # Before the module is placed: members are constructed from its values.
+        # 1. Before the module is placed: members are constructed from its values.
         states = self._initial_states(module)
         super().setup(module, precision)
+        # 2. All members on the device.
         device = self.root_device
         members = StackedMembers(module, states, device)
         make = partial(SideBySide, members, precision.forward_context, allows_randomness=self.mode == "together")
@@ -256,18 +257,23 @@ class EnsembleStrategy(Strategy):
 
     def _initial_states(self, module: nn.Module) -> list[dict[str, Any]]:
         """Return the weights of all members but the first: of a checkpoint, of the run before, or new ones."""
+        # 1. Those of a checkpoint, or of the run before with the same module.
         seeds = member_seeds(self.seeds, self.members)
         is_known = self._module_of_members is not None and self._module_of_members() is module
         states = self._loaded_states
         if states is None and is_known:
             states = self._states
-        streams = self._streams if is_known else None
+        streams = None
+        if is_known:
+            streams = self._streams
+        # 2. New ones.
         if states is None:
             new_members = construct_members(module, self.factory, seeds[1:])
             states = [member.state for member in new_members]
             streams = RandomStreams([member.random_state for member in new_members], seeds[1:])
         if streams is None:
             streams = RandomStreams.seeded(seeds[1:])
+        # 3. The run, and those after it, belong to this module.
         self._forget()
         self._module_of_members = ref(module)
         self._streams = streams
@@ -280,6 +286,7 @@ class EnsembleStrategy(Strategy):
         self._run = None
         if self._streams is not None:
             self._streams.end_training()
+        # What outlives the run: the module and the optimiser are those of the first member again.
         if run is not None:
             run.training.side_by_side.close()
             run.evaluation.side_by_side.close()
@@ -369,7 +376,7 @@ class EnsembleStrategy(Strategy):
         # 1. The forwards.
         run.load_gradients()
         results = self._run_members(step, batches, run.training)
-        run.logs.log(step, results, each=False)
+        run.logs.log(step, results, by_member=False)
         loss, weight = run.weights.join(results)
 
         # 2. The backward. A window begins without gradients, of which the trainer knows the first member's alone.
@@ -392,7 +399,7 @@ class EnsembleStrategy(Strategy):
         run = self._current_run
         batches = self._batches(parts)
         results = run.evaluation.choice.run(lambda: self._run_members(step, batches, run.evaluation))
-        run.logs.log(step, results, each=True)
+        run.logs.log(step, results, by_member=True)
         return averaged([result.outputs for result in results])
 
     def _run_members(
@@ -419,9 +426,11 @@ class EnsembleStrategy(Strategy):
         """Run the step of each member after the other, with its random numbers."""
         streams = self._streams
         assert streams is not None
+        # 1. A step that draws random numbers is not computed at once by choice.
         before = None
         if choice.watches_draws:
             before = (random_state.capture(), streams.get_state())
+        # 2. The steps.
         results = [streams.run(member, step) for member, step in enumerate(steps)]
         if before is not None:
             has_drawn = not before[0].equals(random_state.capture())
@@ -437,9 +446,11 @@ class EnsembleStrategy(Strategy):
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the gradients of each member into its weighted mean; see `Strategy.finish_gradients`."""
         run = self._current_run
+        # 1. What all members have in common: a window that is not full.
         factor = window.correction()
         if factor is not None:
             run.members.scale_gradients(factor)
+        # 2. Members whose weights differ.
         factors: Tensor | None = run.weights.correction()
         if factors is not None:
             run.members.scale_gradients(factors)

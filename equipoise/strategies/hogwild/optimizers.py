@@ -62,12 +62,12 @@ class SharedOptimizer(StrategyOptimizer):
                 f"The state of {type(self.optimizer).__name__} differs between processes, so it cannot be shared. Take"
                 " HogwildStrategy(optimizer_state='own')."
             )
-        others: dict[int, dict[str, Any]] = self._processes.broadcast(self._state_by_index())
+        values_by_index: dict[int, dict[str, Any]] = self._processes.broadcast(self._state_by_index())
 
         # 2. The same memory in all processes.
-        tensors = [others[index][name] for index, name, _, _ in expected]
+        tensors = [values_by_index[index][name] for index, name, _, _ in expected]
         shared = shared_like(tensors, self._processes)
-        for index, values in others.items():
+        for index, values in values_by_index.items():
             state[parameters[index]] = dict(values)
         for (index, name, _, _), tensor in zip(expected, shared, strict=True):
             state[parameters[index]][name] = tensor

@@ -78,10 +78,10 @@ class HogwildStrategy(ProcessStrategy):
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use a process for each device, or the number of processes that the user gave; see `Strategy.connect`."""
-        others = sorted({str(device) for device in devices if device.type != "cpu"})
-        if others:
+        refused = sorted({str(device) for device in devices if device.type != "cpu"})
+        if refused:
             raise ConfigurationError(
-                f"strategy='hogwild' steps parameters in the memory of CPUs, but {', '.join(others)} was given. Take"
+                f"strategy='hogwild' steps parameters in the memory of CPUs, but {', '.join(refused)} was given. Take"
                 " accelerator='cpu', or strategy='ddp' for other devices."
             )
         if num_nodes != 1:

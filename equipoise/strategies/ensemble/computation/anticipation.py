@@ -66,10 +66,19 @@ def pattern_of(name: str, calls: Sequence[Call], batches: Sequence[Any]) -> Patt
     patterns = []
     for call, batch in zip(calls, batches, strict=True):
         tree, tensors = extract_tensors(call)
-        indices = {id(tensor): index for index, tensor in enumerate(tensors_in(batch))}
-        if any(id(tensor) not in indices for tensor in tensors):
-            return None
-        patterns.append(Pattern(name, tree, tuple(indices[id(tensor)] for tensor in tensors)))
+        # 1. The index of each tensor of the call among those of the batch.
+        indices = {}
+        for index, tensor in enumerate(tensors_in(batch)):
+            indices[id(tensor)] = index
+        sources = []
+        for tensor in tensors:
+            source = indices.get(id(tensor))
+            if source is None:
+                return None
+            sources.append(source)
+        patterns.append(Pattern(name, tree, tuple(sources)))
+
+    # 2. All members must have the same.
     first = patterns[0]
     if all(first.is_like(pattern) for pattern in patterns[1:]):
         return first
@@ -141,7 +150,7 @@ class AnticipatedCalls:
         self._tree = pattern.tree
         self._tensors = tensors
         self._noted = network.note()
-        self._outputs: list[Any] = network.again(pattern.tree, tensors, randomness)
+        self._outputs: list[Any] = network.again(pattern.tree, tensors, randomness, self._noted)
         # The step may change its arguments, the network or torch's modes before the call.
         self._state = network.state_of_call()
         self._versions = [versions(column) for column in tensors]
@@ -158,13 +167,16 @@ class AnticipatedCalls:
         if self._taken[member]:
             return False, None
         tensors = self._tensors[member]
-        if not self._is_anticipated(call, tensors) or versions(tensors) != self._versions[member]:
+        if not self._is_anticipated(call, tensors):
+            return False, None
+        if versions(tensors) != self._versions[member]:
             return False, None
         # The network that computes is the first member's. Its step is the first that runs.
         if member == 0:
             is_valid = self.network.is_in_state(self._state)
         else:
-            is_valid = self._is_taken_by_first and not self.network.has_own_attributes(member)
+            has_own_attributes = self.network.has_own_attributes(member)
+            is_valid = self._is_taken_by_first and not has_own_attributes
         if not is_valid:
             return False, None
         self._is_taken_by_first = True
@@ -200,7 +212,9 @@ class AnticipatedCalls:
         """Return True if the outputs are the same as others."""
         _, anticipated = extract_tensors(self._outputs)
         _, computed = extract_tensors(list(outputs))
-        return len(anticipated) == len(computed) and all(map(_equal, anticipated, computed))
+        if len(anticipated) != len(computed):
+            return False
+        return all(map(_equal, anticipated, computed))
 
     def put_back_all(self) -> None:
         """Undo what the call has done to the buffers of all members."""

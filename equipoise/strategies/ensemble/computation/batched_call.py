@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.interop.torch.batching import compute_batched
 from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of, versions
-from equipoise.strategies.ensemble.stacked_members import StackedMembers
+from equipoise.strategies.ensemble.members.stacked_members import StackedMembers
 from equipoise.tree import extract_tensors, insert_tensors, leaves_of
 
 __all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "Noted", "reason_against"]
@@ -77,8 +77,11 @@ class CallState(NamedTuple):
 
 
 def _autocast_state() -> tuple[Any, ...]:
-    types = ("cpu", "cuda")
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types)
+    modes: list[Any] = []
+    for kind in ("cpu", "cuda"):
+        modes.append(torch.is_autocast_enabled(kind))
+        modes.append(torch.get_autocast_dtype(kind))
+    return tuple(modes)
 
 
 def reason_against(network: nn.Module) -> str:
@@ -140,8 +143,11 @@ class BatchedCall:
         self._forward: Callable[..., Any] = type(self._network).forward
         self._parts = list(self._network.modules())
         self._members = members
-        parts = set(map(id, self._parts))
-        self._indices = [index for index, part in enumerate(members.parts()) if id(part) in parts]
+        identities = set(map(id, self._parts))
+        self._indices = []
+        for index, part in enumerate(members.parts()):
+            if id(part) in identities:
+                self._indices.append(index)
         # 1. Parameters and buffers, each with every place in which it is registered.
         self._stacked: list[Tensor] = []
         self._slots: list[list[Slot]] = []
@@ -152,8 +158,14 @@ class BatchedCall:
                     if tensor is not None:
                         self._add(tensor, (registered, key), members, by_id)
         self._dims = (0,) * len(self._slots)
-        self._own_tensors = [slots[0][0][slots[0][1]] for slots in self._slots]
-        self._buffers = [members.buffers[key] for key in by_id if key in members.buffers]
+        self._own_tensors: list[Any] = []
+        for slots in self._slots:
+            registered, key = slots[0]
+            self._own_tensors.append(registered[key])
+        self._buffers = []
+        for identity in by_id:
+            if identity in members.buffers:
+                self._buffers.append(members.buffers[identity])
         # 2. Kinds of calls that were compared.
         self._compared: set[tuple[Any, ...]] = set()
         # The structure of the last output.
@@ -221,26 +233,33 @@ class BatchedCall:
         self._compared.add(kind)
         return outputs
 
-    def again(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str) -> list[Any]:
-        """Compute calls of a structure that was computed before.
+    def again(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str, noted: Noted) -> list[Any]:
+        """Compute calls of a structure that was computed before, right after the members were refreshed.
 
         Args:
             tree: The structure of the arguments, with slots for tensors.
             tensors: The tensors of each member.
             randomness: See `__call__`.
+            noted: What `note` has returned.
 
         Raises:
             NotBatchable: See `__call__`.
         """
-        self._check_attributes()
         inputs, dims = _stack(tensors)
-        return self._guarded(inputs, dims, tree, len(tensors), randomness)
+        return self._guarded(inputs, dims, tree, len(tensors), randomness, noted)
 
     def _guarded(
-        self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
+        self,
+        inputs: list[Tensor],
+        dims: tuple[int | None, ...],
+        tree: Any,
+        members: int,
+        randomness: str,
+        noted: Noted | None = None,
     ) -> list[Any]:
         """Compute a batched call; if that fails, restore what it has changed."""
-        noted = self.note()
+        if noted is None:
+            noted = self.note()
         try:
             return self._batched(inputs, dims, tree, members, randomness)
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
@@ -272,11 +291,16 @@ class BatchedCall:
             return values
 
         in_dims = self._dims + dims
-        outputs = compute_batched(compute, [*self._stacked, *inputs], in_dims, members, randomness)
-        rows = [output.unbind() for output in outputs]
-        tree = self._output_tree
+        arguments = [*self._stacked, *inputs]
+        outputs = compute_batched(compute, arguments, in_dims, members, randomness)
+        output_tree = self._output_tree
         self._output_tree = None
-        return [insert_tensors(tree, values) for values in zip(*rows, strict=True)]
+        # The output of each member.
+        rows = [output.unbind() for output in outputs]
+        outputs_of_members = []
+        for values in zip(*rows, strict=True):
+            outputs_of_members.append(insert_tensors(output_tree, values))
+        return outputs_of_members
 
     # The comparison.
 
@@ -370,8 +394,14 @@ class BatchedCall:
         """Return everything beside the arguments on which the result of a call depends."""
         attributes: list[Any] = []
         for part in self._parts:
-            attributes.extend(vars(part).values())
-        return CallState(attributes, versions(self._own_tensors), torch.is_grad_enabled(), _autocast_state())
+            values = vars(part).values()
+            attributes.extend(values)
+        return CallState(
+            attributes=attributes,
+            versions=versions(self._own_tensors),
+            grad=torch.is_grad_enabled(),
+            modes=_autocast_state(),
+        )
 
     def is_in_state(self, state: CallState) -> bool:
         """Return True if a call would compute what it would have computed in an earlier state.
@@ -380,16 +410,23 @@ class BatchedCall:
             state: That state.
         """
         now = self.state_of_call()
-        if now.modes != state.modes or now.grad != state.grad or now.versions != state.versions:
+        if now.grad != state.grad or now.modes != state.modes:
             return False
-        return len(now.attributes) == len(state.attributes) and all(map(is_, now.attributes, state.attributes))
+        if now.versions != state.versions:
+            return False
+        if len(now.attributes) != len(state.attributes):
+            return False
+        return all(map(is_, now.attributes, state.attributes))
 
     def _changed_attribute(self, noted: Noted) -> str:
         """Return an attribute that a call has set; empty if there is none."""
         for part, attributes in zip(self._parts, noted.attributes, strict=True):
+            kind = type(part).__name__
             for name, value in vars(part).items():
-                if name not in attributes or attributes[name] is not value:
-                    return f"{type(part).__name__}.{name}"
+                if name not in attributes:
+                    return f"{kind}.{name}"
+                if attributes[name] is not value:
+                    return f"{kind}.{name}"
         return ""
 
 
@@ -476,7 +513,9 @@ def _are_close(expected: Any, computed: Any) -> bool:
 
 
 def _is_close(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
+    if left.shape != right.shape:
+        return False
+    if left.dtype != right.dtype:
         return False
     if not left.is_floating_point():
         return torch.equal(left, right)
@@ -484,11 +523,21 @@ def _is_close(left: Tensor, right: Tensor) -> bool:
         return True
     # Sums of many terms are rounded in another order.
     tolerance = torch.finfo(left.dtype).eps ** (2 / 3)
-    largest = left.abs().amax().item()
-    return torch.allclose(left, right.detach(), rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    magnitudes = left.abs()
+    largest = magnitudes.amax().item()
+    return torch.allclose(
+        left,
+        right.detach(),
+        rtol=tolerance,
+        atol=tolerance * largest,
+        equal_nan=True,
+    )
 
 
 def _first_line(error: Exception) -> str:
     """Return the first line of torch's message, which for missing rules has many."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    first_line = text.splitlines()[0]
+    return first_line.rstrip(".")

@@ -34,7 +34,7 @@ class MemberThread:
         self.is_busy = False
         self._function: Callable[[], Any] | None = None
         self._state: ThreadState | None = None
-        self._answer: Any = None
+        self._reply: Any = None
         self._result: Any = None
         self._error: BaseException | None = None
         self._is_abandoned = False
@@ -69,16 +69,16 @@ class MemberThread:
         self.is_busy = True
         self._switch()
 
-    def resume(self, answer: Any) -> None:
+    def resume(self, reply: Any) -> None:
         """Let the step go on to its next call, or to its end.
 
         Args:
-            answer: The result of `pause`.
+            reply: The result of `pause`.
 
         Raises:
             BaseException: The error of the step.
         """
-        self._answer = answer
+        self._reply = reply
         self._switch()
 
     def take_result(self) -> Any:
@@ -120,7 +120,7 @@ class MemberThread:
     # For the thread.
 
     def pause(self, call: Any) -> Any:
-        """Wait with a call of a network, and return the answer of `resume`.
+        """Wait with a call of a network, and return the reply of `resume`.
 
         Args:
             call: The name of the network and the arguments.
@@ -130,9 +130,9 @@ class MemberThread:
         self._step_turn.acquire()
         if self._is_abandoned:
             raise _Abandoned
-        answer = self._answer
-        self._answer = None
-        return answer
+        reply = self._reply
+        self._reply = None
+        return reply
 
     def _run(self) -> None:
         """Run one step after the other."""

@@ -29,7 +29,7 @@ from equipoise.strategies.ensemble.computation.batched_call import (
     reason_against,
 )
 from equipoise.strategies.ensemble.computation.member_threads import MemberThread
-from equipoise.strategies.ensemble.stacked_members import StackedMembers
+from equipoise.strategies.ensemble.members.stacked_members import StackedMembers
 
 __all__ = ["SideBySide"]
 
@@ -245,12 +245,12 @@ class SideBySide:
         if self._anticipated is not None:
             return self._take(name, call)
         if thread is None:
-            answer = self._meet(name, call)
+            reply = self._meet(name, call)
         else:
-            answer = thread.pause((name, call))
-        if answer is _ALONE:
+            reply = thread.pause((name, call))
+        if reply is _ALONE:
             return network.alone(member, call)
-        return answer
+        return reply
 
     def _take(self, name: str, call: Call) -> Any:
         """Return the output of a call that was anticipated, or compute another one."""
@@ -294,12 +294,12 @@ class SideBySide:
             thread.resume(output)
         return outputs[0]
 
-    def _let_others_go(self, answer: Any, name: str) -> Any:
+    def _let_others_go(self, reply: Any, name: str) -> Any:
         """Let the steps that wait with a call of the same network go on to their next calls."""
         for thread in self._threads:
             if thread.call is not None and thread.call[0] == name:
-                thread.resume(answer)
-        return answer
+                thread.resume(reply)
+        return reply
 
     @contextmanager
     def _without_logs(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ The workers, the dataset and the collate function are those of the loader.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,7 +157,8 @@ class MemberOrder(Sampler[list[Any]]):
         iterators: list[Iterator[Any]] = []
         firsts = []
         for member in range(self._members):
-            iterator, first = streams.run(member, lambda member=member: self._begin(member), self._private)  # type: ignore[misc]
+            begin = partial(self._begin, member)
+            iterator, first = streams.run(member, begin, self._private)
             iterators.append(iterator)
             firsts.append(first)
 

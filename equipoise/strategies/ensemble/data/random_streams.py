@@ -104,7 +104,9 @@ class RandomStreams(torch.Generator):
 
     def set_state(self, new_state: Tensor) -> "RandomStreams":
         """Restore states that `get_state` returned; those of another number of members are ignored."""
-        rows = [row.clone() for row in new_state.unbind()] if new_state.ndim == 2 else []
+        if new_state.ndim != 2:
+            return self
+        rows = [row.clone() for row in new_state.unbind()]
         count = len(self._states)
         if len(rows) not in (count, 2 * count):
             return self

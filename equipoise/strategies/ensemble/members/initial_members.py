@@ -28,6 +28,8 @@ _REMEDY = (
     "Give EnsembleStrategy(factory=...), a function without arguments that returns a new module, or call"
     " `self.save_hyperparameters()` in `__init__`."
 )
+# Names of tensors that an error lists.
+_MOST_NAMES = 6
 # Seeds of numpy have 32 bits.
 _SEEDS = 2**32
 
@@ -53,7 +55,9 @@ def check_seeds(seeds: Any, members: int) -> None:
     if seeds is None:
         return
     is_list = isinstance(seeds, Sequence) and not isinstance(seeds, str)
-    are_numbers = is_list and all(is_whole(seed, least=0) for seed in seeds)
+    are_numbers = False
+    if is_list:
+        are_numbers = all(is_whole(seed, least=0) for seed in seeds)
     if are_numbers and len(seeds) == len(set(seeds)) == members:
         return
     raise ConfigurationError(
@@ -73,9 +77,10 @@ def member_seeds(seeds: Sequence[int] | None, members: int) -> list[int]:
         return list(seeds)
     # `seed_everything` sets this variable.
     seed_of_program = os.environ.get("PL_GLOBAL_SEED")
-    first = torch.initial_seed()
     if seed_of_program:
         first = int(seed_of_program)
+    else:
+        first = torch.initial_seed()
     return [(first + index) % _SEEDS for index in range(members)]
 
 
@@ -103,8 +108,11 @@ def construct_members(module: nn.Module, factory: Factory | None, seeds: Sequenc
                 numpy.random.seed(seed % _SEEDS)
             member = construct()
             _check_member(module, member)
-            state = {name: tensor.detach().clone() for name, tensor in _tensors_of(member).items()}
-            members.append(InitialMember(state, torch.get_rng_state()))
+            state = {}
+            for name, tensor in _tensors_of(member).items():
+                state[name] = tensor.detach().clone()
+            random_state_after = torch.get_rng_state()
+            members.append(InitialMember(state, random_state_after))
     return members
 
 
@@ -121,24 +129,29 @@ def _constructor_of(module: nn.Module) -> Factory:
     # Only those that the constructor takes, unless it takes any.
     parameters = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    given = {key: value for key, value in arguments.items() if takes_any or key in parameters}
+    saved = {}
+    for key, value in arguments.items():
+        if takes_any or key in parameters:
+            saved[key] = value
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     missing = []
     for key, parameter in parameters.items():
         is_required = parameter.default is parameter.empty and parameter.kind not in fixed
-        if is_required and key not in given:
+        if is_required and key not in saved:
             missing.append(key)
     if missing:
         raise ConfigurationError(
             f"The members of an ensemble are constructed anew, but {kind.__name__} needs {', '.join(missing)}, which"
             f" it has not saved. {_REMEDY}"
         )
-    return lambda: kind(**given)
+    return lambda: kind(**saved)
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module, by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    tensors.update(module.named_buffers())
+    return tensors
 
 
 def _check_member(module: nn.Module, member: Any) -> None:
@@ -150,25 +163,38 @@ def _check_member(module: nn.Module, member: Any) -> None:
     kind = type(module).__name__
     if not isinstance(member, nn.Module):
         raise ConfigurationError(f"factory must return a new {kind}, not {member!r}.")
+    # 1. The same names and shapes.
     expected = _tensors_of(module)
     tensors = _tensors_of(member)
-    differing = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
-    differing += [name for name in tensors if name not in expected]
+    differing = sorted(expected.keys() ^ tensors.keys())
+    for name in expected.keys() & tensors.keys():
+        shape = tensors[name].shape
+        if shape != expected[name].shape:
+            differing.append(name)
     if differing:
+        text = ", ".join(differing[:_MOST_NAMES])
         raise ConfigurationError(
-            f"A new {kind} differs from the module that is trained, in {', '.join(differing[:6])}: was the module"
+            f"A new {kind} differs from the module that is trained, in {text}: was the module"
             " changed after it was constructed? Give EnsembleStrategy(factory=...) a function that does the same."
         )
-    # A module that was an argument of the constructor would be the same in all members.
-    own = {id(tensor) for tensor in expected.values()}
-    shared = [name for name, tensor in tensors.items() if id(tensor) in own]
+    # 2. Memory of its own: a module that was an argument of the constructor would be the same in all members.
+    identities = set(map(id, expected.values()))
+    shared = []
+    for name, tensor in tensors.items():
+        if id(tensor) in identities:
+            shared.append(name)
     if shared:
+        text = ", ".join(shared[:_MOST_NAMES])
         raise ConfigurationError(
-            f"A new {kind} shares {', '.join(shared[:6])} with the module: a network that is an argument is not"
+            f"A new {kind} shares {text} with the module: a network that is an argument is not"
             " constructed anew. Give EnsembleStrategy(factory=...) a function that constructs it, too."
         )
-    parameters = dict(module.named_parameters())
-    if parameters and all(torch.equal(tensors[name].to(value), value) for name, value in parameters.items()):
+    # 3. Other values.
+    are_equal = []
+    for name, parameter in module.named_parameters():
+        value = tensors[name].to(parameter)
+        are_equal.append(torch.equal(value, parameter))
+    if are_equal and all(are_equal):
         raise ConfigurationError(
             f"A new {kind} under another seed has the same parameters as the module, so the members would be equal."
             " Give EnsembleStrategy(factory=...) a function whose parameters are random."

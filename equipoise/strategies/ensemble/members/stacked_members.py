@@ -55,50 +55,60 @@ class StackedMembers:
     def __init__(self, module: nn.Module, states: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
         # 1. The copies, with their own values.
         self._replicas = [Replica(module, device) for _ in states]
-        self.modules = [module] + [replica.module for replica in self._replicas]
+        self.modules = [module]
+        for replica in self._replicas:
+            self.modules.append(replica.module)
+        copies = self.modules[1:]
         with torch.no_grad():
-            for copied, state in zip(self.modules[1:], states, strict=True):
+            for copied, state in zip(copies, states, strict=True):
                 _load(copied, state)
 
         # 2. Stacked parameters.
         self.parameters: list[StackedParameter] = []
         self._by_id: dict[int, StackedParameter] = {}
-        columns = zip(*[replica.copies for replica in self._replicas], strict=True)
-        for source, copies in zip(self._replicas[0].sources, columns, strict=True):
-            self._stack_parameter([source, *copies])
+        rows = [self._replicas[0].sources]
+        for replica in self._replicas:
+            rows.append(replica.copies)
+        for column in zip(*rows, strict=True):
+            self._stack_parameter(list(column))
 
         # 3. Stacked buffers. One that is registered twice is stacked once.
         self.buffers: dict[int, Tensor] = {}
-        for slots in zip(*[replica.buffer_slots for replica in self._replicas], strict=True):
+        slots_of_members = [replica.buffer_slots for replica in self._replicas]
+        for slots in zip(*slots_of_members, strict=True):
             sources, _, name = slots[0]
-            self._stack_buffer([sources[name]] + [copies[name] for _, copies, _ in slots])
+            buffers = [sources[name]]
+            for _, registered, _ in slots:
+                buffers.append(registered[name])
+            self._stack_buffer(buffers)
 
     def _stack_parameter(self, members: list[Any]) -> None:
         first = members[0]
-        values = torch.stack([member.detach() for member in members])
+        values = _stack_memory(members)
         stacked = nn.Parameter(values, requires_grad=first.requires_grad)
-        for member, row in zip(members, values.unbind(), strict=True):
-            set_data(member, row)
         parameter = StackedParameter(stacked, members, set())
         self.parameters.append(parameter)
-        self._by_id[id(first)] = parameter
+        key = id(first)
+        self._by_id[key] = parameter
 
     def _stack_buffer(self, members: list[Tensor]) -> None:
         key = id(members[0])
         if key in self.buffers:
             return
-        values = torch.stack(members)
-        for member, row in zip(members, values.unbind(), strict=True):
-            set_data(member, row)
-        self.buffers[key] = values
+        self.buffers[key] = _stack_memory(members)
 
     def __len__(self) -> int:
         return len(self.modules)
 
     def metrics(self) -> list[list[Metric]]:
         """Return each metric of the module with its copies in the other members."""
-        columns = zip(*[replica.metrics for replica in self._replicas], strict=True)
-        return [[pairs[0][0]] + [copied for _, copied in pairs] for pairs in columns]
+        metrics_of_members = [replica.metrics for replica in self._replicas]
+        metrics = []
+        for pairs in zip(*metrics_of_members, strict=True):
+            source, _ = pairs[0]
+            copies = [copied for _, copied in pairs]
+            metrics.append([source, *copies])
+        return metrics
 
     def of(self, parameter: Tensor) -> StackedParameter | None:
         """Return the stacked parameter of one of the module's; None if it is none of them."""
@@ -124,13 +134,14 @@ class StackedMembers:
         for parameter in self.parameters:
             first = parameter.members[0]
             stacked = parameter.stacked
-            if stacked.requires_grad != first.requires_grad:
-                stacked.requires_grad_(first.requires_grad)
+            is_trained = first.requires_grad
+            if stacked.requires_grad != is_trained:
+                stacked.requires_grad_(is_trained)
             # A callback may have exchanged the values of the module, which are the first member's.
             if first.data_ptr() != stacked.data_ptr():
-                with torch.no_grad():
-                    stacked[0].copy_(first)
-                set_data(first, stacked.detach()[0])
+                row = stacked.detach()[0]
+                row.copy_(first.detach())
+                set_data(first, row)
 
     def has_other_attributes(self, member: int, parts: Sequence[int]) -> bool:
         """Return True if a step has given parts of a member other attributes than those of the first member.
@@ -143,15 +154,17 @@ class StackedMembers:
 
     def have_other_attributes(self, parts: Sequence[int]) -> bool:
         """Return True if this holds for any member."""
-        return any(replica.has_other_attributes(parts) for replica in self._replicas)
+        replicas = self._replicas
+        return any(replica.has_other_attributes(parts) for replica in replicas)
 
     # Gradients.
 
     def clear_gradients(self) -> None:
         """Begin a window: no gradients."""
-        for parameter in self.parameters:
-            parameter.present.clear()
-            set_gradients((parameter.stacked, *parameter.members), None)
+        for stacked, members, present in self.parameters:
+            present.clear()
+            set_gradients((stacked,), None)
+            set_gradients(members, None)
 
     def begin_backward(self) -> None:
         """Hide the gradients of the window so far, so that those of the members themselves are new ones."""
@@ -169,11 +182,14 @@ class StackedMembers:
             # 1. The batched computation wrote into the stacked gradient.
             if stacked.grad is not None:
                 present.update(computed)
-            # 2. What members computed by themselves.
+            # 2. The gradients that members computed by themselves.
             gradients = [member.grad for member in members]
-            found = [index for index, gradient in enumerate(gradients) if gradient is not None]
-            if found:
-                present.update(found)
+            is_alone = False
+            for index, gradient in enumerate(gradients):
+                if gradient is not None:
+                    present.add(index)
+                    is_alone = True
+            if is_alone:
                 _add(stacked, gradients)
         self.show_gradients()
 
@@ -182,16 +198,22 @@ class StackedMembers:
         for stacked, members, present in self.parameters:
             gradient = stacked.grad
             set_gradients(members, None)
+            # A view, which shows what the window adds later.
             if gradient is not None and 0 in present:
-                set_gradients(members[:1], gradient[0])
+                row = gradient[0]
+                set_gradients(members[:1], row)
 
     def hand_out_gradients(self) -> None:
         """Give each member its gradients, as views."""
         for stacked, members, present in self.parameters:
+            set_gradients(members, None)
             gradient = stacked.grad
-            for index, member in enumerate(members):
-                has_gradient = gradient is not None and index in present
-                set_gradients([member], gradient[index] if has_gradient and gradient is not None else None)
+            if gradient is None:
+                continue
+            rows = gradient.unbind()
+            for index in present:
+                member = members[index]
+                set_gradients([member], rows[index])
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of all members.
@@ -221,24 +243,36 @@ class StackedMembers:
 
     def states(self) -> list[dict[str, Any]]:
         """Return the full state of each member, with memory of its own."""
-        return [own_memory(module.state_dict()) for module in self.modules]
+        states = []
+        for module in self.modules:
+            state = module.state_dict()
+            states.append(own_memory(state))
+        return states
 
     def release(self) -> None:
         """Give the module memory of its own, which is that of one member."""
         with torch.no_grad():
-            for stacked, members, _ in self.parameters:
-                gradient = members[0].grad
-                set_gradients(members, None)
-                set_data(members[0], stacked.detach()[0].clone())
+            for _, members, _ in self.parameters:
+                first = members[0]
+                gradient = first.grad
                 if gradient is not None:
-                    set_gradients(members[:1], gradient.clone())
+                    gradient = gradient.clone()
+                set_gradients(members, None)
+                values = first.detach()
+                set_data(first, values.clone())
+                set_gradients([first], gradient)
             for buffer in self._replicas[0].buffers():
-                set_data(buffer, buffer.detach().clone())
+                values = buffer.detach()
+                set_data(buffer, values.clone())
 
 
 def gradient_state(parameters: Sequence[StackedParameter]) -> list[Any]:
     """Return the gradients of an open window, (members, *shape), and the members that have them."""
-    return [[stacked.grad, sorted(present)] for stacked, _, present in parameters]
+    state = []
+    for stacked, _, present in parameters:
+        members = sorted(present)
+        state.append([stacked.grad, members])
+    return state
 
 
 def set_gradients(parameters: Sequence[Tensor], gradient: Tensor | None) -> None:
@@ -252,6 +286,16 @@ def set_data(tensor: Tensor, values: Tensor) -> None:
     tensor.data = values
 
 
+def _stack_memory(tensors: Sequence[Tensor]) -> Tensor:
+    """Return stacked tensors, of which each of the tensors is a row from now on."""
+    values = [tensor.detach() for tensor in tensors]
+    stacked = torch.stack(values)
+    rows = stacked.unbind()
+    for tensor, row in zip(tensors, rows, strict=True):
+        set_data(tensor, row)
+    return stacked
+
+
 def own_memory(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state whose tensors are no views: a file would hold the memory of all members."""
     for name, value in state.items():
@@ -262,14 +306,17 @@ def own_memory(state: dict[str, Any]) -> dict[str, Any]:
 
 def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy values into parameters and buffers, by name."""
-    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    tensors.update(module.named_buffers())
     for name, value in state.items():
         target = tensors.get(name)
         if target is None:
             continue
         if target.shape != value.shape:
+            saved_shape = list(value.shape)
+            shape = list(target.shape)
             raise CheckpointError(
-                f"{name} of a member has the shape {list(value.shape)}, but that of the module {list(target.shape)}."
+                f"{name} of a member has the shape {saved_shape}, but that of the module {shape}."
                 " Build the model as it was."
             )
         target.copy_(value)
@@ -279,9 +326,13 @@ def _add(stacked: nn.Parameter, gradients: Sequence[Tensor | None]) -> None:
     """Add the gradients of some members to the stacked one."""
     total = stacked.grad
     rows = [gradient for gradient in gradients if gradient is not None]
-    if total is None and len(rows) == len(gradients):
-        set_gradients([stacked], torch.stack(rows))
+    has_all = len(rows) == len(gradients)
+    # 1. The first gradients of all members.
+    if total is None and has_all:
+        total = torch.stack(rows)
+        set_gradients([stacked], total)
         return
+    # 2. Others are added row by row.
     if total is None:
         total = torch.zeros_like(stacked)
         set_gradients([stacked], total)
@@ -293,5 +344,7 @@ def _add(stacked: nn.Parameter, gradients: Sequence[Tensor | None]) -> None:
 def _like(factor: float | Tensor, gradient: Tensor) -> float | Tensor:
     """Return factors of members in a shape that multiplies a stacked gradient."""
     if isinstance(factor, Tensor) and factor.ndim:
-        return factor.to(gradient).view(-1, *[1] * (gradient.ndim - 1))
+        factors = factor.to(gradient)
+        ones = [1] * (gradient.ndim - 1)
+        return factors.view(-1, *ones)
     return factor
