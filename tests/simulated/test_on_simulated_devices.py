@@ -24,14 +24,14 @@ FILES = [
     *(f"tests/simulated/configurations/test_{name}.py" for name in ("configurations", "resumption", "processes")),
     *(f"tests/simulated/steps/test_{name}.py" for name in ("launches", "waits", "regions")),
     "tests/strategies/replicated",
-    "tests/memory/savers/test_offloading.py",
+    "tests/parallel/savers/test_offloading.py",
     *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "stacks", "faults", "processes", "process_loops")),
 ]
 # Their workers compute, and look themselves on which devices.
 COMPUTED_BY_WORKERS = ["tests/simulated/configurations/test_processes.py"]
 # One device is enough for them.
-ON_ONE_DEVICE = ["tests/memory/savers/test_offloading.py"]
+ON_ONE_DEVICE = ["tests/parallel/savers/test_offloading.py"]
 TIMEOUT = 800.0  # seconds for one file, less than the tests' own
 
 
