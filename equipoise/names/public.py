@@ -96,7 +96,7 @@ def names_of(package: str) -> list[str]:
 
     Example:
         >>> names_of("equipoise.trainer")
-        ['CLITrainer', 'Trainer']
+        ['CLITrainer', 'Trainer', 'split_ensemble']
     """
     return sorted(_modules_by_name(package))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 
-from equipoise.interop.torch.processes import preloaded_by_user
+from equipoise.interop.distributed.processes import preloaded_by_user
 
 __all__ = ["preload", "preloaded_modules", "preloading"]
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from equipoise.errors import StepError
-from equipoise.interop.torch.processes import collective_count
+from equipoise.interop.distributed.processes import collective_count
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange
 from equipoise.strategies.distributed.sample_shares import ProcessShares
 from equipoise.strategies.recovery_support import RecoverySupport

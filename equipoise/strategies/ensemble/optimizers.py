@@ -20,7 +20,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.strategies.ensemble.members.stacked_members import StackedMembers, StackedParameter
 
-__all__ = ["MemberOptimizer"]
+__all__ = ["MemberOptimizer", "OptimizerState"]
 
 # Optimisers of torch that compute each element of a parameter by itself.
 _ELEMENTWISE = {

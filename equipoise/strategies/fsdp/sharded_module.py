@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from equipoise.interop.torch.fully_sharded import begin_as_root, unshard_by_hand
+from equipoise.interop.distributed.fully_sharded import begin_as_root, unshard_by_hand
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.strategies.fsdp.units import Unit

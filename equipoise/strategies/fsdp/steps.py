@@ -14,7 +14,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from equipoise.errors import StepError
-from equipoise.interop.torch.fully_sharded import unsharded_parameters
+from equipoise.interop.distributed.fully_sharded import unsharded_parameters
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.snapshot.preserve_state import preserve_state

@@ -18,6 +18,7 @@ from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from equipoise.errors import StepError
+from equipoise.interop.distributed.processes import collective_count
 from equipoise.interop.metrics import (
     join_metrics,
     merge_metric_states,
@@ -37,7 +38,6 @@ from equipoise.interop.torch.modules import (
     shell_of,
     versions,
 )
-from equipoise.interop.torch.processes import collective_count
 
 # Modules
 

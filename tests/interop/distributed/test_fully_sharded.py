@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from equipoise.interop.torch.fully_sharded import begin_as_root, unshard_by_hand, unsharded_parameters
+from equipoise.interop.distributed.fully_sharded import begin_as_root, unshard_by_hand, unsharded_parameters
 
 
 def shard_and_undo() -> dict[str, bool]:
