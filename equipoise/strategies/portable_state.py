@@ -1,7 +1,7 @@
 """Full states of modules and optimisers, which any other strategy can load; the default is torch's."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +16,20 @@ class PortableState:
 
     This class is for modules and optimisers that are in this process as a whole. Strategies that distribute them over
     processes override it.
+
+    Attributes:
+        is_sharded: Whether weights are in shards in a run. Then a checkpoint's weights are loaded behind
+            `Strategy.setup`, and a forward gathers them, so that all processes run it equally often. Default: False.
     """
+
+    is_sharded: ClassVar[bool] = False
+
+    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Receive the optimisers of a fit, once they are made and before their states are loaded.
+
+        Args:
+            optimizers: What `configure_optimizers` returned.
+        """
 
     def prepare(self) -> None:
         """Wait until no process changes what is to be read; called before a checkpoint is collected."""

@@ -48,9 +48,6 @@ class Strategy:
         name: The name by which `Trainer(strategy=...)` finds it.
         backward_per_micro_batch: Whether `forward_backward` runs a backward for each part of a batch rather than one
             for all.
-        forward_is_collective: Whether processes communicate in the forward, so that all of them must run it equally
-            often. Default: False.
-        loads_after_setup: Whether a checkpoint's weights are loaded behind `setup`, and not before. Default: False.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
@@ -61,8 +58,6 @@ class Strategy:
     name: ClassVar[str] = ""
     backward_per_micro_batch: ClassVar[bool] = False
     keeps_batches_whole: ClassVar[bool] = False
-    forward_is_collective: ClassVar[bool] = False
-    loads_after_setup: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
     dim: int = 0
@@ -146,13 +141,6 @@ class Strategy:
         precision.convert_module(module)
         module.to(self.root_device)
         self._module = module
-
-    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Receive the optimisers of a fit, once they are made and before their states are loaded.
-
-        Args:
-            optimizers: What `configure_optimizers` returned.
-        """
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Let BatchNorm layers compute over all processes (`sync_batchnorm`); called after `setup`."""

@@ -139,7 +139,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
     # 3. The module on its devices, and its optimisers.
     _place(context)
-    if checkpoint is not None and context.strategy.loads_after_setup:
+    if checkpoint is not None and context.strategy.portable.is_sharded:
         restore_weights(context, checkpoint)
     if request.fitting:
         configured = context.hooks.call_module("configure_optimizers")
@@ -149,7 +149,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
         if state.steps_in_backward:
             check_optimizer(optimizers[0])
         state.set_optimizers(optimizers, configs)
-        context.strategy.connect_optimizers(optimizers)
+        context.strategy.portable.connect_optimizers(optimizers)
         context.hooks.call("on_fit_start")
     if state.enable_autolog_hparams:
         log_hyperparams(parts.trainer)

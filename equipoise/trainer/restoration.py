@@ -41,7 +41,7 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
     hooks.call_module("on_load_checkpoint", checkpoint)
 
     # 1. The module.
-    if not context.strategy.loads_after_setup:
+    if not context.strategy.portable.is_sharded:
         restore_weights(context, checkpoint)
 
     # 2. The data module.

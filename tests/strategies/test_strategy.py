@@ -20,7 +20,7 @@ MEMBERS = {
     *("processes", "recovery", "portable"),
     *("default_devices", "root_device", "connect", "check_module", "setup", "share_batch_statistics", "teardown"),
     *("shard", "sync_buffers", "batch_to_devices"),
-    *("forward_backward", "evaluate", "backward", "collect_gradients"),
+    *("forward_backward", "evaluate", "await_others", "backward", "collect_gradients"),
     *("setup_optimizer", "finish_gradients", "clip_gradients"),
     *("state_dict", "load_state_dict"),
 }
@@ -28,7 +28,7 @@ MEMBERS = {
 
 def test_members() -> None:
     assert {name for name in dir(Strategy) if not name.startswith("_")} == MEMBERS
-    assert len(MEMBERS) <= 27
+    assert len(MEMBERS) <= 28
 
 
 def test_neutral_collaborators() -> None:
@@ -61,5 +61,5 @@ def test_copies_of_subclasses_keep_their_methods() -> None:
 
 
 def test_built_in_strategies_are_found_by_their_names() -> None:
-    assert list(defaults._STRATEGIES) == ["single_device", "dp", "balanced", "ddp", "pipeline"]
+    assert list(defaults._STRATEGIES) == ["single_device", "dp", "balanced", "ddp", "fsdp", "pipeline"]
     assert all(strategy.name == name for name, strategy in defaults._STRATEGIES.items())

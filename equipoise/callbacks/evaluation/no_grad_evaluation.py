@@ -141,8 +141,8 @@ class NoGradEvaluation(Callback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start to count at the trainer's present step."""
         # Lightning's strategies do not say this.
-        is_collective = getattr(trainer.strategy, "forward_is_collective", False)
-        if is_collective and trainer.world_size > 1:
+        portable = getattr(trainer.strategy, "portable", None)
+        if getattr(portable, "is_sharded", False):
             raise ConfigurationError(
                 f"{type(self).__name__} deals batches out unevenly, but under strategy={trainer.strategy.name!r} all"
                 " processes run a forward equally often. Use a validation loader and `validation_step` instead."

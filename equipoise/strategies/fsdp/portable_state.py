@@ -1,7 +1,7 @@
 """Full states of a module in shards, which any other strategy can load."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,13 @@ from equipoise.strategies.distributed.process_group import ProcessGroup
 from equipoise.strategies.fsdp.sharded_module import whole
 from equipoise.strategies.portable_state import PortableState
 
-__all__ = ["ShardedState"]
+__all__ = ["BeforeSharding", "ShardedState"]
+
+
+class BeforeSharding(PortableState):
+    """States of a module that is to be sharded, or is whole again."""
+
+    is_sharded: ClassVar[bool] = True
 
 
 class ShardedState(PortableState):
@@ -25,10 +31,20 @@ class ShardedState(PortableState):
 
     Args:
         group: The processes.
+
+    Attributes:
+        optimizers: The optimisers of the run, which get the module's own parameters at its end.
     """
+
+    is_sharded: ClassVar[bool] = True
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
+        self.optimizers: list[Optimizer] = []
+
+    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note the optimisers; see `PortableState.connect_optimizers`."""
+        self.optimizers = list(optimizers)
 
     def _check_complete(self) -> None:
         """Check that all processes can take part.

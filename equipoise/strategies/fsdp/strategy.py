@@ -1,7 +1,7 @@
 """FSDPStrategy: a process for each device, over which parameters, gradients and optimiser states are sharded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,7 +23,7 @@ from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import Apart, OnHost, average_gradients, reading_waits
-from equipoise.strategies.fsdp.portable_state import ShardedState
+from equipoise.strategies.fsdp.portable_state import BeforeSharding, ShardedState
 from equipoise.strategies.fsdp.recovery import ShardedRecovery
 from equipoise.strategies.fsdp.sharded_module import ShardedModule, Sharding
 from equipoise.strategies.fsdp.stepped_by_hand import SteppedByHand
@@ -36,6 +36,9 @@ __all__ = ["FSDPStrategy"]
 
 preload(__name__)
 
+# It has no state, so all strategies share it.
+_BEFORE_SHARDING = BeforeSharding()
+
 
 @dataclass(kw_only=True)
 class _Run(ProcessRun):
@@ -47,7 +50,6 @@ class _Run(ProcessRun):
         weight: The exchange of a window's total weight.
         portable: Full states.
         recovery: States why no step can be repeated.
-        optimizers: The optimisers of the run.
         by_hand: True if the module optimises by hand.
         failed: True if the run ended with an error, after which processes exchange nothing.
     """
@@ -58,7 +60,6 @@ class _Run(ProcessRun):
     portable: ShardedState
     recovery: ShardedRecovery
     by_hand: bool
-    optimizers: list[Optimizer] = field(default_factory=list)
     failed: bool = False
 
     def end(self, error: BaseException | None) -> None:
@@ -70,7 +71,7 @@ class _Run(ProcessRun):
         self.steps.close()
         # Hooks and metrics are the user's again, even if gathering fails.
         try:
-            self.sharded.restore(self.optimizers, gather=not self.failed)
+            self.sharded.restore(self.portable.optimizers, gather=not self.failed)
         finally:
             super().close()
 
@@ -111,8 +112,6 @@ class FSDPStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
-    forward_is_collective: ClassVar[bool] = True
-    loads_after_setup: ClassVar[bool] = True
 
     _run: _Run | None = None
 
@@ -229,11 +228,6 @@ class FSDPStrategy(ProcessStrategy):
             options["offload_policy"] = CPUOffloadPolicy()
         return options
 
-    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note the optimisers, which get the module's own parameters at the end; see `Strategy.connect_optimizers`."""
-        if self._run is not None:
-            self._run.optimizers = list(optimizers)
-
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Refuse to replace layers whose weights are in shards already; see `Strategy.share_batch_statistics`."""
         if self._run is None:
@@ -288,9 +282,11 @@ class FSDPStrategy(ProcessStrategy):
     @property
     def portable(self) -> PortableState:
         """Full states of the module and the optimisers; see `Strategy.portable`."""
-        if self._run is None:
-            return super().portable
-        return self._run.portable
+        if self._run is not None:
+            return self._run.portable
+        if self.processes.world_size > 1:
+            return _BEFORE_SHARDING
+        return super().portable
 
     @property
     def recovery(self) -> RecoverySupport:

@@ -138,6 +138,7 @@ def assert_close(expected: dict[str, Any], actual: dict[str, Any], tolerance: fl
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
         difference = torch.as_tensor(value).double() - torch.as_tensor(actual[name]).double()
+        # Not a number is a difference, too.
         assert float(difference.abs().max()) <= tolerance, name
 
 

@@ -33,7 +33,6 @@ STRATEGIES = {
     "2 of ddp": (lambda: "ddp", 2),
     "2 of fsdp": (fsdp, 2),
     "3 of fsdp": (fsdp, 3),
-    "2x2 of fsdp": (lambda: fsdp(replicas=2), 4),
     "pipeline": (lambda: PipelineStrategy(micro_batches=2), 2),
 }
 
@@ -50,8 +49,6 @@ def run(name: str, **options: Any) -> Any:
     [
         ("2 of fsdp", "one device"),
         pytest.param("2 of fsdp", "2 of ddp", marks=pytest.mark.slow),
-        pytest.param("2 of fsdp", "3 of fsdp", marks=pytest.mark.slow),
-        pytest.param("3 of fsdp", "2x2 of fsdp", marks=pytest.mark.slow),
         pytest.param("2 of fsdp", "pipeline", marks=pytest.mark.slow),
         pytest.param("pipeline", "2 of fsdp", marks=pytest.mark.slow),
         pytest.param("one device", "3 of fsdp", marks=pytest.mark.slow),
@@ -74,8 +71,6 @@ def test_a_run_goes_on_under_another_strategy(writer: str, reader: str, tmp_path
         ("2 of fsdp", "2 of fsdp"),
         ("2 of fsdp", "2 of ddp"),
         ("2 of ddp", "2 of fsdp"),
-        ("2 of fsdp", "3 of fsdp"),
-        ("3 of fsdp", "one device"),
     ],
 )
 @pytest.mark.parametrize("batch", [0, 2])
