@@ -14,8 +14,8 @@ from equipoise.to_device import ArrivingValue, to_device
 
 PACKAGE = Path(equipoise.__file__).parent
 
-# The progress bar copies into pinned memory and reads it after an event.
-MAY_COPY_ASYNCHRONOUSLY = {"to_device.py", "callbacks/progress/latest_values.py"}
+# The progress bar copies into pinned memory and reads it after an event, and so do offloaded activations.
+MAY_COPY_ASYNCHRONOUSLY = {"to_device.py", "callbacks/progress/latest_values.py", "parallel/savers/offloading.py"}
 
 
 class Recorded(Tensor):

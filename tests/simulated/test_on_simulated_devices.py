@@ -25,7 +25,7 @@ FILES = [
     *(f"tests/simulated/steps/test_{name}.py" for name in ("launches", "waits", "regions")),
     *(f"tests/simulated/captured/test_{name}.py" for name in ("equal", "host_work", "runs")),
     "tests/strategies/replicated",
-    "tests/memory/savers/test_offloading.py",
+    "tests/parallel/savers/test_offloading.py",
     *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints", "library_models")),
     *(f"{PIPELINE}/test_{name}.py" for name in ("loss_profile", "stacks", "faults", "processes", "process_loops")),
 ]
@@ -33,7 +33,7 @@ FILES = [
 COMPUTED_BY_WORKERS = ["tests/simulated/configurations/test_processes.py"]
 # One device is enough for them.
 ON_ONE_DEVICE = [
-    "tests/memory/savers/test_offloading.py",
+    "tests/parallel/savers/test_offloading.py",
     *(path for path in FILES if path.startswith("tests/simulated/captured/")),
 ]
 TIMEOUT = 800.0  # seconds for one file, less than the tests' own

@@ -53,7 +53,11 @@ def compare(measured: dict[str, Any], first: dict[str, Any] | None) -> str | Non
     differences = []
     for loss, expected in zip(losses, first["losses"], strict=True):
         largest = max(abs(loss), abs(expected))
-        differences.append(abs(loss - expected) / largest if largest else 0.0)
+        # Two losses of zero are equal.
+        difference = 0.0
+        if largest:
+            difference = abs(loss - expected) / largest
+        differences.append(difference)
     largest_difference = max(differences)
     if not math.isfinite(largest_difference):
         return "losses differ"

@@ -42,7 +42,9 @@ class Trial:
             text: The value in an override. Default: `value` as a text.
         """
         self.values[group][key] = value
-        self.overrides.append(f"{group}.{key}={value if text is None else text}")
+        if text is None:
+            text = str(value)
+        self.overrides.append(f"{group}.{key}={text}")
 
     def refuse(self, reason: str) -> None:
         """Note why the saver does not apply."""
@@ -80,6 +82,7 @@ def _step_in_backward(trial: Trial) -> None:
 
 def _inplace_activations(trial: Trial) -> None:
     callback = {"_target_": "equipoise.InplaceActivations"}
+    # Added to the callbacks of the configuration, whichever they are.
     trial.values["callbacks"]["inplace_activations"] = callback
     trial.overrides.append(f"+callbacks.inplace_activations._target_={callback['_target_']}")
 

@@ -53,7 +53,9 @@ def main(folder: Path) -> None:
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         is_wrong_input = isinstance(error, ConfigurationError)
-        reason = first_line if is_wrong_input else f"{type(error).__name__}: {first_line}"
+        reason = first_line
+        if not is_wrong_input:
+            reason = f"{type(error).__name__}: {first_line}"
         result = {"reason": reason, "is_configuration": is_wrong_input}
     # A file that is there is complete.
     unfinished = folder / f"{RESULT}.part"
@@ -66,8 +68,12 @@ def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     # 1. Data and module. Without a seed, two trials would begin with different weights.
     values = request["values"]
     seed = values["seed"]
-    seed_everything(0 if seed is None else seed, workers=True)
-    data = build(values["data"], "data") if values.get("data") else None
+    if seed is None:
+        seed = 0
+    seed_everything(seed, workers=True)
+    data = None
+    if values.get("data"):
+        data = build(values["data"], "data")
     module = build(values["module"], "module")
 
     # 2. The trainer, without loggers and callbacks of the user.

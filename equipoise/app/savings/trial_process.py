@@ -80,6 +80,7 @@ def _why_ended(code: int) -> str:
     """Return the reason why a process has left no result."""
     if code < 0:
         name = signal.Signals(-code).name
-        hint = ", as when the memory of the host is exhausted" if name == "SIGKILL" else ""
-        return f"its process was ended by {name}{hint}"
+        if name == "SIGKILL":
+            return "its process was ended by SIGKILL, as when the memory of the host is exhausted"
+        return f"its process was ended by {name}"
     return f"its process ended with exit code {code}"

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
-from equipoise.memory.savers.inplace import InplaceChoice, keep_inputs, use_inplace_activations
+from equipoise.parallel.savers.inplace import InplaceChoice, keep_inputs, use_inplace_activations
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 
 __all__ = ["InplaceActivations"]
@@ -21,7 +21,7 @@ class InplaceActivations(Callback):
     Before the first step of a fit, the training step is computed a few times on its batch, without an effect on
     anything: an activation function is changed if no later operation uses its input, nothing keeps the input, and loss
     and gradients stay the same to the bit. After the fit the module is as before. See
-    `equipoise.memory.savers.inplace.use_inplace_activations` for modules outside of a trainer.
+    `equipoise.parallel.savers.inplace.use_inplace_activations` for modules outside of a trainer.
 
     It works on one device in one process.
 
@@ -102,7 +102,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 def _describe(choice: InplaceChoice) -> str:
     changed = ", ".join(choice.changed) or "none"
-    reasons = [f"{name} ({reason})" for name, reason in choice.kept.items()]
+    reasons = [f"{name} ({reason})" for name, reason in choice.unchanged.items()]
     text = f"In-place activations: {changed}."
     if reasons:
         text += f" Not: {', '.join(reasons)}."

@@ -3,7 +3,8 @@
 Each name stands here with the reason why nothing public does; a test notices when one of them changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,15 @@ from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["fuse", "has_any_step_hooks", "has_step_hooks", "is_of_torch", "plain_step", "unscales_by_itself"]
+__all__ = [
+    "fuse",
+    "has_any_step_hooks",
+    "has_step_hooks",
+    "is_of_torch",
+    "only_parameter",
+    "plain_step",
+    "unscales_by_itself",
+]
 
 # The constructor of an optimiser sets this attribute with `fused=True`; nothing public sets it later.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
@@ -37,6 +46,26 @@ def is_of_torch(optimizer: object) -> bool:
     Newer classes name `torch.optim` as their module, older ones a module within it.
     """
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+@contextmanager
+def only_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Iterator[None]:
+    """Let an optimiser have one parameter alone for a `with` block. No public method takes parameters away.
+
+    Args:
+        optimizer: The optimiser.
+        group: The group of the parameter.
+        parameter: The parameter.
+    """
+    groups = optimizer.param_groups
+    parameters = group["params"]
+    group["params"] = [parameter]
+    optimizer.param_groups = [group]
+    try:
+        yield
+    finally:
+        group["params"] = parameters
+        optimizer.param_groups = groups
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[], Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from equipoise.app.savings import command as command_module
@@ -296,4 +295,3 @@ def test_savers_leave_the_configuration_alone() -> None:
     assert "already" in str(trials["bf16-mixed"].reason)
     assert "already" in str(trials["step in backward"].reason)
     assert "halved" in str(trials["accumulation of half batches"].reason)
-    assert torch.get_default_dtype() == torch.float32

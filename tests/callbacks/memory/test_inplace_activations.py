@@ -54,7 +54,7 @@ def test_the_same_run(precision: str) -> None:
     usual = Module()
     usual_run = fit(usual, callbacks=[memories[1]], precision=precision)
     assert len(inplace.choice.changed) == 6
-    assert not inplace.choice.kept
+    assert not inplace.choice.unchanged
     for name, value in module.state_dict().items():
         assert torch.equal(value, usual.state_dict()[name]), name
     assert run.logged_metrics == usual_run.logged_metrics

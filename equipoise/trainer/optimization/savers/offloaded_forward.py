@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from equipoise.errors import ConfigurationError
-from equipoise.memory.savers.offloading import Offloading
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.savers.offloading import Offloading
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

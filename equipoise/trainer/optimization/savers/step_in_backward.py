@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import StepError
-from equipoise.interop.torch.optimizers import plain_step
+from equipoise.interop.torch.optimizers import only_parameter, plain_step
 
 __all__ = ["StepInBackward"]
 
@@ -50,6 +50,7 @@ class StepInBackward:
         self._number_of_groups = 0
         self._handles = []
         self._find_groups()
+        # A frozen parameter takes no hook. If it is unfrozen within the epoch, `finish` steps it.
         for group in self._groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -67,6 +68,7 @@ class StepInBackward:
         has_new_groups = self._optimizer.param_groups is not self._groups
         if has_new_groups or len(self._groups) != self._number_of_groups:
             self._find_groups()
+        # From here on, each gradient is one of this step.
         self._stepped.clear()
         self._is_open = True
 
@@ -106,18 +108,12 @@ class StepInBackward:
                 )
             self._stepped.add(id(parameter))
             self._step_alone(parameter)
+            # The memory is free for the next gradient.
             parameter.grad = None
 
     def _step_alone(self, parameter: Tensor) -> None:
         """Clip and step one parameter, while the optimiser has no other."""
-        optimizer = self._optimizer
         group = self._group_of[id(parameter)]
-        parameters = group["params"]
-        group["params"] = [parameter]
-        optimizer.param_groups = [group]
-        try:
-            self._clip(optimizer)
+        with only_parameter(self._optimizer, group, parameter):
+            self._clip(self._optimizer)
             self._step()
-        finally:
-            group["params"] = parameters
-            optimizer.param_groups = self._groups

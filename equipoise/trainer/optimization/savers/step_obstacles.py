@@ -97,6 +97,7 @@ def _why_not_in_settings(context: "RunContext") -> str | None:
     """Return the reason that lies in the arguments of the trainer."""
     state = context.state
     strategy = context.strategy
+    # Each reason stands for gradients that are needed together, or after the backward.
     if not context.module.automatic_optimization:
         return f"{type(context.module).__name__} optimises by hand (automatic_optimization=False)"
     if state.accumulate_grad_batches != 1:
@@ -107,6 +108,7 @@ def _why_not_in_settings(context: "RunContext") -> str | None:
         return "compile gives all gradients at once"
     if state.captures_steps:
         return "capture gives all gradients at once"
+    # One device in one process, without duties of a strategy's own between backward and step.
     several = strategy.processes.world_size > 1 or not strategy.keeps_batches_whole
     if several or any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in _MEMBERS):
         return f"strategy={strategy.name!r} puts gradients together after the backward ('single_device' does not)"

@@ -38,11 +38,11 @@ class InplaceChoice:
 
     Attributes:
         changed: Names of the submodules that overwrite their input now.
-        kept: The reasons, by name, why others still do not.
+        unchanged: The reasons, by name, why others still do not.
     """
 
     changed: tuple[str, ...] = ()
-    kept: Mapping[str, str] = field(default_factory=dict)
+    unchanged: Mapping[str, str] = field(default_factory=dict)
 
 
 def use_inplace_activations(module: nn.Module, step: Step) -> InplaceChoice:
@@ -79,19 +79,24 @@ def use_inplace_activations(module: nn.Module, step: Step) -> InplaceChoice:
     uses = _InputUses(candidates)
     with uses:
         expected = _compute(module, step, uses)
-    kept = uses.reasons()
-    if not _are_equal(_compute(module, step), expected):
-        return InplaceChoice((), dict.fromkeys(candidates, "the step computes other numbers when it is repeated"))
+    unchanged = uses.reasons()
+    repeated = _compute(module, step)
+    if not _are_equal(repeated, expected):
+        reasons = dict.fromkeys(candidates, "the step computes other numbers when it is repeated")
+        return InplaceChoice((), reasons)
 
     # 2. All others at once, or else one after the other.
-    chosen = {name: part for name, part in candidates.items() if name not in kept}
-    if _why_wrong(module, step, expected, chosen.values()) is not None:
-        for name, part in list(chosen.items()):
-            reason = _why_wrong(module, step, expected, [part])
-            if reason is not None:
-                kept[name] = reason
-                del chosen[name]
-    return InplaceChoice(tuple(chosen), kept)
+    chosen = [name for name in candidates if name not in unchanged]
+    parts = [candidates[name] for name in chosen]
+    if _why_wrong(module, step, expected, parts) is None:
+        return InplaceChoice(tuple(chosen), unchanged)
+    for name in chosen:
+        part = candidates[name]
+        reason = _why_wrong(module, step, expected, [part])
+        if reason is not None:
+            unchanged[name] = reason
+    changed = [name for name in chosen if name not in unchanged]
+    return InplaceChoice(tuple(changed), unchanged)
 
 
 def keep_inputs(module: nn.Module, names: Iterable[str]) -> None:
@@ -102,16 +107,18 @@ def keep_inputs(module: nn.Module, names: Iterable[str]) -> None:
         names: The names of the changed submodules.
     """
     for name in names:
-        _set_inplace([module.get_submodule(name)], False)
+        part = module.get_submodule(name)
+        _set_inplace([part], False)
 
 
 def _candidates(module: nn.Module) -> dict[str, nn.Module]:
     """Return the activation functions that have the option and do not use it."""
-    found = {}
+    candidates = {}
     for name, part in module.named_modules():
-        if type(part).__module__ == _PACKAGE and getattr(part, "inplace", None) is False:
-            found[name] = part
-    return found
+        is_of_torch = type(part).__module__ == _PACKAGE
+        if is_of_torch and getattr(part, "inplace", None) is False:
+            candidates[name] = part
+    return candidates
 
 
 def _set_inplace(parts: Iterable[nn.Module], inplace: bool) -> None:
@@ -129,13 +136,16 @@ def _compute(module: nn.Module, step: Step, uses: "_InputUses | None" = None) ->
         output = step()
         if uses is not None:
             uses.end_forward()
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = output
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise ConfigurationError(
                 "In-place activations are checked by a step that returns its loss with a graph, or a dictionary with"
                 f" it under 'loss', but the step returned {type(output).__name__}."
             )
-        gradients = torch.autograd.grad(loss, parameters, torch.ones_like(loss), allow_unused=True)
+        seed = torch.ones_like(loss)
+        gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
         # Attributes and outputs are still there, and the graph is gone.
         if uses is not None:
             uses.note_kept()
@@ -148,7 +158,10 @@ def _are_equal(results: Iterable[Tensor | None], expected: Iterable[Tensor | Non
         if one is None or other is None:
             if one is not other:
                 return False
-        elif not torch.equal(one.nan_to_num(), other.nan_to_num()) or not torch.equal(one.isnan(), other.isnan()):
+        elif not torch.equal(one.isnan(), other.isnan()):
+            return False
+        elif not torch.equal(one.nan_to_num(), other.nan_to_num()):
+            # A NaN equals nothing, itself included.
             return False
     return True
 
@@ -158,11 +171,13 @@ def _why_wrong(module: nn.Module, step: Step, expected: list[Tensor | None], par
     parts = list(parts)
     _set_inplace(parts, True)
     try:
-        if _are_equal(_compute(module, step), expected):
+        results = _compute(module, step)
+        if _are_equal(results, expected):
             return None
         reason = "the loss or a gradient differs"
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
+        lines = str(error).splitlines()
+        reason = lines[0]
     _set_inplace(parts, False)
     return reason
 
@@ -211,10 +226,11 @@ class _InputUses:
 
     def reasons(self) -> dict[str, str]:
         """Return why functions must keep their input, by name."""
+        called = {name for _, name in self._inputs}
         for name in self._candidates:
-            if all(name != caller for _, caller in self._inputs):
+            if name not in called:
                 self._reasons.setdefault(name, "it was not called in this step")
-        return {name: self._reasons[name] for name in self._candidates if name in self._reasons}
+        return dict(self._reasons)
 
     def _hook(self, name: str) -> Callable[..., None]:
         def note(part: nn.Module, args: Any, output: Any) -> None:
@@ -228,8 +244,10 @@ class _InputUses:
         storage = tensor.untyped_storage()
         key = id(storage)
         # The id may belong to another storage later.
-        self._inputs.append((weakref.ref(storage, lambda _: self._names_by_storage.pop(key, None)), name))
-        self._names_by_storage.setdefault(key, set()).add(name)
+        reference = weakref.ref(storage, lambda _: self._names_by_storage.pop(key, None))
+        self._inputs.append((reference, name))
+        names = self._names_by_storage.setdefault(key, set())
+        names.add(name)
 
     def _on_operation(self, operation: str, result: Any, args: Any) -> None:
         for tensor in tensors_in(args):
@@ -243,4 +261,5 @@ class _InputUses:
         except (NotImplementedError, RuntimeError):
             # The tensor is sparse, or of a class from another library.
             return set()
-        return self._names_by_storage.get(id(storage), set())
+        key = id(storage)
+        return self._names_by_storage.get(key, set())

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import ConfigurationError, MemoryLogger, Trainer
-from equipoise.memory.savers import offloading as offloading_module
-from equipoise.memory.savers.offloading import Offloading
+from equipoise.parallel.savers import offloading as offloading_module
+from equipoise.parallel.savers.offloading import Offloading
 from tests.conftest import ignoring
 from tests.support.trainer_runs import refuses
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from equipoise import ConfigurationError
 from equipoise.memory.profile.ledger import Ledger
-from equipoise.memory.savers.inplace import keep_inputs, use_inplace_activations
+from equipoise.parallel.savers.inplace import keep_inputs, use_inplace_activations
 
 KINDS = [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid]
 # Torch computes their gradient from the output instead, and rounds in another way.
@@ -60,9 +60,9 @@ def test_choice_and_reasons() -> None:
         "shared": "its input is used afterwards, by elu",
         "unused": "it was not called in this step",
     }
-    assert choice.kept.keys() == reasons.keys()
+    assert choice.unchanged.keys() == reasons.keys()
     for name, reason in reasons.items():
-        assert reason in choice.kept[name], (name, choice.kept[name])
+        assert reason in choice.unchanged[name], (name, choice.unchanged[name])
     in_place = [name for name, part in network.named_modules() if getattr(part, "inplace", False)]
     assert in_place == ["safe"]
     assert torch.equal(batch, before)
@@ -100,7 +100,7 @@ def test_other_rounding_is_noticed(kind: Any) -> None:
     network = nn.Sequential(nn.Linear(4, 64), kind(), nn.Linear(64, 1)).double()
     batch = torch.randn(64, 4, dtype=torch.float64)
     choice = use_inplace_activations(network, lambda: network(batch).square().mean())
-    assert choice.kept == {"1": "the loss or a gradient differs"}
+    assert choice.unchanged == {"1": "the loss or a gradient differs"}
     assert not network[1].inplace
 
 
@@ -130,7 +130,7 @@ def test_a_step_that_is_not_repeatable() -> None:
     counts = iter(range(10))
     choice = use_inplace_activations(network, lambda: network(torch.ones(1, 2)).sum() * next(counts))
     assert choice.changed == ()
-    assert "other numbers" in choice.kept["1"]
+    assert "other numbers" in choice.unchanged["1"]
     assert not network[1].inplace
 
 
@@ -144,7 +144,7 @@ def test_dropout_draws_the_same_numbers() -> None:
 def test_nothing_to_do() -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.GELU())
     choice = use_inplace_activations(network, lambda: pytest.fail("needs no step"))
-    assert (choice.changed, dict(choice.kept)) == ((), {})
+    assert (choice.changed, dict(choice.unchanged)) == ((), {})
 
 
 @pytest.mark.parametrize("output", [None, 1.0, torch.ones(()), {"value": 1}])

@@ -33,11 +33,12 @@ class _Kept(NamedTuple):
         Raises:
             RuntimeError: If it was changed in place.
         """
-        if versions([self.tensor]) != self.version:
+        present = versions([self.tensor])
+        if present != self.version:
+            shape = list(self.tensor.shape)
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-                f" tensor of shape {list(self.tensor.shape)}, saved at version {self.version}, is at version"
-                f" {versions([self.tensor])} now."
+                f" tensor of shape {shape}, saved at version {self.version}, is at version {present} now."
             )
         return self.tensor
 
@@ -57,7 +58,10 @@ class _Copy:
         with torch.no_grad():
             self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=pins)
             self._tensor.copy_(tensor, non_blocking=pins)
-        self._arrival = torch.cuda.current_stream(tensor.device).record_event() if pins else None
+        self._arrival: torch.cuda.Event | None = None
+        if pins:
+            stream = torch.cuda.current_stream(tensor.device)
+            self._arrival = stream.record_event()
 
     def is_of(self, storage: Any) -> bool:
         """Return True if the copy was made from a storage. Another one may have its id, once it is freed."""
@@ -106,8 +110,10 @@ class Offloading:
     def forward(self) -> Iterator[None]:
         """Offload what operations in a `with` block save."""
         # Strategies may move parameters between steps.
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        self._staying = {_address(tensor) for tensor in tensors}
+        self._staying.clear()
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            address = _address(tensor)
+            self._staying.add(address)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -119,8 +125,10 @@ class Offloading:
         if not self._is_offloaded(tensor):
             return _Kept(tensor, version)
         storage = tensor.untyped_storage()
-        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = (id(storage), place, tuple(version or ()))
+        offset = tensor.storage_offset()
+        place = (offset, tensor.shape, tensor.stride(), tensor.dtype)
+        version_key = tuple(version or ())
+        key = (id(storage), place, version_key)
         copy = self._copies.get(key)
         if copy is None or version is None or not copy.is_of(storage):
             copy = _Copy(tensor, storage)
@@ -132,16 +140,21 @@ class Offloading:
 
     def _is_offloaded(self, tensor: Tensor) -> bool:
         """Return True if a tensor is to wait on the host."""
-        is_here = tensor.device.type == self._device.type
-        if not is_here or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        if tensor.device.type != self._device.type:
             return False
-        if tensor.nbytes < max(1, self._least_bytes):
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
+        if not is_plain or tensor.layout != torch.strided:
+            return False
+        # Nothing is gained by an empty tensor.
+        least = max(1, self._least_bytes)
+        if tensor.nbytes < least:
             return False
         storage = tensor.untyped_storage()
         # The elements of an expanded tensor lie in one place.
         if storage.nbytes() < tensor.nbytes:
             return False
-        return _address(tensor) not in self._staying
+        address = _address(tensor)
+        return address not in self._staying
 
 
 def _address(tensor: Tensor) -> int:
