@@ -61,5 +61,6 @@ def test_copies_of_subclasses_keep_their_methods() -> None:
 
 
 def test_built_in_strategies_are_found_by_their_names() -> None:
-    assert list(defaults._STRATEGIES) == ["single_device", "dp", "balanced", "ddp", "fsdp", "pipeline"]
+    built_in = ["single_device", "dp", "balanced", "ddp", "fsdp", "pipeline", "ensemble", "hogwild"]
+    assert list(defaults._STRATEGIES) == built_in
     assert all(strategy.name == name for name, strategy in defaults._STRATEGIES.items())
