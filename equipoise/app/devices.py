@@ -161,7 +161,8 @@ def _live_table(devices: Sequence[DeviceInfo], least_free: dict[str, int]) -> An
 
     table = Table(box=SIMPLE, caption="used: by all processes; least free: since watching began. Ctrl-C ends.")
     table.add_column("device", no_wrap=True, min_width=6)
-    table.add_column("name", overflow="ellipsis", no_wrap=True, max_width=28)
+    # It alone may be wrapped: in a narrow window the other columns stay whole.
+    table.add_column("name", overflow="fold", max_width=28)
     for column in ("memory", "used", "least free"):
         table.add_column(column, justify="right", no_wrap=True, min_width=10)
     table.add_column("", no_wrap=True, min_width=_BAR + 5)
