@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -187,8 +186,9 @@ class EnsembleStrategy(Strategy):
 
     def _forget(self) -> None:
         """Forget the members of an earlier module."""
-        # The module, and the weights of its other members between runs.
-        self._module_of_members: Callable[[], nn.Module | None] | None = None
+        # The module, which is the first member, and the weights of its other members between runs. The module is kept:
+        # a program may hold only the strategy, to read the members after a run.
+        self._module_of_members: nn.Module | None = None
         self._states: list[dict[str, Any]] | None = None
         # Those of a checkpoint, until the run begins.
         self._loaded_states: list[dict[str, Any]] | None = None
@@ -259,7 +259,7 @@ class EnsembleStrategy(Strategy):
         """Return the weights of all members but the first: of a checkpoint, of the run before, or new ones."""
         # 1. Those of a checkpoint, or of the run before with the same module.
         seeds = member_seeds(self.seeds, self.members)
-        is_known = self._module_of_members is not None and self._module_of_members() is module
+        is_known = self._module_of_members is module
         states = self._loaded_states
         if states is None and is_known:
             states = self._states
@@ -275,7 +275,7 @@ class EnsembleStrategy(Strategy):
             streams = RandomStreams.seeded(seeds[1:])
         # 3. The run, and those after it, belong to this module.
         self._forget()
-        self._module_of_members = ref(module)
+        self._module_of_members = module
         self._streams = streams
         return states
 
@@ -313,13 +313,11 @@ class EnsembleStrategy(Strategy):
         """Return each member as a module of its own, on the CPU, with memory of its own.
 
         Raises:
-            ConfigurationError: If there was no run, or its module is gone.
+            ConfigurationError: If there was no run.
         """
-        module = None
-        if self._module_of_members is not None:
-            module = self._module_of_members()
+        module = self._module_of_members
         if module is None:
-            raise ConfigurationError("There are no members yet: they are made in a run, and kept with its module.")
+            raise ConfigurationError("There are no members yet: they are constructed in a run.")
         states = self._other_states()
         modules = [copy.deepcopy(module).cpu() for _ in range(self.members)]
         for member, state in zip(modules[1:], states or [], strict=True):
