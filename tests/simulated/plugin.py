@@ -10,6 +10,9 @@ from tests.simulated.devices import installation
 
 installation.install()
 
+# Behind the installation: these import torch.
+from tests.support.quick_cases import cases_of_tests, name_of_test, spread  # noqa: E402
+
 __all__ = ["ON_OTHER_DEVICES_ONLY"]
 
 pytest_plugins = ["tests.simulated.as_gpus"]
@@ -43,6 +46,11 @@ ON_OTHER_DEVICES_ONLY = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that leaves out cases."""
+    parser.addoption("--most-cases", type=int, metavar="N", help="run at most N cases of each test, evenly spread")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let every Trainer of this process use the simulated devices."""
     from tests.simulated.devices.selection import replace_selection
@@ -52,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of the table.
+    """Deselect the tests of the table, and further cases if there is `--most-cases`.
 
     Raises:
         pytest.UsageError: If the table names a test that its file does not have.
@@ -62,14 +70,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files: set[str] = set()
     unknown = set(ON_OTHER_DEVICES_ONLY)
     for item in items:
-        names = {item.nodeid, item.nodeid.partition("[")[0]}
+        names = {item.nodeid, name_of_test(item)}
         files.add(item.nodeid.partition("::")[0])
         unknown -= names
         if names & set(ON_OTHER_DEVICES_ONLY):
             deselected.append(item)
         else:
             kept.append(item)
-    items[:] = kept
+    most_cases = config.getoption("--most-cases")
+    if most_cases is not None:
+        for cases in cases_of_tests(kept).values():
+            chosen = spread(len(cases), most_cases)
+            deselected += [case for index, case in enumerate(cases) if index not in chosen]
+    left_out = set(deselected)
+    items[:] = [item for item in kept if item not in left_out]
     config.hook.pytest_deselected(items=deselected)
 
     # Where whole files run, each entry of theirs names a test.

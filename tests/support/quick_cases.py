@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-__all__ = ["mark_further_cases", "spread"]
+__all__ = ["cases_of_tests", "mark_further_cases", "name_of_test", "spread"]
 
 
 def mark_further_cases(items: Sequence[pytest.Item]) -> None:
@@ -13,18 +13,27 @@ def mark_further_cases(items: Sequence[pytest.Item]) -> None:
     Args:
         items: All collected cases, in their order.
     """
-    cases_of_test: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("quick_cases") is not None:
-            test = item.nodeid.partition("[")[0]
-            cases_of_test.setdefault(test, []).append(item)
-    for cases in cases_of_test.values():
+    marked = [item for item in items if item.get_closest_marker("quick_cases") is not None]
+    for cases in cases_of_tests(marked).values():
         marker = cases[0].get_closest_marker("quick_cases")
         assert marker is not None
         quick = spread(len(cases), *marker.args)
         for index, case in enumerate(cases):
             if index not in quick:
                 case.add_marker(pytest.mark.slow)
+
+
+def name_of_test(item: pytest.Item) -> str:
+    """Return the name of a test without the parameters of a case."""
+    return item.nodeid.partition("[")[0]
+
+
+def cases_of_tests(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Return the cases of each test, by the test's name."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(name_of_test(item), []).append(item)
+    return cases
 
 
 def spread(size: int, count: int) -> set[int]:

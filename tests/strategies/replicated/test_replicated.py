@@ -333,7 +333,9 @@ def test_only_devices_with_a_part_take_part() -> None:
 
     sizes: list[int] = []
     trainer("dp", 4, max_epochs=1, limit_val_batches=0).fit(seeded(Counting), loader(6, 2, 1), loader())
-    assert sizes == [2, 2, 1, 1, 1, 1, 1]
+    # Devices compute at the same time, so the parts of a batch begin in any order.
+    parts_of_batches = [sorted(sizes[:4]), sorted(sizes[4:6]), sizes[6:]]
+    assert parts_of_batches == [[1, 1, 2, 2], [1, 1], [1]]
 
 
 def test_skipped_parts() -> None:
