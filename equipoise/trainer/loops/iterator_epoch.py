@@ -155,4 +155,4 @@ class IteratorEpoch(TrainingEpoch):
         self.pulled.make_ready(lost)
         self.progress.batch.mark_last(True)
         self.schedulers.end_batches()
-        self.after_batch(index - 1, last=False, ends=True, write=False)
+        self.after_batch(index - 1, last=False, ends=True)

@@ -459,8 +459,9 @@ def test_arguments() -> None:
         FSDPStrategy(replicas=0)
     with pytest.raises(ConfigurationError, match="replicas=2 do not divide 3 processes"):
         Trainer(strategy=FSDPStrategy(replicas=2), devices=["cpu"] * 3, **QUIET)
-    with pytest.raises(ConfigurationError, match="cpu_offload=True moves shards from GPUs"):
-        Trainer(strategy=FSDPStrategy(cpu_offload=True), devices=["cpu"] * 2, **QUIET)
+    for processes in (1, 2):
+        with pytest.raises(ConfigurationError, match="cpu_offload=True moves shards from GPUs"):
+            Trainer(strategy=FSDPStrategy(cpu_offload=True), devices=["cpu"] * processes, **QUIET)
     with pytest.raises(ConfigurationError, match=r"units='layers\.\*' matches no submodule"):
         choose_units(Net(), ["layers.*"])
     with pytest.raises(ConfigurationError, match="a unit needs parameters and a forward"):

@@ -2,9 +2,11 @@
 
 import csv
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
@@ -23,7 +25,7 @@ class Growing(Small):
         return super().training_step(batch, batch_idx)
 
 
-def fit(folder: Path) -> None:
+def fit(folder: Path | str) -> None:
     logger = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
     trainer(logger=logger, max_epochs=2, log_every_n_steps=1).fit(Growing(), loader())
 
@@ -58,3 +60,18 @@ def test_the_old_rows_stand_there_until_the_new_file_is_complete(
     monkeypatch.setattr(os, "replace", watched)
     fit(tmp_path)
     assert steps == [["0", "1", "2"]] * 2
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """A folder that does not lie on this machine's disk."""
+    yield "memory://rows"
+    fsspec.filesystem("memory").rm("/rows", recursive=True)
+
+
+def test_a_file_elsewhere_has_a_new_column_too(address: str) -> None:
+    """Nothing looks for a file on this machine's disk."""
+    fit(address)
+    with fsspec.open(f"{address}/metrics.csv", "r", newline="") as file:
+        found = rows(file)
+    assert [row["later"] for row in found if row["step"] in "345"] == ["1.0", "1.0", "1.0"]
