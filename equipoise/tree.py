@@ -16,6 +16,7 @@ __all__ = [
     "entries_of",
     "extract_tensors",
     "insert_tensors",
+    "is_slot",
     "items_of",
     "leaves_of",
     "map_leaves",
@@ -163,6 +164,11 @@ class _Slot:
     # The texts of two trees are equal if they differ in their tensors only.
     def __repr__(self) -> str:
         return f"<{self.index}>"
+
+
+def is_slot(tree: Any) -> bool:
+    """Return True for the structure of a tensor in no container, which `extract_tensors` split."""
+    return type(tree) is _Slot
 
 
 def extract_tensors(value: Any, items_of: ItemsOf = items_of) -> tuple[Any, list[Tensor]]:

@@ -5,6 +5,7 @@ Each name stands here with the reason why nothing public does; a test notices wh
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 # `torch.vmap` flattens arguments, dimensions and results as nested structures in each call, which costs as much as the
@@ -14,9 +15,14 @@ from torch._C._functorch import (
     _remove_batch_dim,
     _vmap_decrement_nesting,
     _vmap_increment_nesting,
+    maybe_current_level,
+    maybe_get_level,
 )
 
-__all__ = ["compute_batched"]
+__all__ = ["batched_linear", "compute_batched"]
+
+# The level of a tensor that belongs to no transform.
+_NO_LEVEL = -1
 
 
 def compute_batched(
@@ -49,3 +55,32 @@ def compute_batched(
         return [_remove_batch_dim(result, level, size, 0) for result in results]
     finally:
         _vmap_decrement_nesting()
+
+
+def batched_linear(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a linear layer of each row within `compute_batched`, by one batched product of matrices.
+
+    The rule of torch for `linear` takes it apart into a dozen operations, each of which is a node of the backward.
+    Nothing public tells how deep calls of `vmap` are nested, or which of them a tensor belongs to.
+
+    Args:
+        features: (samples, inputs) in each row, or for all of them. Other shapes are left to torch.
+        weight: (outputs, inputs) in each row.
+        bias: (outputs) in each row; None: there is none.
+    """
+    level = maybe_current_level()
+    parameters = [weight] if bias is None else [weight, bias]
+    have_rows = all(maybe_get_level(parameter) == level for parameter in parameters)
+    # Within other transforms of the user, and for what all rows share, torch's own rule is right.
+    if level is None or not have_rows or features.dim() != 2 or maybe_get_level(features) not in (level, _NO_LEVEL):
+        return torch.nn.functional.linear(features, weight, bias)
+    # Features that all rows share are expanded to as many.
+    rows_of_weight, *rows_of_bias = [_remove_batch_dim(parameter, level, 0, 0) for parameter in parameters]
+    rows_of_features = _remove_batch_dim(features, level, len(rows_of_weight), 0)
+    transposed = rows_of_weight.mT
+    if rows_of_bias:
+        result = torch.baddbmm(rows_of_bias[0].unsqueeze(1), rows_of_features, transposed)
+    else:
+        result = torch.bmm(rows_of_features, transposed)
+    rows: Tensor = _add_batch_dim(result, 0, level)
+    return rows

@@ -60,6 +60,16 @@ class _Attributes(NamedTuple):
     lengths: list[int]
     is_plain: bool
 
+    def may_have_new_items(self) -> bool:
+        """Return True if containers may hold other items than before."""
+        # Items may have been exchanged without a change of length.
+        for value in self.originals.values():
+            if isinstance(value, (list, dict)):
+                return True
+        if self.lengths:
+            return list(map(len, self.containers)) != self.lengths
+        return any(self.containers)
+
 
 class Replica:
     """A copy of a module on one device.
@@ -158,6 +168,11 @@ class Replica:
         """The module and all below it, but not metrics."""
         return [module for module, _ in self._shells]
 
+    @property
+    def copied_parts(self) -> list[nn.Module]:
+        """The copies of `parts`."""
+        return [shell for _, shell in self._shells]
+
     def has_other_attributes(self, parts: Sequence[int]) -> bool:
         """Return True if attributes of the copy differ from the module's, in more than the copied objects.
 
@@ -181,36 +196,56 @@ class Replica:
 
     def refresh_attributes(self) -> None:
         """Set the copy's attributes to the module's."""
-        for index, attributes in enumerate(self._attributes):
-            source, target, overrides, originals, values, containers, lengths, is_plain = attributes
+        for index in range(len(self._attributes)):
+            self.refresh_part(index)
+        self.refresh_trainable()
 
-            # 1. Compare the module's attributes with those of the last time. Only other values, or other items in
-            #    containers, may refer to other objects.
-            same = len(source) == len(values)
-            if same and not is_plain:
-                same = all(map(is_, source.values(), values))
-            if same:
-                if lengths:
-                    same = list(map(len, containers)) == lengths
-                else:
-                    same = not any(containers)
-            if not same:
-                module, _ = self._shells[index]
-                attributes = self._compare_attributes(type(module), source, target)
-                self._attributes[index] = attributes
-                overrides = attributes.overrides
-                originals = attributes.originals
+    def refresh_part(self, index: int) -> None:
+        """Set the attributes of one part of the copy to those of the module's.
 
-            # 2. Items of containers may have changed without a change of length.
-            for name, value in originals.items():
-                if isinstance(value, (list, dict)):
-                    overrides[name] = self._copy.substitute(value)
+        Args:
+            index: The index of the part among `parts`.
+        """
+        attributes = self._attributes[index]
+        source, target, overrides, originals, values, containers, lengths, is_plain = attributes
 
-            # 3. Attributes that the copy set itself are forgotten.
-            target.clear()
-            target.update(source)
-            target.update(overrides)
+        # 1. Compare the module's attributes with those of the last time. Only other values, or other items in
+        #    containers, may refer to other objects.
+        same = len(source) == len(values)
+        if same and not is_plain:
+            same = all(map(is_, source.values(), values))
+        if same:
+            if lengths:
+                same = list(map(len, containers)) == lengths
+            else:
+                same = not any(containers)
+        if not same:
+            module, _ = self._shells[index]
+            attributes = self._compare_attributes(type(module), source, target)
+            self._attributes[index] = attributes
+            overrides = attributes.overrides
+            originals = attributes.originals
 
+        # 2. Items of containers may have changed without a change of length.
+        for name, value in originals.items():
+            if isinstance(value, (list, dict)):
+                overrides[name] = self._copy.substitute(value)
+
+        # 3. Attributes that the copy set itself are forgotten.
+        target.clear()
+        target.update(source)
+        target.update(overrides)
+
+    def may_have_new_items(self, index: int) -> bool:
+        """Return True if containers of a part of the module may hold other items than at its last refresh.
+
+        Args:
+            index: The index of the part among `parts`.
+        """
+        return self._attributes[index].may_have_new_items()
+
+    def refresh_trainable(self) -> None:
+        """Let the copy's parameters require gradients where the module's do."""
         trainable = [source.requires_grad for source in self.sources]
         if trainable != self._trainable:
             self._trainable = trainable

@@ -1,7 +1,7 @@
 """Gradients of all members: one loss for one backward, weights of each member, and clipping of each member."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,11 +10,25 @@ from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.ensemble.members.stacked_members import StackedParameter
 
-__all__ = ["WeightsOfMembers", "clip_by_norm", "clip_by_value", "mean_loss"]
+__all__ = ["JoinedLoss", "WeightsOfMembers", "clip_by_norm", "clip_by_value"]
 
 # What torch adds to a norm before it divides by it.
 _EPSILON = 1e-6
 _WIDE = torch.float64
+
+
+class JoinedLoss(NamedTuple):
+    """The losses of all members in a step.
+
+    Attributes:
+        loss: The sum of the weighted losses, with its graph; None if no member has a loss.
+        weight: The weight of the step.
+        mean: The mean of the losses, without its graph; None if no member has a loss.
+    """
+
+    loss: Tensor | None
+    weight: Weight
+    mean: Tensor | None
 
 
 class WeightsOfMembers:
@@ -30,8 +44,8 @@ class WeightsOfMembers:
         self._common_total: Weight = 0
         self._are_equal = True
 
-    def join(self, results: Sequence[StepResult]) -> tuple[Tensor | None, Weight]:
-        """Return one loss whose backward gives each member its gradients, and its weight.
+    def join(self, results: Sequence[StepResult]) -> JoinedLoss:
+        """Return one loss whose backward gives each member its gradients.
 
         Args:
             results: The result of each member. One without a loss gets no gradient.
@@ -39,26 +53,25 @@ class WeightsOfMembers:
         # 1. The weights, and that of the step.
         weights = [_weight_of(result) for result in results]
         common = weights[0]
-        are_equal = all(not isinstance(weight, Tensor) and weight == common for weight in weights)
+        has_tensors = any(isinstance(weight, Tensor) for weight in weights)
+        are_equal = not has_tensors and weights.count(common) == len(weights)
         if not are_equal:
             common = sum(weights) / len(weights)
             self._are_equal = False
         self._add(weights, common)
 
-        # 2. The loss.
-        loss: Tensor | None = None
-        for result, weight in zip(results, weights, strict=True):
-            term = result.loss
-            if term is None:
-                continue
-            if not are_equal:
-                ratio = _ratio(weight, common)
-                term = term * ratio
-            if loss is None:
-                loss = term
-            else:
-                loss = loss + term
-        return loss, common
+        # 2. The loss: one sum, whose backward is quicker than that of a chain of sums.
+        losses = [result.loss for result in results if result.loss is not None]
+        if not losses:
+            return JoinedLoss(None, common, None)
+        loss = torch.stack(losses).sum(0)
+        mean = loss.detach() / len(losses)
+        if not are_equal:
+            pairs = zip(results, weights, strict=True)
+            ratios = [_ratio(weight, common) for result, weight in pairs if result.loss is not None]
+            terms = [term * ratio for term, ratio in zip(losses, ratios, strict=True)]
+            loss = torch.stack(terms).sum(0)
+        return JoinedLoss(loss, common, mean)
 
     def _add(self, weights: Sequence[Weight], common: Weight) -> None:
         count = len(weights)
@@ -118,15 +131,6 @@ def _ratio(weight: Weight, divisor: Weight) -> Weight:
     if not divisor:
         return 0.0
     return weight / divisor
-
-
-def mean_loss(results: Sequence[StepResult]) -> Tensor | None:
-    """Return the mean loss of the members, without its graph; None if there is no loss."""
-    losses = [result.loss for result in results if result.loss is not None]
-    if not losses:
-        return None
-    with torch.no_grad():
-        return torch.stack(losses).mean()
 
 
 def clip_by_norm(parameters: Sequence[StackedParameter], largest: float) -> None:

@@ -9,6 +9,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.torch.optimizers import plain_step
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.strategies.ensemble.members.stacked_members import StackedMembers, StackedParameter
 
@@ -65,6 +67,12 @@ class MemberOptimizer(StrategyOptimizer):
             )
         self._members = members
         self.is_stacked = type(optimizer) in _ELEMENTWISE
+        # The parameters of each group, and those of all members.
+        self._groups: list[list[Tensor]] = []
+        self._parameters: list[StackedParameter] = []
+        self._stacked_groups: list[list[nn.Parameter]] = []
+        # The step over stacked parameters, without the record of a profiler that is not at work.
+        self._plain_step: Callable[[], Any] | None = plain_step(optimizer) if self.is_stacked else None
         # The optimisers of all other members, where each has one.
         self._twins: list[Optimizer] = []
         # Refuses parameters that no member has.
@@ -74,18 +82,32 @@ class MemberOptimizer(StrategyOptimizer):
 
     def parameters(self) -> list[StackedParameter]:
         """Return the parameters of the optimiser, in the order of its groups."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if not _are_same(groups, self._groups):
+            self._find_parameters(groups)
+        return self._parameters
+
+    def _find_parameters(self, groups: list[list[Tensor]]) -> None:
+        """Find the stacked parameters of groups, which are others than before: callbacks may add parameters."""
         parameters = []
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                stacked = self._members.of(parameter)
-                if stacked is None:
-                    raise ConfigurationError(
-                        f"The optimiser {type(self.optimizer).__name__} has a parameter of shape"
-                        f" {list(parameter.shape)} that is none of the module's, so the members have none like it."
-                        " Register it in the module, before the run."
-                    )
-                parameters.append(stacked)
-        return parameters
+        stacked_groups = []
+        for group in groups:
+            of_group = [self._stacked_parameter(parameter) for parameter in group]
+            stacked_groups.append([parameter.stacked for parameter in of_group])
+            parameters.extend(of_group)
+        self._groups = [list(group) for group in groups]
+        self._parameters = parameters
+        self._stacked_groups = stacked_groups
+
+    def _stacked_parameter(self, parameter: Tensor) -> StackedParameter:
+        stacked = self._members.of(parameter)
+        if stacked is None:
+            raise ConfigurationError(
+                f"The optimiser {type(self.optimizer).__name__} has a parameter of shape"
+                f" {list(parameter.shape)} that is none of the module's, so the members have none like it."
+                " Register it in the module, before the run."
+            )
+        return stacked
 
     # Steps.
 
@@ -102,7 +124,10 @@ class MemberOptimizer(StrategyOptimizer):
         self._prepare()
         if self.is_stacked:
             with self._stacked():
-                result = self.optimizer.step(**kwargs)
+                if kwargs or self._plain_step is None:
+                    result = self.optimizer.step(**kwargs)
+                else:
+                    result = self._plain_step()
         else:
             result = self.optimizer.step(**kwargs)
             for twin in self._twins:
@@ -148,11 +173,10 @@ class MemberOptimizer(StrategyOptimizer):
     @contextmanager
     def _stacked(self) -> Iterator[None]:
         """Let the user's optimiser have the stacked parameters in a `with` block."""
+        self.parameters()
         groups = self.optimizer.param_groups
         originals = [group["params"] for group in groups]
-        parameters = iter(self.parameters())
-        stacked = [[next(parameters).stacked for _ in members] for members in originals]
-        _set_parameters(groups, stacked)
+        _set_parameters(groups, self._stacked_groups)
         try:
             yield
         finally:
@@ -222,6 +246,14 @@ class MemberOptimizer(StrategyOptimizer):
             entries = state.pop(parameter.stacked, None)
             if entries is not None:
                 state[parameter.members[0]] = _rows_of(entries, 0)
+
+
+def _are_same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
+    """Return True if groups hold the same parameters as others."""
+    if list(map(len, groups)) != list(map(len, others)):
+        return False
+    pairs = zip(groups, others, strict=True)
+    return all(all(map(is_, group, other)) for group, other in pairs)
 
 
 def _set_parameters(groups: Sequence[dict[str, Any]], parameters: Sequence[Any]) -> None:

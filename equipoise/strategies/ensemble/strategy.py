@@ -23,9 +23,15 @@ from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.ensemble.computation.choice import Choice, Mode
 from equipoise.strategies.ensemble.computation.side_by_side import SideBySide
-from equipoise.strategies.ensemble.data.member_batches import MemberParts, batch_of, draws_seeds, with_member_order
+from equipoise.strategies.ensemble.data.member_batches import (
+    MemberParts,
+    MembersBatch,
+    batch_of,
+    draws_seeds,
+    with_member_order,
+)
 from equipoise.strategies.ensemble.data.random_streams import RandomStreams
-from equipoise.strategies.ensemble.gradients import WeightsOfMembers, clip_by_norm, clip_by_value, mean_loss
+from equipoise.strategies.ensemble.gradients import WeightsOfMembers, clip_by_norm, clip_by_value
 from equipoise.strategies.ensemble.members.initial_members import Factory, check_seeds, construct_members, member_seeds
 from equipoise.strategies.ensemble.members.stacked_members import StackedMembers, StackedParameter, gradient_state
 from equipoise.strategies.ensemble.optimizers import MemberOptimizer, OptimizerState
@@ -345,6 +351,8 @@ class EnsembleStrategy(Strategy):
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy the batch of each member to the device; see `Strategy.batch_to_devices`."""
         device = self.devices[0]
+        if type(batch) is MembersBatch:
+            return MemberParts.of([transfer(part, device) for part in batch])
         first = batch_of(batch, 0)
         # All members share it.
         if first is batch:
@@ -375,7 +383,7 @@ class EnsembleStrategy(Strategy):
         run.load_gradients()
         results = self._run_members(step, batches, run.training)
         run.logs.log(step, results, by_member=False)
-        loss, weight = run.weights.join(results)
+        joined = run.weights.join(results)
 
         # 2. The backward. A window begins without gradients, of which the trainer knows the first member's alone.
         if step.begins_window:
@@ -385,12 +393,12 @@ class EnsembleStrategy(Strategy):
         run.note_computed([])
         if run.training.side_by_side.has_batched:
             run.note_computed([index for index, result in enumerate(results) if result.loss is not None])
-        step.backward(StepResult(loss, weight, None))
-        if loss is None:
+        step.backward(StepResult(joined.loss, joined.weight, None))
+        if joined.loss is None:
             members.show_gradients()
 
         # 3. Hooks see the mean loss, and what the first member returned.
-        return StepResult(mean_loss(results), weight, results[0].outputs)
+        return StepResult(joined.mean, joined.weight, results[0].outputs)
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run the evaluation step of each member, and return the mean of their outputs; see `Strategy.evaluate`."""

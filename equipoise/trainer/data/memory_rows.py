@@ -4,6 +4,7 @@ A DataLoader reads a TensorDataset sample by sample, and stacks the samples. For
 step that trains on it. One operation for each tensor returns the same batch, to the bit.
 """
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -137,7 +138,9 @@ def _check_indices(indices: Sequence[Any]) -> None:
 def _taken(tensors: Iterable[Tensor], indices: Sequence[int]) -> list[Tensor]:
     """Return rows of tensors."""
     _check_indices(indices)
-    chosen = torch.tensor(indices, dtype=torch.int64, device="cpu")
+    # A tensor over the memory of an array takes a fraction of the time of `torch.tensor`.
+    numbers = array("q", indices)
+    chosen = torch.frombuffer(numbers, dtype=torch.int64)
     return [tensor.index_select(0, chosen) for tensor in tensors]
 
 

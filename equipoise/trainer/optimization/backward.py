@@ -74,10 +74,10 @@ class Backward:
         if type(strategy).collect_gradients is not Strategy.collect_gradients:
             self._collect = strategy.collect_gradients
 
-        # 2. Whether there is nothing but the tensor's own backward.
+        # 2. Whether the backward is the tensor's own, of a loss that nobody sees.
         is_default = type(strategy).backward is Strategy.backward and not hooks.is_profiled
-        is_alone = not self._shows_loss and self._after is None and self._collect is None
-        self._is_plain = is_default and is_alone and self._scaler is None
+        self._is_plain = is_default and not self._shows_loss and self._scaler is None
+        self._is_followed = self._collect is not None or self._after is not None
 
         # 3. Seeds by share, dtype and device; the last one is mostly the next one, too.
         self._last_seed = _Seed(math.nan, None, None, None)
@@ -91,7 +91,7 @@ class Backward:
             share: Its factor in the window; None stands for 1.
             parts: The nominal number of parts of the window.
         """
-        # 1. Nothing but the tensor's own backward, with the seed of the last part if it is the same.
+        # 1. The tensor's own backward, with the seed of the last part if it is the same.
         if self._is_plain and not loss.ndim and loss.is_floating_point():
             if share is None:
                 share = 1.0
@@ -104,6 +104,8 @@ class Backward:
             except RuntimeError as error:
                 _explain(loss, error)
                 raise
+            if self._is_followed:
+                self._follow()
             return
 
         # 2. The backward with its hooks.
@@ -166,6 +168,10 @@ class Backward:
         except RuntimeError as error:
             _explain(loss, error)
             raise
+        self._follow()
+
+    def _follow(self) -> None:
+        """Do what comes after the backward."""
         if self._collect is not None:
             self._collect()
         if self._after is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equipoise.interop.torch.batching import compute_batched
+from equipoise.interop.torch.batching import batched_linear, compute_batched
 
 
 def test_results_and_gradients_are_those_of_vmap() -> None:
@@ -48,3 +48,66 @@ def test_an_error_leaves_no_level_behind() -> None:
     with pytest.raises(ValueError, match="inside"):
         compute_batched(fail, [torch.ones(2)], (0,), 2, "error")
     assert torch.equal(torch.vmap(torch.neg)(torch.ones(2)), -torch.ones(2))
+
+
+LINEAR = torch.nn.functional.linear
+
+
+def linear_of_rows(function: object, features: Tensor, dim: int | None, *, has_bias: bool) -> list[Tensor]:
+    """Outputs and gradients of a linear layer of three rows."""
+    draw = torch.Generator().manual_seed(1)
+    weights = torch.randn(3, 5, 4, dtype=torch.float64, generator=draw).requires_grad_()
+    biases = torch.randn(3, 5, dtype=torch.float64, generator=draw).requires_grad_()
+    leaves = [features.detach().requires_grad_(), weights, *([biases] if has_bias else [])]
+
+    def compute(tensors: list[Tensor]) -> list[Tensor]:
+        bias = tensors[2] if has_bias else None
+        return [function(tensors[0], tensors[1], bias)]  # type: ignore[operator]
+
+    (result,) = compute_batched(compute, leaves, (dim, 0, 0)[: len(leaves)], 3, "error")
+    return [result, *torch.autograd.grad(result.sin().sum(), leaves)]
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("shape", "dim"), [((3, 6, 4), 0), ((6, 3, 4), 1), ((6, 4), None)], ids=str)
+def test_a_linear_layer_is_one_product(shape: tuple[int, ...], dim: int | None, has_bias: bool) -> None:
+    features = torch.randn(shape, dtype=torch.float64)
+    computed = linear_of_rows(batched_linear, features, dim, has_bias=has_bias)
+    expected = linear_of_rows(LINEAR, features, dim, has_bias=has_bias)
+    for tensor, other in zip(computed, expected, strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-12, atol=1e-12)
+    assert computed[0].grad_fn is not None
+    assert computed[0].grad_fn.name() == ("BaddbmmBackward0" if has_bias else "BmmBackward0")
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 2, 6, 4)], ids=str)
+def test_a_linear_layer_of_other_shapes_is_left_to_torch(shape: tuple[int, ...]) -> None:
+    features = torch.randn(shape, dtype=torch.float64)
+    computed = linear_of_rows(batched_linear, features, 0, has_bias=True)
+    expected = linear_of_rows(LINEAR, features, 0, has_bias=True)
+    assert all(map(torch.equal, computed, expected))
+
+
+def test_a_linear_layer_within_other_transforms_is_left_to_torch() -> None:
+    def twice(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        inner = torch.vmap(lambda rows: batched_linear(rows, weight, bias))(torch.stack([features, 2 * features]))
+        slope = torch.func.grad(lambda rows: batched_linear(rows, weight, bias).square().sum())(features)
+        return inner.sum() + slope.sum()
+
+    def expected(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        inner = LINEAR(torch.stack([features, 2 * features]), weight, bias)
+        slope = 2 * LINEAR(features, weight, bias) @ weight
+        return inner.sum() + slope.sum()
+
+    features = torch.randn(3, 6, 4, dtype=torch.float64)
+    for tensor, other in zip(
+        linear_of_rows(twice, features, 0, has_bias=True),
+        linear_of_rows(expected, features, 0, has_bias=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(tensor, other, rtol=1e-10, atol=1e-10)
+
+
+def test_a_linear_layer_without_rows_is_left_to_torch() -> None:
+    features, weight = torch.randn(6, 4), torch.randn(5, 4)
+    assert torch.equal(batched_linear(features, weight, None), LINEAR(features, weight))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from equipoise import EnsembleStrategy
 from tests.conftest import ignoring
@@ -149,6 +150,72 @@ def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, s
     assert difference(strategy, states_alone(seed, 3, module, accumulate_grad_batches=window)) <= CLOSE
 
 
+class Unfreezing(Classifier):
+    """Trains its last layer from the second epoch on, in a group of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net[0].parameters(), lr=0.01)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": self.net[2].parameters(), "lr": 0.03})
+
+
+def test_parameters_that_the_optimizer_gets_in_a_run(seed: int) -> None:
+    strategy, _, _ = ensemble(seed, Unfreezing)
+    assert difference(strategy, states_alone(seed, 3, Unfreezing)) <= CLOSE
+
+
+class Watching(Classifier):
+    """Notes what hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.gradients: list[torch.Tensor] = []
+
+    def on_after_backward(self) -> None:
+        self.gradients.append(self.net[0].weight.grad.clone())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+        assert torch.equal(self.net[0].weight.grad, self.gradients[-1])
+
+
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_hooks_see_the_mean_loss_and_the_first_members_gradients(mode: Any, seed: int) -> None:
+    _, _, module = ensemble(seed, Watching, mode=mode)
+    runs = [alone(seed + member, Watching)[0] for member in range(3)]
+    means = [sum(losses) / 3 for losses in zip(*(run.losses for run in runs), strict=True)]
+    assert module.losses == pytest.approx(means, rel=1e-9)
+    for found, expected in zip(module.gradients, runs[0].gradients, strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=CLOSE)
+
+
+class Linear(Classifier):
+    """One layer, and batches with a dimension more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3).double()
+        self.wide = nn.Sequential(nn.Linear(2, 3), nn.GELU(), nn.Linear(3, 1, bias=False)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scales = self.wide(batch[0].view(-1, 4, 2)).mean((1, 2))
+        logits = self.net(batch[0]) * (1 + scales[:, None])
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+@pytest.mark.parametrize("own_order", [True, False])
+def test_linear_layers(own_order: bool, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    data = partial(loader, shuffle=own_order)
+    with caplog.at_level("INFO"):
+        strategy, _, _ = ensemble(seed, Linear, data)
+    # The module, too, whose forward calls a layer that is a network by itself.
+    assert "member by member" not in caplog.text
+    assert difference(strategy, states_alone(seed, 3, Linear, data)) <= CLOSE
+
+
 class Normed(Classifier):
     """Statistics of the batch, in buffers."""
 
@@ -196,6 +263,23 @@ class Kept(nn.Module):
         return self.last
 
 
+class Checkpointed(Classifier):
+    """Its network is computed again in the backward, when no network is computed at once any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = RecomputedLayer()
+
+
+class RecomputedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3).double()
+
+    def forward(self, features: torch.Tensor) -> Any:
+        return checkpoint(self.layer, features.tanh(), use_reentrant=False)
+
+
 class ValueBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -219,6 +303,7 @@ class BranchingNetwork(Classifier):
         (Recurrent, "net is computed member by member"),
         (Remembering, "its forward sets Kept.last"),
         (BranchingNetwork, "data-dependent"),
+        (Checkpointed, "as activation checkpointing does"),
     ],
 )
 def test_networks_that_cannot_be_computed_at_once(

@@ -45,6 +45,13 @@ class Hooked(Weights):
         self.seen.append(("after", self.weight.grad[0].item()))
 
 
+class HookedAfter(Weights):
+    """Notes the gradient after the backward, of a loss that nobody sees before."""
+
+    def on_after_backward(self) -> None:
+        self.gradient = self.weight.grad.clone()  # type: ignore[union-attr]
+
+
 class Overriding(Weights):
     """Doubles the loss in a `backward` of its own."""
 
@@ -69,6 +76,11 @@ class TestShare:
         backward_of(module)(module.loss(), share, 3)
         factor = 1.0 if share is None else float(share)
         torch.testing.assert_close(module.weight.grad, factor * GRADIENT, rtol=1e-15, atol=0)
+
+    def test_a_hook_after_it_sees_the_gradient(self) -> None:
+        module = HookedAfter()
+        backward_of(module)(module.loss(), 0.5, 2)
+        torch.testing.assert_close(module.gradient, GRADIENT / 2, rtol=1e-15, atol=0)
 
     def test_an_even_share_has_the_bits_of_a_division(self) -> None:
         module, expected = Weights(), Weights()

@@ -41,11 +41,13 @@ class Pattern(NamedTuple):
             batches: The batch of each member.
         """
         columns = []
+        last = max(self.sources, default=-1)
         for batch in batches:
-            tensors = list(tensors_in(batch))
-            if self.sources and max(self.sources) >= len(tensors):
+            tensors = _tensors_of(batch)
+            if last >= len(tensors):
                 return None
-            columns.append([tensors[index] for index in self.sources])
+            column = [tensors[index] for index in self.sources]
+            columns.append(column)
         return columns
 
     def is_like(self, other: "Pattern") -> bool:
@@ -53,6 +55,17 @@ class Pattern(NamedTuple):
         if self.name != other.name or self.sources != other.sources:
             return False
         return repr(self.tree) == repr(other.tree)
+
+
+def _tensors_of(batch: Any) -> Sequence[Tensor]:
+    """Return the tensors of a batch, in order."""
+    # The usual batch is a list of tensors, which needs no search.
+    if type(batch) in (list, tuple):
+        kinds = set(map(type, batch))
+        if kinds == {Tensor}:
+            tensors: Sequence[Tensor] = batch
+            return tensors
+    return list(tensors_in(batch))
 
 
 def pattern_of(name: str, calls: Sequence[Call], batches: Sequence[Any]) -> Pattern | None:

@@ -7,16 +7,18 @@ members at once. The first call of each kind is computed both ways and compared.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
-from equipoise.interop.torch.batching import compute_batched
+from equipoise.interop.torch.batching import batched_linear, compute_batched
 from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of, versions
 from equipoise.strategies.ensemble.members.stacked_members import StackedMembers
-from equipoise.tree import extract_tensors, insert_tensors, leaves_of
+from equipoise.tree import extract_tensors, insert_tensors, is_slot, leaves_of
 
 __all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "Noted", "reason_against"]
 
@@ -27,6 +29,12 @@ Slot = tuple[dict[str, Any], str]
 
 # Tensors, and values in arguments and outputs that are the same for all members if they are equal.
 _PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+# Such functions compute again, or unpack, in the backward, when no call is computed at once any more.
+_SAVES_OTHERWISE = "its forward saves tensors in a way of its own, as activation checkpointing does"
+# Programs may replace it.
+_FORWARD_OF_LINEAR = nn.Linear.forward
 
 
 class NotBatchable(Exception):
@@ -74,6 +82,33 @@ class CallState(NamedTuple):
     versions: list[int] | None
     grad: bool
     modes: tuple[Any, ...]
+
+
+def _uncover(layers: Sequence[tuple[dict[str, Any], Any]], covered: Sequence[Any]) -> None:
+    """Give layers the forwards back that were set on the objects, where calls of theirs are intercepted."""
+    for (attributes, _), forward in zip(layers, covered, strict=True):
+        if forward is None:
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = forward
+
+
+def _is_linear(network: nn.Module) -> bool:
+    """Return True for a linear layer whose forward is torch's own."""
+    if type(network) is not nn.Linear:
+        return False
+    if nn.Linear.forward is not _FORWARD_OF_LINEAR:
+        return False
+    registered = parameters_of(network)
+    return registered.keys() == {"weight", "bias"}
+
+
+def _linear_forward(layer: nn.Module, input: Tensor) -> Tensor:
+    """Return what a linear layer computes; its argument has torch's name."""
+    registered: Any = parameters_of(layer)
+    weight = registered["weight"]
+    bias = registered["bias"]
+    return batched_linear(input, weight, bias)
 
 
 def _autocast_state() -> tuple[Any, ...]:
@@ -148,6 +183,10 @@ class BatchedCall:
         for index, part in enumerate(members.parts()):
             if id(part) in identities:
                 self._indices.append(index)
+        self._attributes = []
+        for member in range(len(members)):
+            attributes = members.attributes_of(member, self._indices)
+            self._attributes.append(attributes)
         # 1. Parameters and buffers, each with every place in which it is registered.
         self._stacked: list[Tensor] = []
         self._slots: list[list[Slot]] = []
@@ -166,7 +205,17 @@ class BatchedCall:
         for identity in by_id:
             if identity in members.buffers:
                 self._buffers.append(members.buffers[identity])
-        # 2. Kinds of calls that were compared.
+        # 2. Linear layers, each of which is computed by one operation.
+        self._batched_forward = self._forward
+        if _is_linear(self._network):
+            self._batched_forward = _linear_forward
+        self._linear: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        for part in self._parts[1:]:
+            attributes_of_part = vars(part)
+            if _is_linear(part) and "forward" not in attributes_of_part:
+                forward = partial(_linear_forward, part)
+                self._linear.append((attributes_of_part, forward))
+        # 3. Kinds of calls that were compared.
         self._compared: set[tuple[Any, ...]] = set()
         # The structure of the last output.
         self._output_tree: Any = None
@@ -279,13 +328,23 @@ class BatchedCall:
         def compute(tensors: Sequence[Tensor]) -> list[Tensor]:
             originals = self._own_tensors
             _register(slots, tensors[:count])
+            covered = []
+            for attributes, forward in self._linear:
+                present = attributes.get("forward")
+                covered.append(present)
+                attributes["forward"] = forward
             try:
-                args, kwargs = insert_tensors(tree, tensors[count:])
-                with self._computing.of(0):
-                    output = self._forward(self._network, *args, **kwargs)
+                args, kwargs = _arguments(tree, tensors[count:])
+                with self._computing.of(0), disable_saved_tensors_hooks(_SAVES_OTHERWISE):
+                    output = self._batched_forward(self._network, *args, **kwargs)
                 _check_registered(slots, tensors[:count])
             finally:
+                _uncover(self._linear, covered)
                 _register(slots, originals)
+            # The usual output is a tensor.
+            self._output_tree = None
+            if type(output) is Tensor:
+                return [output]
             _check_plain(output, "returns")
             self._output_tree, values = extract_tensors(output)
             return values
@@ -297,6 +356,8 @@ class BatchedCall:
         self._output_tree = None
         # The output of each member.
         rows = [output.unbind() for output in outputs]
+        if output_tree is None:
+            return list(rows[0])
         outputs_of_members = []
         for values in zip(*rows, strict=True):
             outputs_of_members.append(insert_tensors(output_tree, values))
@@ -388,6 +449,9 @@ class BatchedCall:
         Args:
             member: The index of the member, from 1.
         """
+        # Mostly none was set since the refresh, which is quicker to see.
+        if self._attributes[member].are_unchanged():
+            return False
         return self._members.has_other_attributes(member, self._indices)
 
     def state_of_call(self) -> CallState:
@@ -449,6 +513,16 @@ def _taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
     return trees[0], columns
 
 
+def _arguments(tree: Any, tensors: Sequence[Tensor]) -> Call:
+    """Return the arguments of a call with tensors in their structure."""
+    args, kwargs = tree
+    # Mostly there are tensors alone, which the structure has in order.
+    if not kwargs and all(map(is_slot, args)):
+        return tuple(tensors), {}
+    call: Call = insert_tensors(tree, tensors)
+    return call
+
+
 def _stack(tensors: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], tuple[int | None, ...]]:
     """Return the tensors of calls, stacked where members have different ones; and the dimension of the members.
 
@@ -466,7 +540,9 @@ def _stack(tensors: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], tuple[int
             inputs.append(first)
             dims.append(None)
             continue
-        if any(tensor.shape != first.shape or tensor.dtype != first.dtype for tensor in column):
+        shapes = {tensor.shape for tensor in column}
+        dtypes = {tensor.dtype for tensor in column}
+        if len(shapes) > 1 or len(dtypes) > 1:
             raise NotBatchable("the members call it with tensors of different shapes", passes=True)
         inputs.append(torch.stack(column))
         dims.append(0)

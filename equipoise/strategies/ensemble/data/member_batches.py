@@ -66,6 +66,8 @@ def batch_of(batch: Any, member: int) -> Any:
     """
     if isinstance(batch, MembersBatch):
         return batch[member]
+    if isinstance(batch, torch.Tensor):
+        return batch
     items = items_of(batch)
     if items is None:
         return batch
@@ -102,13 +104,32 @@ class MemberCollate:
         """
         if isinstance(batch, MembersBatch):
             return batch
-        parts = split(batch, [_length_of(batch) // self.members] * self.members)
-        # Views have one count of changes in common: a member that changes its batch would disturb the others' graphs.
+        size = _length_of(batch) // self.members
+        # The usual batch is a list of tensors. Cutting it directly takes a fraction of the time.
+        if type(batch) is list:
+            kinds = set(map(type, batch))
+            if kinds == {torch.Tensor}:
+                return self._divided(batch, size)
+        parts = split(batch, [size] * self.members)
         return MembersBatch(map_leaves(_detached, part) for part in parts)
+
+    @staticmethod
+    def _divided(tensors: list[torch.Tensor], size: int) -> MembersBatch:
+        """Return the batches of a list of tensors."""
+        columns = []
+        for tensor in tensors:
+            # Unlike views, these have no count of changes in common.
+            rows = torch.unsafe_split(tensor, size)
+            columns.append(rows)
+        batches = zip(*columns, strict=True)
+        return MembersBatch(map(list, batches))
 
 
 def _detached(value: Any) -> Any:
-    """Return the same memory as a tensor of its own."""
+    """Return the same memory as a tensor of its own; a value that is no tensor as it is.
+
+    Views have one count of changes in common: a member that changes its batch would disturb the others' graphs.
+    """
     if isinstance(value, torch.Tensor):
         return value.data
     return value
@@ -166,7 +187,10 @@ class MemberOrder(Sampler[list[Any]]):
         batches = firsts
         while None not in batches:
             yield self._joined(batches)
-            batches = [self._next(member, iterator) for member, iterator in enumerate(iterators)]
+            if self._draws_at_once:
+                batches = [next(iterator, None) for iterator in iterators]
+            else:
+                batches = [self._next(member, iterator) for member, iterator in enumerate(iterators)]
 
     def _begin(self, member: int) -> tuple[Iterator[Any], Any]:
         """Return a member's batches behind the first, and the first; None if there is none."""
@@ -177,8 +201,7 @@ class MemberOrder(Sampler[list[Any]]):
         return iterator, next(iterator, None)
 
     def _next(self, member: int, iterator: Iterator[Any]) -> Any:
-        if self._draws_at_once:
-            return next(iterator, None)
+        """Return the next batch of a member, for which it may draw random numbers; None if there is none."""
         return self.generator.run(member, lambda: next(iterator, None), self._private)
 
     def _joined(self, batches: Sequence[Any]) -> list[Any]:

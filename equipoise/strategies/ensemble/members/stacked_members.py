@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from equipoise.errors import CheckpointError, StepError
 from equipoise.parallel.replicas.replica import Replica
+from equipoise.strategies.ensemble.members.attributes import AttributesOfMembers, NotedAttributes
 
 __all__ = ["StackedMembers", "StackedParameter", "gradient_state", "own_memory", "set_gradients"]
 
@@ -58,6 +59,7 @@ class StackedMembers:
         self.modules = [module]
         for replica in self._replicas:
             self.modules.append(replica.module)
+        self._attributes = AttributesOfMembers(self.parts(), self._replicas)
         copies = self.modules[1:]
         with torch.no_grad():
             for copied, state in zip(copies, states, strict=True):
@@ -71,6 +73,12 @@ class StackedMembers:
             rows.append(replica.copies)
         for column in zip(*rows, strict=True):
             self._stack_parameter(list(column))
+
+        # The parameters of each member, and those of all members.
+        self._tensors: list[Tensor] = []
+        for parameter in self.parameters:
+            self._tensors.append(parameter.stacked)
+            self._tensors.extend(parameter.members)
 
         # 3. Stacked buffers. One that is registered twice is stacked once.
         self.buffers: dict[int, Tensor] = {}
@@ -129,14 +137,15 @@ class StackedMembers:
                 "Modules or parameters were added to the module or removed from it during a run, but the members of an"
                 " ensemble have the structure of its beginning. Change it before, in `configure_model`."
             )
-        for replica in self._replicas:
-            replica.refresh_attributes()
+        self._attributes.refresh()
         for parameter in self.parameters:
             first = parameter.members[0]
             stacked = parameter.stacked
             is_trained = first.requires_grad
             if stacked.requires_grad != is_trained:
                 stacked.requires_grad_(is_trained)
+                for replica in self._replicas:
+                    replica.refresh_trainable()
             # A callback may have exchanged the values of the module, which are the first member's.
             if first.data_ptr() != stacked.data_ptr():
                 row = stacked.detach()[0]
@@ -152,6 +161,15 @@ class StackedMembers:
         """
         return self._replicas[member - 1].has_other_attributes(parts)
 
+    def attributes_of(self, member: int, parts: Sequence[int]) -> NotedAttributes:
+        """Return the attributes of a member, as the last refresh has left them.
+
+        Args:
+            member: The index of the member.
+            parts: Indices of the modules among `parts`.
+        """
+        return self._attributes.of(member, parts)
+
     def have_other_attributes(self, parts: Sequence[int]) -> bool:
         """Return True if this holds for any member."""
         replicas = self._replicas
@@ -161,10 +179,9 @@ class StackedMembers:
 
     def clear_gradients(self) -> None:
         """Begin a window: no gradients."""
-        for stacked, members, present in self.parameters:
-            present.clear()
-            set_gradients((stacked,), None)
-            set_gradients(members, None)
+        for parameter in self.parameters:
+            parameter.present.clear()
+        set_gradients(self._tensors, None)
 
     def begin_backward(self) -> None:
         """Hide the gradients of the window so far, so that those of the members themselves are new ones."""
@@ -191,17 +208,14 @@ class StackedMembers:
                     is_alone = True
             if is_alone:
                 _add(stacked, gradients)
-        self.show_gradients()
+                set_gradients(members, None)
+            _show_gradient(parameter)
 
     def show_gradients(self) -> None:
         """Let the module's parameters show the gradients of the first member."""
-        for stacked, members, present in self.parameters:
-            gradient = stacked.grad
-            set_gradients(members, None)
-            # A view, which shows what the window adds later.
-            if gradient is not None and 0 in present:
-                row = gradient[0]
-                set_gradients(members[:1], row)
+        for parameter in self.parameters:
+            set_gradients(parameter.members, None)
+            _show_gradient(parameter)
 
     def hand_out_gradients(self) -> None:
         """Give each member its gradients, as views."""
@@ -273,6 +287,14 @@ def gradient_state(parameters: Sequence[StackedParameter]) -> list[Any]:
         members = sorted(present)
         state.append([stacked.grad, members])
     return state
+
+
+def _show_gradient(parameter: StackedParameter) -> None:
+    """Let the first member show its row of the gradient; the members have none of their own."""
+    gradient = parameter.stacked.grad
+    if gradient is not None and 0 in parameter.present:
+        # A view, which shows what the window adds later.
+        parameter.members[0].grad = gradient.select(0, 0)
 
 
 def set_gradients(parameters: Sequence[Tensor], gradient: Tensor | None) -> None:
