@@ -325,3 +325,21 @@ def test_clipping_by_norm_from_a_later_step_on() -> None:
 def test_the_argument_is_a_flag() -> None:
     with pytest.raises(ConfigurationError, match="step_in_backward must be True or False"):
         Trainer(step_in_backward="yes")  # type: ignore[arg-type]
+
+
+class Reloading(Callback):
+    """Loads the optimiser's own state between two steps, which brings new groups, and then lowers the rate."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = trainer.optimizers
+        if batch_idx == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.01
+
+
+def test_groups_of_a_state_that_was_loaded_within_the_run() -> None:
+    modules = [Module(), Module()]
+    for module, step_in_backward in zip(modules, (False, True), strict=True):
+        fit(module, step_in_backward=step_in_backward, callbacks=[Reloading()])
+    assert_equal(*modules)
