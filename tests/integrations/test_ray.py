@@ -5,6 +5,7 @@ import csv
 import importlib.util
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -47,7 +48,15 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def run_once(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run a program in a session of its own, of which nothing is left."""
+    """Run a program to its end."""
+    with started(folder, *arguments) as program:
+        out, _ = program.communicate(timeout=LIMIT)
+    return program.returncode, out
+
+
+@contextlib.contextmanager
+def started(folder: Path, *arguments: str):
+    """Start a program in a session of its own, of which nothing is left."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     program = subprocess.Popen(
         [sys.executable, "-m", *arguments],
@@ -59,13 +68,12 @@ def run_once(folder: Path, *arguments: str) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        out, _ = program.communicate(timeout=LIMIT)
+        yield program
     finally:
         # Ray's processes belong to the session, unless it has ended them already.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)
         program.wait()
-    return program.returncode, out
 
 
 def outcome_of(folder: Path, part: str):
@@ -169,3 +177,75 @@ def test_the_error_of_a_worker_is_one_message(project):
     assert code == 2, out[-5000:]
     (message,) = [line for line in out.splitlines() if line.startswith("equipoise: ")]
     assert "limit_val_batches must be a number of batches" in message
+
+
+# A module whose first worker waits in the first step, and keeps a pipe open as long as its process lives.
+WAITS = {
+    "tiny/waits.py": """
+        import os
+        import threading
+        from tiny.module import Line
+
+        class Waits(Line):
+            def training_step(self, batch, batch_idx):
+                if self.lr == 0.3 and self.global_rank == 0:
+                    self.pipe = os.open("begun", os.O_WRONLY)
+                    os.write(self.pipe, b"begun")
+                    threading.Event().wait()
+                return super().training_step(batch, batch_idx)
+        """,
+    "conf/module/waits.yaml": """
+        _target_: tiny.waits.Waits
+        lr: 0.3
+        sizes: [1, 1]
+        settings: {bias: true}
+        """,
+}
+
+
+def interrupted(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run a program, and interrupt it as a terminal does once a worker waits; its worker ends, too."""
+    write(folder, WAITS)
+    os.mkfifo(folder / "begun")
+    # Nobody waits for a worker that never comes: without a writer this returns at once.
+    pipe = os.open(folder / "begun", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with started(folder, *arguments) as program:
+            readable, _, _ = select.select([pipe], [], [], LIMIT)
+            assert readable, "no worker has begun"
+            assert os.read(pipe, 5) == b"begun"
+            os.killpg(program.pid, signal.SIGINT)
+            out, _ = program.communicate(timeout=LIMIT)
+            # The end of the pipe: its process has ended.
+            readable, _, _ = select.select([pipe], [], [], LIMIT)
+            assert readable, "the worker goes on"
+            assert os.read(pipe, 5) == b""
+    finally:
+        os.close(pipe)
+    return program.returncode, out
+
+
+def test_ctrl_c_ends_the_workers_of_a_run(project):
+    code, out = interrupted(
+        project,
+        *("equipoise", "fit", "launcher=ray", "launcher.workers=2", "launcher.cpus_per_worker=0.5", "module=waits"),
+    )
+    assert code == 130, out[-5000:]
+    assert "equipoise: interrupted." in out
+    assert "Traceback" not in out
+
+
+def test_ctrl_c_ends_the_trials_of_a_sweep(project):
+    """On two cores one trial after the other: the first ends, the second waits, the third never begins."""
+    code, out = interrupted(
+        project,
+        *("equipoise", "fit", "--multirun", "launcher=ray", "launcher.cpus_per_worker=2", "module=waits"),
+        "module.lr=0.1,0.3,0.2",
+    )
+    assert code == 130, out[-5000:]
+    assert "equipoise: interrupted." in out
+    (path,) = project.glob("multirun/*/*/results.csv")
+    with path.open() as file:
+        states = [row["state"] for row in csv.DictReader(file)]
+    assert states[1] == "interrupted"
+    assert {states[0], states[2]} <= {"done", "interrupted"}
