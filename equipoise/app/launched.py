@@ -117,9 +117,7 @@ def _of_first(value: dict[str, Any], rank: Rank) -> dict[str, Any]:
     """Return the value of rank 0."""
     here = rank.count_here()
     devices = [torch.device("cpu")] * here
-    group = ProcessGroup(
-        devices, rank.count_machines(here), timeout=_MEETING, backend="gloo", on_joined=lambda: None
-    )
+    group = ProcessGroup(devices, rank.count_machines(here), timeout=_MEETING, backend="gloo", on_joined=lambda: None)
     received: dict[str, Any] = group.launch(lambda: group.broadcast(value))
     return received
 

@@ -204,24 +204,37 @@ WAITS = {
 
 
 def interrupted(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run a program, and interrupt it as a terminal does once a worker waits; its worker ends, too."""
+    """Run a program and interrupt it, anew as long as Ray could not start in time."""
     write(folder, WAITS)
     os.mkfifo(folder / "begun")
-    # Nobody waits for a worker that never comes: without a writer this returns at once.
+    for _ in range(STARTS):
+        code, out = interrupted_once(folder, *arguments)
+        if NOT_STARTED not in out:
+            break
+        for name in ("outputs", "multirun"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    return code, out
+
+
+def interrupted_once(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Interrupt a program as a terminal does, once a worker waits; its worker ends, too."""
     pipe = os.open(folder / "begun", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        with started(folder, *arguments) as program:
-            readable, _, _ = select.select([pipe], [], [], LIMIT)
-            assert readable, "no worker has begun"
-            assert os.read(pipe, 5) == b"begun"
+    with started(folder, *arguments) as program, os.fdopen(pipe, "rb", buffering=0) as worker:
+        end = os.pidfd_open(program.pid)
+        try:
+            readable, _, _ = select.select([worker, end], [], [], LIMIT)
+        finally:
+            os.close(end)
+        if worker in readable:
+            assert worker.read(5) == b"begun"
             os.killpg(program.pid, signal.SIGINT)
-            out, _ = program.communicate(timeout=LIMIT)
-            # The end of the pipe: its process has ended.
-            readable, _, _ = select.select([pipe], [], [], LIMIT)
+        # A program that never comes so far has its reason in what it prints.
+        out, _ = program.communicate(timeout=LIMIT)
+        if worker in readable:
+            # The pipe ends when the process of the worker does.
+            readable, _, _ = select.select([worker], [], [], LIMIT)
             assert readable, "the worker goes on"
-            assert os.read(pipe, 5) == b""
-    finally:
-        os.close(pipe)
+            assert worker.read(5) == b""
     return program.returncode, out
 
 

@@ -114,5 +114,3 @@ def test_what_is_no_wrapped_tensor_is_refused(pretended: Pretended, message: str
     torch.save({"state_dict": {}, "mine": pretended}, tmp_path / "x.ckpt", pickle_module=pickle)
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(tmp_path / "x.ckpt")
-
-
