@@ -159,6 +159,32 @@ def test_a_step_that_fails_is_a_row(deep: Path, equipoise: Any, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("without_processes")
+def test_a_step_without_a_loss_is_measured(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manual optimisation returns none; weights are compared alone."""
+    content = """
+        from deep.module import Deep
+
+        class ByHand(Deep):
+            def __init__(self, *, fails):
+                super().__init__(fails=fails)
+                self.automatic_optimization = False
+
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(self.net(batch).square().mean())
+                optimizer.step()
+        """
+    write(deep, {"deep/by_hand.py": content})
+    monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], SAVERS[3]])
+    code, out, err = equipoise("savings", "--json", "module._target_=deep.by_hand.ByHand", "trainer.max_epochs=7")
+    assert code == 0, err
+    usual, checkpointed = json.loads(out)["savers"]
+    assert usual["peak"] > checkpointed["peak"]
+    assert checkpointed["numbers"] == "to the bit"
+
+
+@pytest.mark.usefixtures("without_processes")
 def test_ctrl_c_keeps_what_is_done(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(trial: Any) -> None:
         raise KeyboardInterrupt
@@ -281,9 +307,10 @@ def test_blocks() -> None:
         ([1.0, 2.02], "b", "losses within 1e-02"),
         ([0.0, 2.0], "b", "losses within 1e+00"),
         ([float("nan"), 2.0], "b", "losses differ"),
+        ([None, 2.0], "b", "weights differ"),
     ],
 )
-def test_compare(losses: list[float], digest: str, expected: str) -> None:
+def test_compare(losses: list[float | None], digest: str, expected: str) -> None:
     assert compare({"losses": losses, "digest": digest}, {"losses": [1.0, 2.0], "digest": "a"}) == expected
     assert compare({"losses": losses, "digest": digest}, None) is None
 
