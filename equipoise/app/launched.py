@@ -127,7 +127,7 @@ def _use_folder(config: DictConfig, folder: Path) -> None:
     with read_write(config), open_dict(config):
         config.output_dir = str(folder)
     if HydraConfig.initialized():
-        runtime = HydraConfig.get().runtime
+        runtime: Any = HydraConfig.get().runtime
         with read_write(runtime), open_dict(runtime):
             runtime.output_dir = str(folder)
 

@@ -159,5 +159,5 @@ def empty_wrapper(kind: type[Tensor], dtype: torch.dtype, size: Sequence[int], s
         size: The shape that it shows.
         stride: Its strides.
     """
-    wrapper: Tensor = Tensor._make_wrapper_subclass(kind, size, strides=stride, dtype=dtype)  # type: ignore[attr-defined]
+    wrapper: Tensor = Tensor._make_wrapper_subclass(kind, size, strides=stride, dtype=dtype)
     return wrapper
