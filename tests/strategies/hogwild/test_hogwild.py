@@ -211,7 +211,7 @@ def test_max_steps_and_schedulers_count_the_steps_of_one_process() -> None:
     """Twelve batches for each process in an epoch, of which the run takes ten."""
     module = Scheduled()
     run = trainer(HogwildStrategy(processes=2), max_steps=10, max_epochs=-1)
-    run.fit(module, loader())
+    run.fit(module, loader(), loader())
     assert run.estimated_stepping_batches == 10
     assert module.notes == [(10, 10, 10), (10, 10, 10)]
 
@@ -235,7 +235,7 @@ def test_processes_draw_other_random_numbers() -> None:
         (lambda: trainer(HogwildStrategy(processes=2), num_nodes=2), "one machine"),
         (
             lambda: trainer(HogwildStrategy(processes=2, optimizer_state="shared"), precision="16-mixed").fit(
-                Linear(), loader()
+                Linear(), loader(), loader()
             ),
             "cannot meet to share a state",
         ),
