@@ -125,11 +125,11 @@ def _of_first(value: dict[str, Any], rank: Rank) -> dict[str, Any]:
 def _use_folder(config: DictConfig, folder: Path) -> None:
     """Set the folder of a run in its configuration, and in Hydra's, which others may refer to."""
     with read_write(config), open_dict(config):
-        config.output_dir = str(folder)
+        config["output_dir"] = str(folder)
     if HydraConfig.initialized():
         runtime: Any = HydraConfig.get().runtime
         with read_write(runtime), open_dict(runtime):
-            runtime.output_dir = str(folder)
+            runtime["output_dir"] = str(folder)
 
 
 def _move_log(old: Path, new: Path) -> None:
@@ -139,4 +139,4 @@ def _move_log(old: Path, new: Path) -> None:
             continue
         file = Path(handler.baseFilename)
         if file.parent == old:
-            handler.baseFilename = str(new / file.name)
+            vars(handler)["baseFilename"] = str(new / file.name)
