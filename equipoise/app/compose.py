@@ -34,6 +34,7 @@ from equipoise.app.config.checks import GROUPS, did_you_mean
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.help import describe_key
+from equipoise.app.launched import is_first, launched_rank, refuse_sweep
 from equipoise.app.messages import explain, options
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
@@ -131,6 +132,9 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
 
     try:
         if is_sweep(arguments):
+            rank = launched_rank()
+            if rank is not None:
+                refuse_sweep(rank)
             _check_first_trial(arguments, folders)
         with collected_results():
             _hydra(task, arguments, folders)
@@ -160,7 +164,7 @@ def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
 
 
 def _run_once(config: DictConfig, stage: str) -> dict[str, float]:
-    if stage != "fit" and config.get("ckpt_path") is None:
+    if stage != "fit" and config.get("ckpt_path") is None and is_first():
         _announce_fresh_weights(stage)
     return run(config, stage)
 

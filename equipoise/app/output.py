@@ -10,7 +10,7 @@ import yaml
 
 from equipoise.trainer.logging.csv_rows import put_aside
 
-__all__ = ["find_checkpoint", "keep_metrics", "without_empty_folder"]
+__all__ = ["find_checkpoint", "keep_metrics", "remove_if_empty", "without_empty_folder"]
 
 
 def find_checkpoint(which: str, values: Mapping[str, Any]) -> Path | None:
@@ -113,7 +113,7 @@ def without_empty_folder(output: Path) -> Iterator[None]:
     """Remove the folder of a run that is refused before it begins, if it is empty.
 
     Hydra creates the folder before it calls the task. Folders above it, such as that of the day, are removed if they
-    are empty too, up to the working folder.
+    are empty, too.
 
     Args:
         output: The folder of the run.
@@ -121,11 +121,20 @@ def without_empty_folder(output: Path) -> Iterator[None]:
     try:
         yield
     except Exception:
-        working_folder = Path.cwd()
-        folder = output.absolute()
-        # The first folder that is not empty raises an error, which ends the loop.
-        with contextlib.suppress(OSError):
-            while working_folder in folder.parents:
-                folder.rmdir()
-                folder = folder.parent
+        remove_if_empty(output)
         raise
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder, and those above it, as far as they are empty, up to the working folder.
+
+    Args:
+        folder: The folder.
+    """
+    working_folder = Path.cwd()
+    folder = folder.absolute()
+    # The first folder that is not empty raises an error, which ends the loop.
+    with contextlib.suppress(OSError):
+        while working_folder in folder.parents:
+            folder.rmdir()
+            folder = folder.parent

@@ -2,6 +2,8 @@
 
 run ──→ check all values, begin the folder ──┬──────────────────────────→ run_values ──→ builds, fits, tests
                                              └─ launcher=ray ──→ workers ──→ run_values, in each of them
+
+Where torchrun or Slurm has started several processes, each of them calls `run`, and rank 0 begins the folder.
 """
 
 import warnings
@@ -16,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
+from equipoise.app.launched import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.app.messages import explain
 from equipoise.app.output import keep_metrics, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
@@ -54,18 +57,24 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
     """
     # 1. Check all values, and begin the folder.
     try:
-        values = plain_values(config)
-        if stage is not None:
-            values["stage"] = stage
+        values = _plain_values(config, stage)
         output = Path(values.get("output_dir") or ".")
         launcher = None
         with without_empty_folder(output):
             check_values(values)
+            rank = launched_rank(values)
+            if rank is not None:
+                check_can_share(values, rank)
             values["ckpt_path"] = chosen_checkpoint(values)
             if values.get("launcher"):
                 launcher = build(values["launcher"], "launcher")
                 launcher.check_run(values)
-        _begin_folder(output, values)
+        if is_first(values):
+            _begin_folder(output, values)
+        if rank is not None:
+            agreed = agree_with_first(config, values, rank)
+            # Other values may contain the folder.
+            values = _plain_values(config, stage) | agreed
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(explain(error)) from error
 
@@ -76,6 +85,14 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         metrics = run_values(values, callbacks_of_job())
     report_metrics(metrics)
     return metrics
+
+
+def _plain_values(config: DictConfig, stage: str | None) -> dict[str, Any]:
+    """Return a configuration as plain values, with the stage that the command has chosen."""
+    values = plain_values(config)
+    if stage is not None:
+        values["stage"] = stage
+    return values
 
 
 def _begin_folder(output: Path, values: Mapping[str, Any]) -> None:
@@ -135,7 +152,7 @@ def _run_stages(trainer: Any, module: Any, data: Any, values: Mapping[str, Any])
     metrics = dict(trainer.callback_metrics)
 
     # 2. Predictions are saved, as the command has nothing to return them to.
-    if stage == "predict" and result:
+    if stage == "predict" and result and is_first(values):
         predictions = Path(values["output_dir"], "predictions.pt")
         torch.save(result, predictions)
         print(f"Predictions: {shorten(str(predictions))}")

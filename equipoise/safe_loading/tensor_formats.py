@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.torch.dispatch import empty_wrapper
 from equipoise.safe_loading.stand_in import StandIn
 
 __all__ = ["REBUILD", "STORAGE_TYPES", "Storage"]
@@ -154,8 +155,30 @@ def _rebuild_from_type_v2(function: Any, kind: Any, arguments: Sequence[Any], st
     if not any(function is allowed for allowed in REBUILD.values()):
         raise CheckpointError(f"a tensor cannot be built by {function!r}")
     tensor = function(*arguments)
-    _set_attributes(tensor, state)
+    if not isinstance(tensor, StandIn):
+        _set_attributes(tensor, state)
     return tensor
+
+
+def _rebuild_wrapper_subclass(
+    kind: Any,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    layout: torch.layout,
+    device: torch.device,
+    requires_grad: bool,
+) -> Any:
+    """Build a tensor that wraps others, if the user has allowed its class; the others are attributes, set later."""
+    if isinstance(kind, StandIn):
+        return kind
+    wraps = isinstance(kind, type) and issubclass(kind, Tensor)
+    if not wraps or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        raise CheckpointError(f"a tensor that wraps others cannot be of {kind!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"a tensor that wraps others has the dtype {dtype!r}")
+    return empty_wrapper(kind, dtype, _checked_counts(size), _checked_counts(stride))
 
 
 def _set_attributes(tensor: Tensor, state: Any) -> None:
@@ -216,6 +239,7 @@ REBUILD: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter_with_state,
     "torch._utils._rebuild_sparse_tensor": _rebuild_sparse_tensor,
+    "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper_subclass,
     "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_meta_tensor_no_storage,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type_v2,
 }

@@ -20,6 +20,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.communication.processes import Processes, SingleProcess
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
@@ -227,7 +228,7 @@ class Strategy:
             algorithm: "norm" or "value".
         """
         if algorithm == "value":
-            nn.utils.clip_grad_value_(optimizer_parameters(optimizer), value)
+            clip_by_value(optimizer_parameters(optimizer), value)
         elif algorithm == "norm":
             nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), value)
         else:

@@ -5,6 +5,7 @@ import csv
 import importlib.util
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -47,7 +48,15 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def run_once(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run a program in a session of its own, of which nothing is left."""
+    """Run a program to its end."""
+    with started(folder, *arguments) as program:
+        out, _ = program.communicate(timeout=LIMIT)
+    return program.returncode, out
+
+
+@contextlib.contextmanager
+def started(folder: Path, *arguments: str):
+    """Start a program in a session of its own, of which nothing is left."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     program = subprocess.Popen(
         [sys.executable, "-m", *arguments],
@@ -59,13 +68,12 @@ def run_once(folder: Path, *arguments: str) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        out, _ = program.communicate(timeout=LIMIT)
+        yield program
     finally:
         # Ray's processes belong to the session, unless it has ended them already.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)
         program.wait()
-    return program.returncode, out
 
 
 def outcome_of(folder: Path, part: str):
@@ -169,3 +177,88 @@ def test_the_error_of_a_worker_is_one_message(project):
     assert code == 2, out[-5000:]
     (message,) = [line for line in out.splitlines() if line.startswith("equipoise: ")]
     assert "limit_val_batches must be a number of batches" in message
+
+
+# A module whose first worker waits in the first step, and keeps a pipe open as long as its process lives.
+WAITS = {
+    "tiny/waits.py": """
+        import os
+        import threading
+        from tiny.module import Line
+
+        class Waits(Line):
+            def training_step(self, batch, batch_idx):
+                if self.lr == 0.3 and self.global_rank == 0:
+                    self.pipe = os.open("begun", os.O_WRONLY)
+                    os.write(self.pipe, b"begun")
+                    threading.Event().wait()
+                return super().training_step(batch, batch_idx)
+        """,
+    "conf/module/waits.yaml": """
+        _target_: tiny.waits.Waits
+        lr: 0.3
+        sizes: [1, 1]
+        settings: {bias: true}
+        """,
+}
+
+
+def interrupted(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run a program and interrupt it, anew as long as Ray could not start in time."""
+    write(folder, WAITS)
+    os.mkfifo(folder / "begun")
+    for _ in range(STARTS):
+        code, out = interrupted_once(folder, *arguments)
+        if NOT_STARTED not in out:
+            break
+        for name in ("outputs", "multirun"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    return code, out
+
+
+def interrupted_once(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Interrupt a program as a terminal does, once a worker waits; its worker ends, too."""
+    pipe = os.open(folder / "begun", os.O_RDONLY | os.O_NONBLOCK)
+    with started(folder, *arguments) as program, os.fdopen(pipe, "rb", buffering=0) as worker:
+        end = os.pidfd_open(program.pid)
+        try:
+            readable, _, _ = select.select([worker, end], [], [], LIMIT)
+        finally:
+            os.close(end)
+        if worker in readable:
+            assert worker.read(5) == b"begun"
+            os.killpg(program.pid, signal.SIGINT)
+        # A program that never comes so far has its reason in what it prints.
+        out, _ = program.communicate(timeout=LIMIT)
+        if worker in readable:
+            # The pipe ends when the process of the worker does.
+            readable, _, _ = select.select([worker], [], [], LIMIT)
+            assert readable, "the worker goes on"
+            assert worker.read(5) == b""
+    return program.returncode, out
+
+
+def test_ctrl_c_ends_the_workers_of_a_run(project):
+    code, out = interrupted(
+        project,
+        *("equipoise", "fit", "launcher=ray", "launcher.workers=2", "launcher.cpus_per_worker=0.5", "module=waits"),
+    )
+    assert code == 130, out[-5000:]
+    assert "equipoise: interrupted." in out
+    assert "Traceback" not in out
+
+
+def test_ctrl_c_ends_the_trials_of_a_sweep(project):
+    """On two cores one trial after the other: the first ends, the second waits, the third never begins."""
+    code, out = interrupted(
+        project,
+        *("equipoise", "fit", "--multirun", "launcher=ray", "launcher.cpus_per_worker=2", "module=waits"),
+        "module.lr=0.1,0.3,0.2",
+    )
+    assert code == 130, out[-5000:]
+    assert "equipoise: interrupted." in out
+    (path,) = project.glob("multirun/*/*/results.csv")
+    with path.open() as file:
+        states = [row["state"] for row in csv.DictReader(file)]
+    assert states[1] == "interrupted"
+    assert {states[0], states[2]} <= {"done", "interrupted"}

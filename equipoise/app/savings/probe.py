@@ -1,6 +1,7 @@
 """Probe: the memory and the time of steps, their losses, and the weights that they lead to."""
 
 import hashlib
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
@@ -28,14 +29,14 @@ class Probe(Callback):
     Attributes:
         peak: The peak in bytes; None before it is measured.
         seconds: The time of each timed step, without the loading of its batches.
-        losses: The mean loss of each step.
+        losses: The mean loss of each step; None where `training_step` returned none.
     """
 
     def __init__(self) -> None:
         self.peak: int | None = None
         self.seconds: list[float] = []
-        self.losses: list[float] = []
-        self._loss = 0.0
+        self.losses: list[float | None] = []
+        self._loss: float | None = 0.0
         self._step_seconds = 0.0
         self._batch_start = 0.0
         self._ledger: Ledger | None = None
@@ -65,7 +66,11 @@ class Probe(Callback):
         self._wait()
         self._step_seconds += perf_counter() - self._batch_start
         # In accumulation each loss is divided by the number of batches.
-        self._loss += float(outputs["loss"])
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is None or self._loss is None:
+            self._loss = None
+        else:
+            self._loss += float(loss)
         steps = trainer.global_step
         if steps == len(self.losses):
             return

@@ -48,6 +48,9 @@ def compare(measured: dict[str, Any], first: dict[str, Any] | None) -> str | Non
     losses = measured["losses"]
     if measured["digest"] == first["digest"] and losses == first["losses"]:
         return "to the bit"
+    if None in losses or None in first["losses"]:
+        # The step has none, as in manual optimisation.
+        return "weights differ"
     if losses == first["losses"]:
         return "losses to the bit"
     differences = []

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise import tree
 
-__all__ = ["OnOperation", "OperationWatch", "namespace_of", "tensors_in", "unwatched"]
+__all__ = ["OnOperation", "OperationWatch", "empty_wrapper", "namespace_of", "tensors_in", "unwatched"]
 
 # Receives the name of an operation, its result, and its positional arguments.
 OnOperation = Callable[[str, Any, Any], None]
@@ -146,3 +146,18 @@ def _on(device: torch.device, value: Any) -> Any:
         return leaf.to(device)
 
     return tree.map_leaves(copied, value)
+
+
+def empty_wrapper(kind: type[Tensor], dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Return a tensor of a class whose tensors wrap others, without its parts: these are its attributes.
+
+    Such classes call this function of torch in their constructors. Nothing public makes one without its constructor.
+
+    Args:
+        kind: A class that defines `__torch_dispatch__`.
+        dtype: The type of element that the tensor shows.
+        size: The shape that it shows.
+        stride: Its strides.
+    """
+    wrapper: Tensor = Tensor._make_wrapper_subclass(kind, size, strides=stride, dtype=dtype)
+    return wrapper

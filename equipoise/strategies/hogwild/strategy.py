@@ -15,6 +15,7 @@ from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.parallel.workers.preloading import preload
+from equipoise.precision import Precision
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy, same_in_all_processes
 from equipoise.strategies.hogwild.optimizers import SharedOptimizer
 from equipoise.strategies.hogwild.portable_state import SharedState
@@ -97,6 +98,16 @@ class HogwildStrategy(ProcessStrategy):
                 )
             devices = [torch.device("cpu")] * self.number
         super().connect(devices, num_nodes)
+
+    def setup(self, module: nn.Module, precision: Precision) -> None:
+        """Place the module, and share its parameters; see `Strategy.setup`."""
+        if self.optimizer_state == "shared" and precision.scaler is not None:
+            raise ConfigurationError(
+                "precision='16-mixed' leaves steps out where gradients overflow, in each process by itself, so the"
+                " processes cannot meet to share a state. Take precision='bf16-mixed', or"
+                " HogwildStrategy(optimizer_state='own')."
+            )
+        super().setup(module, precision)
 
     def _begin_run(self, module: nn.Module) -> ProcessRun:
         processes = self.processes

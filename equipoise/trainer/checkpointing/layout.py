@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.torch.optimizers import is_of_torch
 from equipoise.trainer.checkpointing.entry_checks import (
     LARGEST_COUNT,
     any_list,
@@ -140,7 +141,7 @@ def check_optimizer_shapes(optimizer: Optimizer, state: Mapping[str, Any], names
     Raises:
         CheckpointError: If a shape does not fit; the message names the first such parameter.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not is_of_torch(optimizer):
         return
 
     # 1. Parameters, and their indices in the saved state, in the same order.

@@ -111,6 +111,9 @@ class _WithoutTensors(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return an identifier for a tensor, and None for an object that is pickled."""
+        # A tensor that wraps others is read as an object of its class.
+        if isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return None
         if isinstance(value, Tensor | torch.UntypedStorage | torch.TypedStorage):
             return "tensor"
         return None

@@ -1,11 +1,9 @@
 """`equipoise savings`: what is measured, and what the user sees of it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from torch import nn
 
 from equipoise.app.savings import command as command_module
+from equipoise.app.savings import trial_process
 from equipoise.app.savings.blocks import repeated_blocks
 from equipoise.app.savings.results import compare
 from equipoise.app.savings.savers import SAVERS, Saver
@@ -160,6 +159,32 @@ def test_a_step_that_fails_is_a_row(deep: Path, equipoise: Any, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("without_processes")
+def test_a_step_without_a_loss_is_measured(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manual optimisation returns none; weights are compared alone."""
+    content = """
+        from deep.module import Deep
+
+        class ByHand(Deep):
+            def __init__(self, *, fails):
+                super().__init__(fails=fails)
+                self.automatic_optimization = False
+
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(self.net(batch).square().mean())
+                optimizer.step()
+        """
+    write(deep, {"deep/by_hand.py": content})
+    monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], SAVERS[3]])
+    code, out, err = equipoise("savings", "--json", "module._target_=deep.by_hand.ByHand", "trainer.max_epochs=7")
+    assert code == 0, err
+    usual, checkpointed = json.loads(out)["savers"]
+    assert usual["peak"] > checkpointed["peak"]
+    assert checkpointed["numbers"] == "to the bit"
+
+
+@pytest.mark.usefixtures("without_processes")
 def test_ctrl_c_keeps_what_is_done(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(trial: Any) -> None:
         raise KeyboardInterrupt
@@ -196,41 +221,33 @@ def test_help(equipoise: Any) -> None:
 # Processes.
 
 
+# A module that ends its process, and one whose step never ends.
+ENDING = """
+    import os
+    import signal
+    import threading
+
+    from deep.module import Deep
+
+    class Killed(Deep):
+        def training_step(self, batch, batch_idx):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Endless(Deep):
+        def training_step(self, batch, batch_idx):
+            threading.Event().wait()
+    """
+
+
 @pytest.mark.slow
 def test_in_processes(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is measured, one ends itself, one takes too long; its child ends with it."""
-    ending = deep / "deep" / "ending.py"
-    ending.write_text(
-        textwrap.dedent(
-            """
-            import os
-            import signal
-            import subprocess
-            import sys
-            import time
+    """One is measured, one ends itself."""
+    write(deep, {"deep/ending.py": ENDING})
 
-            from deep.module import Deep
+    def kill(trial: Any) -> None:
+        trial.values["module"]["_target_"] = "deep.ending.Killed"
 
-            class Killed(Deep):
-                def training_step(self, batch, batch_idx):
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            class Endless(Deep):
-                def training_step(self, batch, batch_idx):
-                    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-                    open("child", "w").write(str(child.pid))
-                    time.sleep(3600)
-            """
-        )
-    )
-
-    def of_class(name: str) -> Saver:
-        def apply(trial: Any) -> None:
-            trial.values["module"]["_target_"] = f"deep.ending.{name}"
-
-        return Saver(name, apply)
-
-    monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], of_class("Killed")])
+    monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], Saver("killed", kill)])
     code, out, err = equipoise("savings", "--json")
     assert code == 0, err
     first, killed = json.loads(out)["savers"]
@@ -238,19 +255,29 @@ def test_in_processes(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatc
     assert "SIGKILL" in killed["reason"]
 
 
-@pytest.mark.slow
-def test_a_bound_ends_the_process_and_its_children(deep: Path) -> None:
-    """The bound is reached while the step waits for an hour."""
-    from equipoise.app.savings import trial_process
+def test_a_trial_that_takes_too_long_is_a_row(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never ends, so the bound is reached on every machine, wherever its process is by then."""
+    write(deep, {"deep/ending.py": ENDING})
+    monkeypatch.setattr(command_module, "SAVERS", SAVERS[:2])
+    code, out, err = equipoise("savings", "--json", "--timeout=0.25", "module._target_=deep.ending.Endless")
+    assert code == 0, err
+    rows = json.loads(out)["savers"]
+    assert [row["name"] for row in rows] == ["as configured", "step in backward"]
+    for row in rows:
+        assert row["reason"].startswith("it took longer than ")
+        assert row["reason"].endswith(" (--timeout=SECONDS)")
+        assert row["peak"] is None
 
-    pids: list[int] = []
-    program = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])"
-    process = subprocess.Popen([sys.executable, "-c", f"{program}; time.sleep(3600)"], start_new_session=True)
-    pids.append(process.pid)
-    trial_process._end(process)
+
+def test_a_bound_ends_the_process_and_its_children() -> None:
+    """The child writes into the same pipe, which ends once both have ended."""
+    command = ["sh", "-c", "tail -f /dev/null & echo begun; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        trial_process._end(process)
+        assert process.stdout.read() == b""
     assert process.returncode == -signal.SIGKILL
-    with pytest.raises(ProcessLookupError):
-        os.killpg(pids[0], 0)
 
 
 # Parts.
@@ -280,9 +307,10 @@ def test_blocks() -> None:
         ([1.0, 2.02], "b", "losses within 1e-02"),
         ([0.0, 2.0], "b", "losses within 1e+00"),
         ([float("nan"), 2.0], "b", "losses differ"),
+        ([None, 2.0], "b", "weights differ"),
     ],
 )
-def test_compare(losses: list[float], digest: str, expected: str) -> None:
+def test_compare(losses: list[float | None], digest: str, expected: str) -> None:
     assert compare({"losses": losses, "digest": digest}, {"losses": [1.0, 2.0], "digest": "a"}) == expected
     assert compare({"losses": losses, "digest": digest}, None) is None
 

@@ -1,4 +1,7 @@
-"""Training in shards equals training on one device, in float64, with every option, on 2, 3 and 4 processes."""
+"""Training in shards equals training on one device, in float64, with every option, on 2, 3 and 4 processes.
+
+EQUIPOISE_TEST_ALL=1 tests every case on every number of processes, which takes two minutes.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.conftest import ignoring
 from tests.strategies.fsdp.programs import FEATURES, Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.support.all_cases import dealt
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
@@ -199,21 +203,30 @@ def run_all(processes: int, replicas: int, cases: list[str], strategies: list[st
     return outcomes
 
 
-@pytest.mark.parametrize(
-    ("processes", "replicas", "cases", "strategies"),
-    [
-        pytest.param(2, 1, OFTEN, [], id="often"),
-        pytest.param(2, 1, list(CASES), list(STRATEGIES), marks=pytest.mark.slow, id="2 processes"),
-        pytest.param(3, 1, list(CASES), list(STRATEGIES), marks=pytest.mark.slow, id="3 processes"),
-        pytest.param(4, 1, list(CASES), list(STRATEGIES), marks=pytest.mark.slow, id="4 processes"),
-        pytest.param(4, 2, list(CASES), list(STRATEGIES), marks=pytest.mark.slow, id="2 replicas of 2"),
-    ],
-)
-def test_training_equals_that_of_one_device(
-    processes: int, replicas: int, cases: list[str], strategies: list[str]
-) -> None:
+EVERYTHING = [*CASES, *STRATEGIES]
+# Processes and replicas, over which all cases are dealt out in turn beside two processes.
+LAYOUTS = {"2 replicas of 2": (4, 2), "3 processes": (3, 1), "4 processes": (4, 1)}
+
+
+def covering() -> list[Any]:
+    """Each case on two processes and on one of the larger layouts; with EQUIPOISE_TEST_ALL=1, each on all of them."""
+    rarely = [name for name in EVERYTHING if name not in OFTEN]
+    listed = [
+        pytest.param(2, 1, OFTEN, id="2 processes, often"),
+        pytest.param(2, 1, rarely, marks=pytest.mark.slow, id="2 processes, rarely"),
+    ]
+    for number, (name, (processes, replicas)) in enumerate(LAYOUTS.items()):
+        names = dealt(EVERYTHING, number, len(LAYOUTS))
+        listed.append(pytest.param(processes, replicas, names, marks=pytest.mark.slow, id=name))
+    return listed
+
+
+@pytest.mark.parametrize(("processes", "replicas", "names"), covering())
+def test_training_equals_that_of_one_device(processes: int, replicas: int, names: list[str]) -> None:
+    cases = [name for name in names if name in CASES]
+    strategies = [name for name in names if name in STRATEGIES]
     outcomes = in_processes(processes, partial(run_all, processes, replicas, cases, strategies))
-    assert outcomes.keys() == {*cases, *strategies}
+    assert outcomes.keys() == set(names)
     for name, values in outcomes.items():
         try:
             assert_close(on_one_device(name if name in CASES else "plain"), values)

@@ -193,6 +193,29 @@ def test_a_process_without_a_batch_does_not_step() -> None:
     assert torch.isfinite(module.net.weight).all()
 
 
+class Scheduled(Linear):
+    """Counts the steps of a scheduler and of its optimiser, in each process."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        optimizer.register_step_post_hook(lambda *_: self.notes.append("step"))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_end(self) -> None:
+        counts = (len(self.notes), self.lr_schedulers().last_epoch, self.trainer.global_step)
+        self.notes = self.trainer.strategy.processes.gather_objects(counts)
+
+
+def test_max_steps_and_schedulers_count_the_steps_of_one_process() -> None:
+    """Twelve batches for each process in an epoch, of which the run takes ten."""
+    module = Scheduled()
+    run = trainer(HogwildStrategy(processes=2), max_steps=10, max_epochs=-1)
+    run.fit(module, loader(), loader())
+    assert run.estimated_stepping_batches == 10
+    assert module.notes == [(10, 10, 10), (10, 10, 10)]
+
+
 class Seeds(Linear):
     def on_train_start(self) -> None:
         self.notes = self.trainer.strategy.processes.gather_objects(torch.rand(2).tolist())
@@ -210,10 +233,16 @@ def test_processes_draw_other_random_numbers() -> None:
         (lambda: HogwildStrategy(processes=0), "processes must be"),
         (lambda: HogwildStrategy(optimizer_state="none"), "optimizer_state must be"),  # type: ignore[arg-type]
         (lambda: trainer(HogwildStrategy(processes=2), num_nodes=2), "one machine"),
+        (
+            lambda: trainer(HogwildStrategy(processes=2, optimizer_state="shared"), precision="16-mixed").fit(
+                Linear(), loader(), loader()
+            ),
+            "cannot meet to share a state",
+        ),
         (lambda: trainer(HogwildStrategy(processes=2), devices=3), "Leave one of the two out"),
         (lambda: HogwildStrategy().connect([torch.device("cuda:0")]), "CPUs"),
     ],
-    ids=["processes", "state", "nodes", "devices", "gpu"],
+    ids=["processes", "state", "nodes", "precision", "devices", "gpu"],
 )
 def test_what_is_refused(make: Any, words: str) -> None:
     refuses(make, words)

@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 from equipoise import CheckpointError
 from equipoise.trainer.checkpointing.file import read_checkpoint
+from equipoise.trainer.checkpointing.layout import check_optimizer_shapes
 from tests.parity.comparison import differences
 from tests.support.trainer_runs import Small, loader, refuses, trainer, with_optimizers
 
@@ -225,6 +226,18 @@ def test_states_that_have_other_shapes_by_right(make: Any, tmp_path: Path) -> No
     again = trainer(max_epochs=2)
     again.fit(with_optimizers(lambda m: make(m.parameters())), loader(), ckpt_path=tmp_path / "other.ckpt")
     assert again.global_step == 6
+
+
+@pytest.mark.parametrize("module", ["torch.optim", "torch.optim.sgd"])
+def test_shapes_are_compared_wherever_torch_defines_an_optimizer(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer classes of torch name the package as their module; a package of another name is another's."""
+    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    state = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
+    monkeypatch.setattr(SGD, "__module__", module)
+    with pytest.raises(CheckpointError, match=r"has the shape \(3,\), but the parameter \(2,\)"):
+        check_optimizer_shapes(optimizer, state, {})
+    monkeypatch.setattr(SGD, "__module__", "torch.optimistic")
+    check_optimizer_shapes(optimizer, state, {})
 
 
 def test_a_schedule_that_ends_before_the_run(tmp_path: Path) -> None:

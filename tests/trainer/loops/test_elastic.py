@@ -8,6 +8,7 @@ import csv
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import ConfigurationError, PipelineStrategy, Trainer
 from tests.conftest import ignoring
+from tests.support.all_cases import dealt
 
 pytestmark = ignoring("Checkpoint directory", "The checkpoint holds states of callbacks")
 
@@ -224,10 +226,16 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def cases() -> list[Any]:
-    """The strategy and the processes before and after, the batches of a window, and the number of the last batch."""
-    listed = []
-    for number, (before, after) in enumerate((b, a) for b in WRITERS for a in OTHERS if a != b):
-        listed.append(pytest.param(before, after, 3 if number % 3 else 1, 1 if number % 2 else 6))
+    """The strategy and the processes before and after, the batches of a window, and the number of the last batch.
+
+    Each strategy occurs after several others, with each window and each number.
+    """
+    listed: list[Any] = []
+    for row, before in enumerate(WRITERS):
+        others = [after for after in OTHERS if after != before]
+        for after in dealt(others, row % 2, 2):
+            number = len(listed)
+            listed.append(pytest.param(before, after, 3 if number % 3 else 1, 1 if number % 2 else 6))
     return listed
 
 
@@ -297,11 +305,15 @@ class InTurn(Sampler[list[int]]):
         return (batches[index] for index in torch.randperm(len(batches)).tolist())
 
 
+KINDS = ["sampler", "batch sampler", "two loaders"]
+CHANGES = [("ddp 2", "single"), ("ddp 2", "ddp 3"), ("single", "ddp 2")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("ddp 2", "single"), ("ddp 2", "ddp 3"), ("single", "ddp 2")])
-@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "two loaders"])
-def test_loaders(before: str, after: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "change"), dealt([*product(KINDS, CHANGES)], 0, 2))
+def test_loaders(kind: str, change: tuple[str, str], tmp_path: Path) -> None:
     """Samplers of the user's own, and loaders that are read together."""
+    before, after = change
     loaders: dict[str, dict[str, Any]] = {
         "sampler": {"batch_size": 3, "sampler": OwnOrder(), "shuffle": None},
         "batch sampler": {"batch_sampler": InTurn(), "shuffle": None},

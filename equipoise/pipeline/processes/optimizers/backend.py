@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.processes.main_process.client import StageClient
@@ -263,7 +264,7 @@ class ProcessBackend:
         parameters = optimizer_parameters(optimizer)
         if algorithm == "value":
             self._commands.send_to_all("clip", index, value, None)
-            nn.utils.clip_grad_value_(parameters, value)
+            clip_by_value(parameters, value)
         elif algorithm == "norm":
             norm = gradient_norm(self.processes, index, parameters)
             self._commands.send_to_all("clip", index, value, norm)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import loads
 from equipoise.pipeline.processes.optimizers.replica_sums import ReplicaSums
@@ -166,7 +167,7 @@ class WorkerOptimizers:
         parameters_by_key = self._parameters_of(index)
         parameters = list(parameters_by_key.values())
         if norm is None:
-            nn.utils.clip_grad_value_(parameters, value)
+            clip_by_value(parameters, value)
         else:
             norm_here = norm.to(self._device)
             nn.utils.clip_grads_with_norm_(parameters, value, norm_here)
