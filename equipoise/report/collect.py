@@ -1,22 +1,25 @@
 """Collect the facts of a run for the report, from the trainer, its module and its callbacks."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_bytes, format_count, format_span
+from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.finders import suggested_rate
 from equipoise.memory.devices import read_memory
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.memory.records import MemoryPoint
 from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.report.curve_names import group_curves
 from equipoise.report.facts import checkpoint_callbacks, devices_of, shorten
-from equipoise.report.page.record import PipelineStep, RunEvent, RunRecord, StageSpan
+from equipoise.report.page.record import LearningRateSearch, PipelineStep, RunEvent, RunRecord, StageSpan
 from equipoise.report.throughput import Throughput
 
 __all__ = ["collect_record", "pipeline_step"]
@@ -84,9 +87,25 @@ def collect_record(
         memory=list(timeline),
         compositions=list(getattr(memory_logger, "compositions", ())),
         pipeline=pipeline_step(trainer.strategy),
+        learning_rates=learning_rate_search(trainer.callbacks),
         events=_events(trainer, clock, first_step),
         configuration=_configuration(trainer, module, folder),
     )
+
+
+def learning_rate_search(callbacks: Iterable[Any]) -> LearningRateSearch | None:
+    """Return the search of the first LearningRateFinder that has made one, None without a search.
+
+    Args:
+        callbacks: The callbacks of a trainer.
+    """
+    for callback in callbacks:
+        if not is_a(callback, LearningRateFinder) or callback.optimal_lr is None:
+            continue
+        results = callback.optimal_lr.results
+        points = list(zip(results["lr"], results["loss"], strict=True))
+        return LearningRateSearch(points=points, suggested=suggested_rate(callback.optimal_lr))
+    return None
 
 
 def _memory_logger(trainer: Any) -> Any:

@@ -10,15 +10,20 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from equipoise.interop.lightning.classes import base_of, is_a
+from equipoise.interop.lightning.finders import is_stock_finder
 
 __all__ = ["cannot_fire", "last_checkpoints", "load_saving_states", "looks_after_training_epochs", "saving_states"]
 
 
 def cannot_fire(callback: Callback, hook: str) -> bool:
-    """Return True if a checkpoint callback's per-batch hook would do nothing, for which it needs 14 µs.
+    """Return True if a callback's hook has nothing to do here.
 
-    The intervals at which the callback saves have only private names.
+    A checkpoint callback's per-batch hook needs 14 µs to do nothing; the intervals at which it saves have only private
+    names. A LearningRateFinder searches in `on_fit_start`, inside Lightning's own loops; here it searches before the
+    fit.
     """
+    if hook == "on_fit_start" and is_stock_finder(callback):
+        return True
     if hook != "on_train_batch_end" or not is_a(callback, ModelCheckpoint):
         return False
     stock_class = base_of(callback, ModelCheckpoint)

@@ -89,6 +89,7 @@ def line_chart(
     height: int = 200,
     from_zero: bool = False,
     log: bool = False,
+    log_across: bool = False,
     most_points: int = 1000,
 ) -> Markup:
     """Draw a figure: its title, the names of its lines with their values, the lines.
@@ -105,6 +106,7 @@ def line_chart(
         height: Height in pixels. Default: 200.
         from_zero: Include zero in the axis up. Default: False.
         log: Allow a logarithmic axis up. Default: False.
+        log_across: Allow a logarithmic axis across. Default: False.
         most_points: Maximum number of points of a line; a longer one is thinned. Default: 1000.
     """
     head = _caption(title, note, lines)
@@ -116,7 +118,7 @@ def line_chart(
     # 1. Choose the axes.
     xs = [point[0] for point in finite]
     ys = [point[1] for point in finite]
-    across = make_scale([*(span or ()), *xs], x, tight=True, most=6)
+    across = make_scale([*(span or ()), *xs], x, tight=True, log=log_across, most=6)
     up = make_scale(ys, y, from_zero=from_zero, log=log, most=5)
     # 2. Reserve a row for the words of boundaries.
     inside = [boundary for boundary in boundaries if across.low <= boundary.x <= across.high]
@@ -140,6 +142,7 @@ def line_chart(
         data_y=y,
         data_low=f"{across.low:.9g}",
         data_high=f"{across.high:.9g}",
+        data_log="yes" if across.log else None,
     )
     axes = tag("div", _labels(up, height, below), picture, class_="axes")
     return tag("figure", head, axes, class_="chart")

@@ -15,6 +15,7 @@ from equipoise.report.page.sections import (
     curves_section,
     devices_section,
     events_section,
+    learning_rates_section,
     pipeline_section,
     throughput_section,
 )
@@ -113,6 +114,7 @@ def _sections(record: RunRecord) -> Iterable[Markup | None]:
     yield _error(record)
     yield _facts(record.facts)
     yield curves_section(record.curves, record.epoch_ends)
+    yield learning_rates_section(record.learning_rates)
     yield throughput_section(
         record.throughput,
         record.throughput_unit,

@@ -8,7 +8,7 @@ from typing import Literal
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import Composition, MemoryPoint
 
-__all__ = ["Outcome", "PipelineStep", "RunEvent", "RunRecord", "StageSpan"]
+__all__ = ["LearningRateSearch", "Outcome", "PipelineStep", "RunEvent", "RunRecord", "StageSpan"]
 
 Outcome = Literal["running", "finished", "interrupted", "failed"]
 
@@ -89,6 +89,19 @@ class PipelineStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearningRateSearch:
+    """Search for a learning rate before a fit.
+
+    Attributes:
+        points: Learning rates, and the smoothed loss after a step with each.
+        suggested: The suggested rate; None if there were too few steps for one.
+    """
+
+    points: Sequence[tuple[float, float]]
+    suggested: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """Facts of a run, from which its report is drawn. Every fact but title and times may be missing.
 
@@ -106,6 +119,7 @@ class RunRecord:
         memory: Readings of memory, in the order of time.
         compositions: Live tensors at the peak of each device.
         pipeline: The last step of a pipeline; None without a pipeline.
+        learning_rates: The search for a learning rate before the fit; None without one.
         events: Events in the order of time.
         devices: Devices of the run, as they were when it began.
         configuration: Configuration of the run, as YAML or any other text.
@@ -124,6 +138,7 @@ class RunRecord:
     memory: Sequence[MemoryPoint] = ()
     compositions: Sequence[Composition] = ()
     pipeline: PipelineStep | None = None
+    learning_rates: LearningRateSearch | None = None
     events: Sequence[RunEvent] = ()
     devices: Sequence[DeviceInfo] = ()
     configuration: str = ""

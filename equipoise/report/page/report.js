@@ -48,14 +48,15 @@ function nearest(xs, x) {
 }
 
 for (const plot of document.querySelectorAll(".plot")) {
-  const low = Number(plot.dataset.low), high = Number(plot.dataset.high);
+  const straight = plot.dataset.log ? Math.log : (x) => x, back = plot.dataset.log ? Math.exp : (x) => x;
+  const low = straight(Number(plot.dataset.low)), high = straight(Number(plot.dataset.high));
   let lines = null, cross = null;
   plot.addEventListener("pointermove", (event) => {
     lines ??= [...plot.querySelectorAll(".line")].map((line) => ({
       label: line.dataset.label, x: line.dataset.x.split(" ").map(Number), y: line.dataset.y.split(" ").map(Number),
     }));
     const box = plot.getBoundingClientRect();
-    const at = low + (high - low) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    const at = back(low + (high - low) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)));
     const gaps = lines.map((line) => line.x[nearest(line.x, at)]);
     const x = gaps.reduce((best, each) => (Math.abs(each - at) < Math.abs(best - at) ? each : best));
     if (!cross) {
@@ -66,7 +67,7 @@ for (const plot of document.querySelectorAll(".plot")) {
       plot.append(cross);
     }
     cross.removeAttribute("visibility");
-    for (const end of ["x1", "x2"]) cross.setAttribute(end, (100 * (x - low)) / (high - low) + "%");
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, (100 * (straight(x) - low)) / (high - low) + "%");
     const told = lines.map((line) => line.label + "  " + words[plot.dataset.y](line.y[nearest(line.x, x)]));
     const mark = event.target.closest(".mark");
     show([words[plot.dataset.x](x), ...told, ...(mark ? [mark.dataset.tip] : [])].join("\n"), event);

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
-from equipoise.formats import format_bytes, format_count, format_span
+from equipoise.formats import format_bytes, format_count, format_number, format_span
 from equipoise.memory.devices import DeviceInfo
 from equipoise.report.page.charts import Boundary, Line, Mark, line_chart
 from equipoise.report.page.gantt import pipeline_chart
 from equipoise.report.page.markup import Markup, hint, join, section, table, tag
-from equipoise.report.page.record import PipelineStep, RunEvent
+from equipoise.report.page.record import LearningRateSearch, PipelineStep, RunEvent
 from equipoise.report.page.scales import Point
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "devices_section",
     "event_marks",
     "events_section",
+    "learning_rates_section",
     "pipeline_section",
     "points_per_line",
     "throughput_section",
@@ -163,6 +164,30 @@ def _curve_styles(run_stages: Iterable[str], *, alone: bool) -> dict[str, str]:
         else:
             styles[run_stage] = next(spare)
     return styles
+
+
+def learning_rates_section(search: LearningRateSearch | None) -> Markup | None:
+    """Draw the losses of a search for a learning rate, with the suggested rate."""
+    if search is None or not search.points:
+        return None
+    marks = []
+    if search.suggested is not None:
+        suggested = format_number(search.suggested)
+        marks.append(Mark(x=search.suggested, style="e-suggested", text=f"suggested learning rate: {suggested}"))
+    chart = line_chart(
+        "Smoothed loss",
+        [Line(label="loss by learning rate", style="train", points=search.points)],
+        x="number",
+        y="number",
+        marks=marks,
+        height=170,
+        log_across=True,
+    )
+    words = "too few steps for a suggestion"
+    if search.suggested is not None:
+        words = f"suggested: {suggested}"
+    charts = tag("div", chart, class_="charts one")
+    return section("The learning rate", charts, note=f"searched before the fit; {words}")
 
 
 # Throughput and events over time.

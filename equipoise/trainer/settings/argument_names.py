@@ -1,4 +1,4 @@
-"""Refuse unknown arguments of the Trainer, and suggest the nearest name in its signature."""
+"""Arguments of the Trainer: refuse unknown ones, suggest the nearest name in its signature, and keep those given."""
 
 import functools
 import inspect
@@ -16,6 +16,8 @@ R = TypeVar("R")
 
 def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
     """Decorate a constructor so that an unknown keyword is refused with the nearest known one.
+
+    The object keeps the arguments that were given as `arguments`: another object like it can be made of them.
 
     Python's own message names the unknown keyword alone. The error is a TypeError, as Python's is, and a
     ConfigurationError.
@@ -38,13 +40,15 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
         for name in options:
             if name in parameters:
                 continue
-            owner = type(arguments[0]).__name__
+            name_of_owner = type(arguments[0]).__name__
             # The nearest parameter, or all of them if none is near.
             hint = f"there are: {', '.join(parameters)}."
             matches = get_close_matches(name, parameters, n=1)
             if matches:
                 hint = f"did you mean {matches[0]!r}?"
-            raise ConfigurationTypeError(f"{owner} takes no argument {name!r}; {hint}")
+            raise ConfigurationTypeError(f"{name_of_owner} takes no argument {name!r}; {hint}")
+        owner = arguments[0]
+        vars(owner)["arguments"] = options
         return constructor(*arguments, **options)
 
     return checked

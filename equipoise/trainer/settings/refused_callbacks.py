@@ -1,4 +1,4 @@
-"""Refuse Lightning's tuner callbacks, which need Lightning's own loops.
+"""Refuse callbacks of Lightning's tuner that need Lightning's own loops.
 
 `Tuner(trainer)` adds its callback to `trainer.callbacks` after the constructor has checked them, so the check runs
 again when a run begins.
@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.finders import is_finder, is_stock_finder
 
 if TYPE_CHECKING:
     from equipoise.trainer.state.run_state import RunState
@@ -22,9 +23,10 @@ _FINDERS = {
         "Tuner.scale_batch_size",
         "raise the batch size by hand until memory is full, and keep accumulate_grad_batches for the rest",
     ),
+    # A LearningRateFinder itself searches before a fit; classes derived from it may search within.
     LearningRateFinder: (
         "Tuner.lr_find",
-        "sweep it: `equipoise fit --multirun module.lr=1e-4,3e-4,1e-3,3e-3 trainer.max_steps=200`",
+        "pass a LearningRateFinder itself, which searches before the fit",
     ),
 }
 
@@ -35,6 +37,8 @@ def refuse_finder(callback: Any) -> None:
     Raises:
         ConfigurationError: If it is one; the message names the way out.
     """
+    if is_stock_finder(callback):
+        return
     for kind, (call, way_out) in _FINDERS.items():
         if is_a(callback, kind):
             raise ConfigurationError(
@@ -49,7 +53,7 @@ def refuse_tuner(state: "RunState") -> None:
     Raises:
         ConfigurationError: If the tuner has added one of its callbacks.
     """
-    finders = [callback for callback in state.callbacks if is_a(callback, *_FINDERS)]
+    finders = [callback for callback in state.callbacks if is_finder(callback) and not is_stock_finder(callback)]
     if finders:
         state.callbacks = [callback for callback in state.callbacks if callback not in finders]
         refuse_finder(finders[0])

@@ -247,7 +247,10 @@ def test_manual_optimisation_clips_and_accumulates_by_hand(option: dict[str, Any
 
 @pytest.mark.parametrize(
     ("finder", "instead"),
-    [(BatchSizeFinder, "raise the batch size by hand"), (LearningRateFinder, "equipoise fit --multirun")],
+    [
+        (BatchSizeFinder, "raise the batch size by hand"),
+        (type("Milestones", (LearningRateFinder,), {}), "which searches before the fit"),
+    ],
 )
 def test_finders(finder: type, instead: str) -> None:
     refuses(lambda: trainer(callbacks=[finder()]), finder.__name__, "cannot run here", "Instead", instead)

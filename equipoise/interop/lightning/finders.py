@@ -1,0 +1,111 @@
+"""Private names of Lightning's finders: the settings of a search, and the object that shows its results.
+
+Lightning's `LearningRateFinder` keeps its arguments under private names and offers nothing else. The object of its
+results, with `suggestion` and `plot`, has a private class. A test notices when one of these names changes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner.lr_finder import _LRFinder
+
+from equipoise.interop.lightning.classes import base_of, is_a
+
+__all__ = [
+    "LearningRateSettings",
+    "ends_after_search",
+    "is_finder",
+    "is_stock_finder",
+    "keep_results",
+    "results_of",
+    "settings_of",
+    "suggested_rate",
+]
+
+# A suggestion leaves out the first ten steps and the last one, and compares two others at least.
+_FEWEST_STEPS = 13
+
+
+@dataclass(frozen=True)
+class LearningRateSettings:
+    """Arguments of a LearningRateFinder.
+
+    Attributes:
+        smallest: The first learning rate.
+        largest: The last learning rate.
+        steps: Number of optimiser steps.
+        mode: "exponential" or "linear", the way in which the rate grows.
+        divergence: The search ends when the loss is larger than this number of times the smallest loss; None: never.
+        updates_attribute: Whether the module receives the suggested rate.
+        attribute: Name of the module's attribute or hyperparameter; empty: `lr` or `learning_rate`.
+    """
+
+    smallest: float
+    largest: float
+    steps: int
+    mode: str
+    divergence: float | None
+    updates_attribute: bool
+    attribute: str
+
+
+def is_finder(callback: Any) -> bool:
+    """Return True for a callback of Lightning's tuner."""
+    return is_a(callback, BatchSizeFinder, LearningRateFinder)
+
+
+def is_stock_finder(callback: Any) -> bool:
+    """Return True for a LearningRateFinder itself; a class derived from it may search at other times."""
+    if not is_a(callback, LearningRateFinder):
+        return False
+    return type(callback) is base_of(callback, LearningRateFinder)
+
+
+def settings_of(finder: Any) -> LearningRateSettings:
+    """Return the arguments of a LearningRateFinder."""
+    return LearningRateSettings(
+        smallest=finder._min_lr,
+        largest=finder._max_lr,
+        steps=finder._num_training_steps,
+        mode=finder._mode,
+        divergence=finder._early_stop_threshold,
+        updates_attribute=finder._update_attr,
+        attribute=finder._attr_name,
+    )
+
+
+def ends_after_search(finder: Any) -> bool:
+    """Return True if `Tuner.lr_find` has added the finder, which wants the search alone."""
+    return bool(finder._early_exit)
+
+
+def results_of(settings: LearningRateSettings, rates: list[float], losses: list[float]) -> Any:
+    """Return the results of a search as Lightning's object, with `results`, `suggestion()` and `plot()`.
+
+    Args:
+        settings: The arguments of the search.
+        rates: Learning rates, by steps.
+        losses: Smoothed losses, by steps.
+    """
+    results = _LRFinder(settings.mode, settings.smallest, settings.largest, settings.steps)
+    results.results.update({"lr": rates, "loss": losses})
+    return results
+
+
+def keep_results(finder: Any, results: Any) -> None:
+    """Set what a LearningRateFinder offers after its search."""
+    finder.optimal_lr = results
+
+
+def suggested_rate(results: Any) -> float | None:
+    """Return the rate that a search suggests; None after too few steps.
+
+    Args:
+        results: What `results_of` has returned.
+    """
+    # Lightning logs an error in this case, which a report or a search need not repeat.
+    if len(results.results["lr"]) < _FEWEST_STEPS:
+        return None
+    rate: float | None = results.suggestion()
+    return rate
