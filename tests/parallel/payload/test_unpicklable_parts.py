@@ -1,0 +1,49 @@
+"""The path to the part of an object that cannot be pickled."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+
+from equipoise.parallel.payload.unpicklable_parts import find_unpicklable
+
+
+class Holder:
+    """Holds a part."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+class Closed(list[int]):
+    """A container that cannot be pickled, though all of its items can."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a closed list")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (lambda part: Holder(part), "Holder.part"),
+        (lambda part: [Holder(part)], "Holder.part"),
+        (lambda part: Holder([0, part]), "Holder.part[1]"),
+        (lambda part: [part], "lock"),
+        (lambda part: partial(print, part), "lock"),
+    ],
+    ids=["attribute", "in a list", "item", "list alone", "partial"],
+)
+def test_the_path_begins_with_the_first_object_of_the_user(wrap: Any, path: str) -> None:
+    part = threading.Lock()
+    found_path, found = find_unpicklable(wrap(part))
+    assert (found_path, found) == (path, part)
+
+
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: [part]], ids=["itself", "in a list"])
+def test_containers_alone(wrap: Any) -> None:
+    """Nothing but containers carries it, so the path begins with the part itself."""
+    part = Closed([1])
+    found_path, found = find_unpicklable(wrap(part))
+    assert found_path == "Closed"
+    assert found is part
