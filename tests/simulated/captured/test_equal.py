@@ -110,7 +110,7 @@ def test_there_are_enough_cases() -> None:
     assert len(CASES) >= FEWEST
 
 
-@pytest.mark.quick_cases(14)
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_bit(name: str) -> None:
     case = CASES[name]

@@ -363,7 +363,7 @@ REASONS: dict[type[Impure], str] = {
     ListElsewhereChanges: "does something else again and again",
     LayerChanges: "does something else again and again",
     ClosureChanges: "does something else again and again",
-    TensorIsReplaced: "does something else again and again, now because the place in memory",
+    TensorIsReplaced: "a tensor that it uses lies at another place in memory again and again",
     UsesNumberOfBatch: "does something else again and again, now because batch_idx",
     UsesGlobalStep: "",
 }
@@ -385,7 +385,7 @@ def fit_noted(make: type[Impure], **options: Any) -> tuple[Result, Any]:
     return result, result.module.noted()
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("make", REASONS, ids=lambda make: make.__name__)
 def test_stays_eager(make: type[Impure]) -> None:
     eager, noted = fit_noted(make)
