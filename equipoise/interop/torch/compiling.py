@@ -321,12 +321,14 @@ def _optimizers_as_objects() -> Iterator[None]:
     """
     from torch._dynamo.variables import builder
 
-    special = builder.OptimizerVariable
-    builder.OptimizerVariable = _plain_optimizer_variable()  # type: ignore[misc]
+    # The name is imported there, and not exported.
+    names: Any = builder
+    special = names.OptimizerVariable
+    names.OptimizerVariable = _plain_optimizer_variable()
     try:
         yield
     finally:
-        builder.OptimizerVariable = special  # type: ignore[misc]
+        names.OptimizerVariable = special
 
 
 @cache
@@ -357,8 +359,12 @@ class _Modes:
     def restore(self) -> None:
         """Restore the modes."""
         torch.set_grad_enabled(self._is_grad_enabled)
-        for _ in range(_autocast_depth() - self._depth):
+        left = _autocast_depth() - self._depth
+        for _ in range(left):
             torch.autocast_decrement_nesting()
+        # The outermost context would do this at its end: casts of parameters are of no use to the next step.
+        if left and not self._depth:
+            torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(self._keeps_casts)
         for kind, (is_enabled, dtype) in zip(_DEVICE_TYPES, self._autocast, strict=True):
             torch.set_autocast_enabled(kind, is_enabled)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equipoise.interop.torch import compiling
 from equipoise.interop.torch.compiling import CompiledFunction, CompilerError, NewVariant, why_not_compiled
-from equipoise.interop.torch.modules import References, has_gradient_hooks
+from equipoise.interop.torch.modules import has_gradient_hooks
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +168,25 @@ def test_modes_are_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert vars(compiling._Modes()) == vars(modes)
 
 
+def test_casts_are_forgotten_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outermost autocast forgets casts of parameters at its end, which an error leaves out."""
+    weight = nn.Parameter(torch.ones(2, 2))
+
+    def fail(*args: Any) -> Any:
+        torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, True, True)
+        torch.ones(3, 2).mm(weight)
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: fail)
+    function = CompiledFunction(Steps().compute)
+    with pytest.raises(torch.OutOfMemoryError):
+        function.compile(torch.ones(3, 2, dtype=torch.float64))
+    with torch.no_grad():
+        weight.zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.ones(3, 2).mm(weight).any()
+
+
 class Optimized(Steps):
     """A step that reads its optimiser."""
 
@@ -208,17 +227,3 @@ def test_the_compiler_has_a_class_for_optimisers() -> None:
         assert issubclass(builder.OptimizerVariable, special)
         assert builder.OptimizerVariable is not special
     assert builder.OptimizerVariable is special
-
-
-def test_references_to_tensors() -> None:
-    """Objects of Python and of C++, and views, are noticed."""
-    tensors = [torch.ones(3), torch.ones(2)]
-    references = References(tensors)
-    assert not references.are_more()
-    parameter = nn.Parameter(torch.zeros(2))
-    for hold in (lambda: [tensors[0]], lambda: tensors[1][:1], lambda: setattr(parameter, "grad", tensors[1])):
-        held = hold()
-        assert references.are_more()
-        del held
-        parameter.grad = None
-        assert not references.are_more()

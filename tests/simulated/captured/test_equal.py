@@ -70,6 +70,7 @@ CASES = {
     "frozen and unused parameters": Case(networks.Partial),
     "tensors changed in place": Case(networks.Averaging),
     "a batch changed in place": Case(networks.InPlaceBatch),
+    "a batch changed by its data": Case(networks.InPlaceData),
     "a pure hook on a tensor": Case(networks.HookedGradient),
     "a pure hook on a module": Case(networks.HookedModule),
     "hooks of the trainer": Case(networks.Hooked),
@@ -110,7 +111,7 @@ def test_there_are_enough_cases() -> None:
     assert len(CASES) >= FEWEST
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_bit(name: str) -> None:
     case = CASES[name]

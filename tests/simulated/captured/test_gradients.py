@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import ignoring
-from tests.simulated.captured.capturing import FEATURES, STAYS_EAGER, Network, assert_same, fit
+from tests.simulated.captured.capturing import FEATURES, STAYS_EAGER, Graphs, Network, assert_same, fit
 
 pytestmark = ignoring("The '\\w+' does not have many workers")
 
@@ -60,9 +60,32 @@ class Apart(Network):
         return torch.optim.SGD(self.net.parameters(), 0.1)
 
 
-def test_parameters_that_no_optimiser_has() -> None:
-    eager = fit(Apart)
-    captured = fit(Apart, capture=True)
+class Shared(Network):
+    """Two parameters whose gradients are one tensor, clipped in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(2))
+        self.second = nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        return {"loss": result["loss"] + (self.first + self.second).sum()}
+
+
+class WithoutOptimizer(Network):
+    """No optimiser zeroes the gradients, which grow."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`configure_optimizers` returned None")
+@pytest.mark.parametrize("make", [Apart, Shared, WithoutOptimizer])
+def test_other_gradients(make: type[Network]) -> None:
+    options = {"gradient_clip_val": 0.05}
+    eager = fit(make, **options)
+    captured = fit(make, capture=True, **options)
     assert_same(captured, eager)
     assert captured.replays >= REPLAYS
 
@@ -140,10 +163,14 @@ class KeepingOptimizer(Keeping):
 def test_kept_gradients_stay_as_they_are(make: type[Keeping]) -> None:
     sizes = [5] * 24
     eager = fit(make, sizes)
+    graphs = Graphs()
     with pytest.warns(UserWarning, match=f"{STAYS_EAGER} gradients of an earlier step are still in use"):
-        captured = fit(make, sizes, capture=True)
+        captured = fit(make, sizes, capture=True, callbacks=[graphs])
     assert_same(captured, eager)
     torch.testing.assert_close(captured.module.kept, eager.module.kept, rtol=0, atol=0)
+    # Each trial has a graph, which is released when no further one follows.
+    assert max(graphs.more) == 1
+    assert graphs.more[-1] == 0
 
 
 # The optimiser

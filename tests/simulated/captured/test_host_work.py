@@ -385,7 +385,7 @@ def fit_noted(make: type[Impure], **options: Any) -> tuple[Result, Any]:
     return result, result.module.noted()
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("make", REASONS, ids=lambda make: make.__name__)
 def test_stays_eager(make: type[Impure]) -> None:
     eager, noted = fit_noted(make)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equipoise import ConfigurationError, OOMRecovery, Trainer
 from equipoise.trainer.optimization.compiled.captured import captured_graph
 from tests.conftest import ignoring
-from tests.simulated.captured.capturing import DEVICE, STAYS_EAGER, Network, assert_same, batches, fit
+from tests.simulated.captured.capturing import DEVICE, SIZES, STAYS_EAGER, Graphs, Network, assert_same, batches, fit
 from tests.simulated.devices.graphs import num_graphs
 from tests.simulated.devices.installation import extension
 from tests.simulated.devices.selection import on_the_host
@@ -193,7 +193,7 @@ def test_too_little_memory_for_a_trial(limited: Callable[[int], None]) -> None:
 
 
 def test_a_capture_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a kernel computed something else in a graph."""
+    """As if a kernel computed something else in a graph, which is released then."""
     replay = captured_graph._replay
 
     def differing(capture: Any, inputs: Any) -> Any:
@@ -205,10 +205,12 @@ def test_a_capture_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 
     eager = fit(Network)
     monkeypatch.setattr(captured_graph, "_replay", differing)
+    graphs = Graphs()
     with pytest.warns(UserWarning, match=f"{STAYS_EAGER} a captured one differs: the gradient of net.0.weight"):
-        captured = fit(Network, capture=True)
+        captured = fit(Network, capture=True, callbacks=[graphs])
     assert_same(captured, eager)
     assert captured.replays == 1
+    assert graphs.more == [0] * 2 * len(SIZES)
 
 
 def test_a_capture_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,10 @@ class CapturedGraph:
         if before is None or after is None:
             raise CompilerError("it computes with tensors of inference mode")
         is_changed = list(map(ne, before, after))
+        # What is changed by way of `tensor.data` keeps its version.
+        for position, (tensor, copy) in enumerate(zip(inputs, static, strict=True)):
+            if copy is not None and not torch.equal(tensor, copy):
+                is_changed[position] = True
         self._noted.rewind()
 
         # 4. The capture.
