@@ -58,6 +58,7 @@ def parse(command: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="small sizes, whose times mean nothing")
     parser.add_argument("--simulated", action="store_true", help="on simulated devices, with small sizes")
     parser.add_argument("--child", type=int, choices=numbers, help=argparse.SUPPRESS)
+    parser.add_argument("--killed-in", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(command)
 
 
@@ -86,6 +87,9 @@ def run_child(options: argparse.Namespace) -> None:
 
     (item,) = chosen_items([options.child])
     setting = Setting.find(is_small=options.small, is_simulated=options.simulated)
+    if options.killed_in is not None:
+        importlib.import_module("benchmarks.gpu.checkpoints").be_killed(setting, options.killed_in)
+        return
     if item.needs_cuda and not setting.has_cuda:
         write_skipped(options.out, "needs a CUDA device")
         return

@@ -96,7 +96,7 @@ ITEMS = (
     Item(7, "strategies", "strategies:strategies", 60, needs_cuda=False),
     Item(8, "pipeline's memory", "strategies:pipeline_memory", 20),
     Item(9, "precisions", "steps:precisions", 40, needs_cuda=False),
-    Item(10, "checkpoints", "checkpoints:checkpoints", 30, needs_cuda=False),
+    Item(10, "checkpoints", "checkpoints:checkpoints", 45, needs_cuda=False),
     Item(11, "captured and compiled steps", "speedups:captured_and_compiled", 60, needs_cuda=False),
 )
 

@@ -1,5 +1,9 @@
 """Item 10: how long a checkpoint blocks training, and whether a resumed run is the same to the bit."""
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,15 +15,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from benchmarks.gpu.campaign import Row
+from benchmarks.gpu.campaign import ROOT, Row
 from benchmarks.gpu.measuring import Setting
 from benchmarks.gpu.networks import QUIET, Task, Training, adam, loss_of
 from benchmarks.gpu.steps import quiet
 from equipoise import Callback, Trainer
 
-__all__ = ["checkpoints"]
+__all__ = ["be_killed", "checkpoints"]
 
 GIB = 2**30
+NAME = "midst.ckpt"
 
 
 def large(setting: Setting) -> Task:
@@ -57,7 +62,7 @@ class Save(Callback):
 
 
 def checkpoints(setting: Setting) -> Iterator[Row]:
-    """Save a large checkpoint, and resume runs in the midst of an epoch."""
+    """Save a large checkpoint, and resume runs in the midst of an epoch, one of them after it was killed."""
     quiet()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "large.ckpt")
@@ -77,6 +82,8 @@ def checkpoints(setting: Setting) -> Iterator[Row]:
             with tempfile.TemporaryDirectory() as folder:
                 largest = resumed(Path(folder), setting, precision=precision, **options)
             yield Row.at_most(f"resumed {name}, {precision}: largest difference", largest, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        yield from resumed_after_kill(Path(folder), setting)
 
 
 class Resumable(Training):
@@ -103,33 +110,81 @@ def small_task() -> Task:
     return Task("small", make, lambda number: (torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)))
 
 
+class Saving(Callback):
+    """Saves in the midst of the second epoch.
+
+    Args:
+        folder: Where.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save."""
+        if trainer.current_epoch == 1 and batch_idx == 6:
+            trainer.save_checkpoint(self.path)
+
+
+class Kill(Callback):
+    """Kills the process two steps later, between a forward and its backward."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Find the step."""
+        self.is_due = trainer.current_epoch == 1 and batch_idx == 8
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Kill."""
+        if self.is_due:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    setting: Setting, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any
+) -> tuple[Resumable, Trainer]:
+    """Train for two epochs, from the beginning or from a checkpoint."""
+    torch.manual_seed(1 if ckpt_path is None else 99)
+    draw = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(40, 8, generator=draw), torch.randint(10, (40,), generator=draw))
+    trainer = Trainer(
+        devices=[setting.device],
+        callbacks=list(callbacks),
+        **{**QUIET, "max_epochs": 2, **options},
+    )
+    module = Resumable(small_task())
+    trainer.fit(module, DataLoader(data, 4, shuffle=True), ckpt_path=ckpt_path)
+    return module, trainer
+
+
 def resumed(folder: Path, setting: Setting, **options: Any) -> float:
     """Return the largest difference between a resumed run and one that was not interrupted."""
+    undisturbed = train(setting, Saving(folder), **options)
+    continued = train(setting, ckpt_path=folder / NAME, **options)
+    return largest_difference(undisturbed, continued)
 
-    def run(ckpt_path: Path | None, *callbacks: Callback) -> tuple[Resumable, Trainer]:
-        torch.manual_seed(1 if ckpt_path is None else 99)
-        draw = torch.Generator().manual_seed(3)
-        data = TensorDataset(torch.randn(40, 8, generator=draw), torch.randint(10, (40,), generator=draw))
-        trainer = Trainer(
-            devices=[setting.device],
-            callbacks=list(callbacks),
-            **{**QUIET, "max_epochs": 2, **options},
-        )
-        module = Resumable(small_task())
-        trainer.fit(module, DataLoader(data, 4, shuffle=True), ckpt_path=ckpt_path)
-        return module, trainer
 
-    class Saving(Callback):
-        """Saves in the midst of the second epoch."""
+def resumed_after_kill(folder: Path, setting: Setting) -> Iterator[Row]:
+    """Kill a run in a process of its own, and resume it in this one."""
+    flags = {"--small": setting.is_small, "--simulated": setting.is_simulated}
+    chosen = [flag for flag, is_set in flags.items() if is_set]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--child", "10", "--killed-in", str(folder), *chosen]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    code = subprocess.run(command, cwd=ROOT, check=False, **silent).returncode
+    yield Row.holds("a run was killed in the midst of a step", code == -signal.SIGKILL, f"exit code {code}")
+    if code == -signal.SIGKILL:
+        largest = largest_difference(train(setting), train(setting, ckpt_path=folder / NAME))
+        yield Row.at_most("resumed after the kill: largest difference", largest, 0)
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            """Save."""
-            if trainer.current_epoch == 1 and batch_idx == 6:
-                trainer.save_checkpoint(folder / "midst.ckpt")
 
-    undisturbed, first = run(None, Saving())
-    continued, second = run(folder / "midst.ckpt")
-    values = [undisturbed.state_dict(), continued.state_dict()]
-    values[0]["mean"] = first.callback_metrics["mean"].cpu()
-    values[1]["mean"] = second.callback_metrics["mean"].cpu()
+def be_killed(setting: Setting, folder: Path) -> None:
+    """Train until the run kills this process."""
+    quiet()
+    train(setting, Saving(folder), Kill())
+
+
+def largest_difference(one: tuple[Resumable, Trainer], other: tuple[Resumable, Trainer]) -> float:
+    """Return the largest difference of weights, statistics and the metric of two runs."""
+    values = []
+    for module, trainer in (one, other):
+        values.append({**module.state_dict(), "mean": trainer.callback_metrics["mean"].cpu()})
     return max(float((values[0][name].double() - values[1][name].double()).abs().max()) for name in values[0])

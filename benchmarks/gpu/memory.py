@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.gpu.campaign import Row
 from benchmarks.gpu.measuring import Setting, seconds_of
-from benchmarks.gpu.networks import QUIET, Task, Training, convolution, difference, mlp, sgd, transformer
+from benchmarks.gpu.networks import QUIET, Task, Training, adam, convolution, difference, mlp, sgd, transformer
 from benchmarks.gpu.steps import first_line, quiet
 from equipoise import Callback, MemoryLogger, OOMRecovery, Trainer
 from equipoise.memory.devices import read_memory
@@ -200,27 +200,40 @@ def recovery(setting: Setting) -> Iterator[Row]:
     quiet()
     samples, width = setting.pick((8192, 512), (2048, 16))
     in_forward = wide(samples, width)
+    # Many samples and little work, for many steps.
+    narrow = wide(*setting.pick((65536, 64), (2048, 16)))
     convolutions = images(*setting.pick((256, 64), (16, 16)))
-    cases: list[tuple[Task, float, bool]] = [
-        (in_forward, 2.0, False),
-        (in_forward, 8.0, False),
-        (heavy(in_forward), 2.0, False),
-        (convolutions, 2.0, False),
-        (convolutions, 2.0, True),
-    ]
-    for task, times, benchmark in cases:
-        name = f"{task.name}{', cudnn.benchmark' if benchmark else ''}, {times:g} times the memory"
+    many = setting.pick(200, 10)
+    # Parameters need far more memory than activations, or the other way round.
+    many_parameters = wide(16, setting.pick(2048, 64))
+    many_samples = wide(*setting.pick((65536, 512), (2048, 16)))
+    cases = {
+        "wide, 2 times the memory": partial(recovered, in_forward, 2.0, setting),
+        f"narrow, 8 times the memory, {many} steps": partial(recovered, narrow, 8.0, setting, steps=many),
+        "heavy backward, 2 times the memory": partial(recovered, heavy(in_forward), 2.0, setting),
+        "convolutions, 2 times the memory": partial(recovered, convolutions, 2.0, setting),
+        "convolutions, cudnn.benchmark, 2 times the memory": partial(
+            recovered, convolutions, 2.0, setting, benchmark=True
+        ),
+        "optimiser's step": partial(in_optimizer, many_parameters, setting),
+        "evaluation, 2 times the memory": partial(in_evaluation, many_samples, setting),
+    }
+    for name, rows in cases.items():
         try:
-            yield from recovered(name, task, times, setting, benchmark=benchmark)
+            yield from rows(name)
         except Exception as error:
             yield Row.holds(name, False, first_line(error))
         finally:
             set_limit(setting, 0)
 
 
-def recovered(name: str, task: Task, times: float, setting: Setting, *, benchmark: bool) -> Iterator[Row]:
+def recovered(
+    task: Task, times: float, setting: Setting, name: str, *, steps: int | None = None, benchmark: bool = False
+) -> Iterator[Row]:
     """Train with enough memory and without."""
-    batches = task.batches(setting.pick(20, 5), torch.device("cpu"))
+    different = 5
+    batches = task.batches(different, torch.device("cpu"))
+    batches = batches * ((steps or setting.pick(20, different)) // different)
     options = {"benchmark": benchmark}
     # 1. With enough: what a step needs.
     collected(setting)
@@ -245,6 +258,82 @@ def recovered(name: str, task: Task, times: float, setting: Setting, *, benchmar
     yield Row.time(f"{name}: step in which it ran out, by a usual one", limited.seconds[1] / enough.seconds[-1], "")
     yield Row.time(f"{name}: later steps, by usual ones", limited.seconds[-1] / enough.seconds[-1], "")
     yield Row(f"{name}: reserved and not used at the end", waste / MIB, "MiB")
+
+
+class Holding(OOMRecovery):
+    """Holds memory that an optimiser needs for its state, and gives it back when that runs out of memory.
+
+    Args:
+        setting: Where.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.setting = setting
+        self.held: Tensor | None = None
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Leave memory for half of the state of Adam in the first step."""
+        if trainer.global_step:
+            return
+        collected(self.setting)
+        nbytes = sum(parameter.nbytes for parameter in pl_module.parameters())
+        self.held = torch.empty(4 * nbytes, dtype=torch.uint8, device=self.setting.device)
+        set_limit(self.setting, torch.cuda.memory_reserved(self.setting.device) + nbytes)
+
+    def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> Any:
+        """Give it back."""
+        self.held = None
+        return super().on_out_of_memory(trainer, pl_module, event)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Limit nothing else."""
+        set_limit(self.setting, 0)
+
+
+def in_optimizer(task: Task, setting: Setting, name: str) -> Iterator[Row]:
+    """Let the step of an optimiser run out of memory."""
+    batches = task.batches(3, torch.device("cpu"))
+
+    def run(*callbacks: Callback) -> Training:
+        module = Training(task, adam)
+        train(module, batches, setting, *callbacks)
+        return module.cpu()
+
+    expected = run()
+    armed = Holding(setting)
+    actual = run(armed)
+    yield from verdicts(name, armed, "optimizer step", difference(expected, actual))
+
+
+def in_evaluation(task: Task, setting: Setting, name: str) -> Iterator[Row]:
+    """Validate with half of the memory that it needs."""
+    batches: Any = DataLoader(task.batches(3, torch.device("cpu")), batch_size=None)  # type: ignore[arg-type]
+    module = Training(task, sgd)
+
+    def validate(*callbacks: Callback) -> float:
+        trainer = Trainer(devices=[setting.device], callbacks=list(callbacks), **QUIET)
+        (metrics,) = trainer.validate(module, batches, verbose=False)
+        return metrics["val_loss"]
+
+    validate()
+    held = collected(setting)
+    torch.cuda.reset_peak_memory_stats(setting.device)
+    expected = validate()
+    needed = torch.cuda.max_memory_allocated(setting.device) - held
+    held = collected(setting)
+    set_limit(setting, held + needed // 2 + allowance(setting))
+    armed = OOMRecovery()
+    actual = validate(armed)
+    set_limit(setting, 0)
+    yield from verdicts(name, armed, "evaluation", abs(actual - expected) / abs(expected))
+
+
+def verdicts(name: str, armed: OOMRecovery, phase: str, largest: float) -> Iterator[Row]:
+    """Tell where memory ran out, and what that has changed."""
+    phases = sorted({event.phase for event in armed.events})
+    yield Row.holds(f"{name}: ran out of memory ({', '.join(phases)})", phases == [phase])
+    yield Row.at_most(f"{name}: largest difference", largest, 1e-12)
 
 
 def allowance(setting: Setting) -> int:

@@ -31,6 +31,7 @@ from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
 from equipoise.trainer.logging.csv_rows import continue_files
+from equipoise.trainer.optimization.compiled.obstacles import check_strategy
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.optimization.savers.step_obstacles import check_optimizer
@@ -74,6 +75,9 @@ def run(parts: TrainerParts, request: Request) -> Any:
     shared: list[Any] = []
     if processes.spawns:
         refuse_lost_reports(state.callbacks)
+        # Here, since an error of a worker comes with its traceback.
+        if request.fitting:
+            check_strategy(parts.strategy, state)
         shared = shared_objects(parts, request)
     try:
         results = processes.launch(partial(_carry_out, parts, request, shared), shared)

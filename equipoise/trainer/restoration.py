@@ -235,9 +235,7 @@ def _check_kind(index: int, optimizer: Optimizer, state: dict[str, Any]) -> None
 
 def _load_optimizer(context: RunContext, index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
     try:
-        if context.state.fuses_optimizers:
-            state = with_present_choice(optimizer, state)
-        context.strategy.portable.load_optimizer_state(optimizer, state)
+        context.strategy.portable.load_optimizer_state(optimizer, with_present_choice(optimizer, state))
     except ValueError as error:
         raise CheckpointError(
             f"The state of optimiser {index} ({type(optimizer).__name__}) in the checkpoint does not fit: {error}."

@@ -111,7 +111,7 @@ class Trainer(PublicState):
             is used if it computes the same as the step itself; see docs/compile.md. "auto": and if it is faster.
             Lightning has no such argument. Default: False.
         capture: Capture forward, loss and backward of the training step as a CUDA graph for each shape of a batch,
-            which is replayed if it computes the same as the step itself, to the bit; see docs/compile.md. Not together
+            which is replayed if it computes the same as the step itself, to the bit; see docs/capture.md. Not together
             with `compile`. Lightning has no such argument. Default: False.
         fused_optimizer: Let the optimiser step all parameters by one kernel, where torch has one for it and
             `configure_optimizers` has chosen no other way. Its rounding is another. Lightning has no such argument.

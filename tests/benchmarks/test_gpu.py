@@ -136,7 +136,12 @@ def test_verdict(row: Row, is_good: bool, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (Row.at_most("step", 1.5, 2.0, "µs"), Row("name", "[text]"))
-    monkeypatch.setattr(command, "run_item", lambda item, *_: Outcome(item, rows, 1.0, "needs it", is_skipped=True))
+
+    def run_item(item: Item, options: Any, seconds_left: float) -> Outcome:
+        assert options == ["--simulated"]
+        return Outcome(item, rows, 1.0, "needs it", is_skipped=True)
+
+    monkeypatch.setattr(command, "run_item", run_item)
     path = tmp_path / "gpu.json"
     assert command.main(["--items", "0", "4", "--out", str(path), "--simulated"]) == 0
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -162,31 +167,46 @@ def test_a_machine_without_a_gpu_has_small_sizes(monkeypatch: pytest.MonkeyPatch
 # The whole command
 
 
-def run_all(numbers: list[int], options: list[str], path: Path) -> dict[int, dict[str, Any]]:
-    """Run items with more time, since the machine may be busy; return them by their numbers."""
-    chosen = ["--items", *map(str, numbers)]
-    code = command.main([*chosen, "--out", str(path), "--patience", "20", *options])
+@pytest.mark.slow
+def test_the_command_on_a_cpu(tmp_path: Path) -> None:
+    """With more time, since the machine may be busy."""
+    path = tmp_path / "gpu.json"
+    code = command.main(["--items", "0", "3", "--out", str(path), "--patience", "20"])
     items = json.loads(path.read_text(encoding="utf-8"))["items"]
     broken = [row for item in items for row in item["rows"] if row["is_kept"] is False]
     assert code == 0, (broken, [item["problem"] for item in items])
-    return {item["number"]: item for item in items}
+    assert {item["number"]: item["is_skipped"] for item in items} == {0: False, 3: True}
+
+
+# The command starts a process for each item. One process for all of them imports everything only once.
+IN_ONE_PROCESS = """
+import sys
+from benchmarks.gpu.__main__ import main
+
+folder, *numbers = sys.argv[1:]
+for number in numbers:
+    main(["--child", number, "--out", f"{folder}/{number}", "--simulated"])
+"""
 
 
 @pytest.mark.slow
-def test_the_command_on_a_cpu(tmp_path: Path) -> None:
-    items = run_all([0, 3, 10], [], tmp_path / "gpu.json")
-    assert {number: item["is_skipped"] for number, item in items.items()} == {0: False, 3: True, 10: False}
-
-
-@pytest.mark.slow
-def test_the_command_on_simulated_devices(tmp_path: Path) -> None:
+def test_items_on_simulated_devices(tmp_path: Path) -> None:
     try:
         built_extension()
     except NotBuildable as reason:
         pytest.skip(f"no devices can be simulated: {reason}")
-    numbers = [item.number for item in ITEMS if item.number not in LONG]
-    items = run_all(numbers, ["--simulated"], tmp_path / "gpu.json")
-    assert not any(item["is_skipped"] for item in items.values())
+    numbers = [str(item.number) for item in ITEMS if item.number not in LONG]
+    command = [sys.executable, "-c", IN_ONE_PROCESS, str(tmp_path), *numbers]
+    problem = campaign.run_limited(command, 800.0)
+    rows = {}
+    for number in numbers:
+        path = tmp_path / number
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        rows[number] = [json.loads(line) for line in lines]
+    broken = [row for of_item in rows.values() for row in of_item if row.get("is_kept") is False or "skipped" in row]
+    assert not problem, (problem, broken)
+    assert not broken
+    assert all(rows.values()), {number: len(of_item) for number, of_item in rows.items()}
 
 
 WITHOUT_HYDRA = """

@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equal_to_eager_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replays = []

@@ -30,6 +30,7 @@ def placed() -> Placed:
     return Placed()
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_precision_trains(name: str) -> None:
     module = placed().cuda()
@@ -57,6 +58,7 @@ class Losses(Callback):
         self.seen.append(outputs["loss"].detach().double().cpu())
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("strategy", "parts"), [("single_device", 1), ("dp", 2), ("pipeline", 2)])
 def test_every_precision_of_a_trainer(strategy: str, parts: int, name: str) -> None:
@@ -95,6 +97,7 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, fused=True)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("optimizer", [None, fused], ids=["foreach", "fused"])
 @pytest.mark.parametrize(("strategy", "parts"), [("single_device", 1), ("dp", 2), ("pipeline", 2)])
 def test_a_step_that_overflows_is_left_out(strategy: str, parts: int, optimizer: Any) -> None:

@@ -22,9 +22,8 @@ pytestmark = ignoring(
 )
 
 MIB = 2**20
-WIDTH = 256
 # The allocator of a GPU takes memory in steps of 20 MiB, of which a limit must be many.
-SAMPLES = 1024 if is_installed() else 32768
+WIDTH, SAMPLES = (64, 512) if is_installed() else (256, 32768)
 SIZES = [SAMPLES] * 4
 SMALL = [16]
 TOLERANCE = 1e-10

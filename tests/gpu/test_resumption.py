@@ -128,6 +128,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_resumed_run_ends_as_an_uninterrupted_one(name: str, options: str, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("make", [Mlp, Convolution, Recurrent, Tied, Masked], ids=lambda make: make.__name__)
 def test_training_equals_that_of_the_cpu(make: type[LightningModule], name: str) -> None:
@@ -53,6 +54,7 @@ def test_training_equals_that_of_the_cpu(make: type[LightningModule], name: str)
     assert_same(fit(make, CPU), fit(make, strategy=strategy(), parts=parts), TOLERANCE)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("options", [name for name in OPTIONS if OPTIONS[name]])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_options_of_the_trainer(name: str, options: str) -> None:
@@ -70,6 +72,7 @@ class Deep(Mlp):
         self.net = nn.Sequential(*self.net[:4], *layers, self.net[4])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_of_the_pipeline(schedule: str) -> None:
     strategy = PipelineStrategy(micro_batches=4, schedule=schedule)
@@ -118,6 +121,7 @@ class Evaluated(Mlp):
         return self(batch["features"])
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_evaluation_and_prediction(name: str) -> None:
     strategy, parts = STRATEGIES[name]
@@ -153,6 +157,7 @@ def test_the_second_gpu_is_current_while_it_trains() -> None:
 # Several processes
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_two_processes_on_one_gpu(options: str) -> None:
     torch.manual_seed(3)

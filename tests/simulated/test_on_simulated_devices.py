@@ -32,7 +32,7 @@ GROUPS = {
     # A captured graph keeps nodes of autograd, of which torch warns in a run of several devices behind it.
     "captured": [
         f"{SIMULATED}/test_graphs.py",
-        *(f"{SIMULATED}/captured/test_{name}.py" for name in ("equal", "host_work", "runs")),
+        *(f"{SIMULATED}/captured/test_{name}.py" for name in ("equal", "gradients", "host_work", "runs")),
         "tests/parallel/savers/test_offloading.py",
     ],
     "pipeline": [

@@ -30,6 +30,9 @@ _SETTINGS: Mapping[str, Any] = {
     "skip_nnmodule_hook_guards": False,
 }
 
+# Types of devices whose autocast a step may use.
+_DEVICE_TYPES = ("cpu", "cuda")
+
 # The compiler's name of the object whose method is traced.
 _OWNER = "L['self']"
 
@@ -98,9 +101,11 @@ class CompiledFunction:
         Raises:
             NewVariant: If no variant fits. Nothing was computed then.
         """
+        modes = _Modes()
         try:
             return self._compiled(*args)
-        except Exception as error:
+        except BaseException as error:
+            modes.restore()
             if _is_of_compiler(error):
                 raise NewVariant from None
             raise
@@ -113,10 +118,12 @@ class CompiledFunction:
         """
         self._inputs.begin()
         self._may_compile = True
+        modes = _Modes()
         try:
             with _compiler_settings():
                 return self._compiled(*args)
-        except Exception as error:
+        except BaseException as error:
+            modes.restore()
             if _is_of_compiler(error):
                 raise CompilerError(_reason(error)) from error
             raise
@@ -134,13 +141,21 @@ class CompiledFunction:
             return list(dict.fromkeys(conditions))
         return []
 
-    def restore(self) -> list[tuple[Tensor, Tensor]]:
-        """Restore the tensors that the last call of `compile` has changed.
+    def obstacle(self) -> str | None:
+        """Return None: nothing but conditions of the Python code prevents the use of a variant."""
+        return None
 
-        Returns:
-            These tensors, and copies of their values after the call.
-        """
-        return self._inputs.restore()
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors that have received a gradient in the last call of `compile`."""
+        return self._inputs.leaves()
+
+    def changed(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors that the last call of `compile` has changed, and copies of their present values."""
+        return self._inputs.changed()
+
+    def restore(self) -> None:
+        """Restore the tensors that the last call of `compile` has changed, and their gradients."""
+        self._inputs.restore()
 
     def close(self) -> None:
         """Release the compiled variants, and the objects that their conditions refer to."""
@@ -183,11 +198,14 @@ class NotedInputs:
     def __init__(self) -> None:
         self.are_due = False
         self._copies: list[tuple[Tensor, Tensor]] = []
+        # Inputs that need a gradient, and the gradient that they have.
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
 
     def begin(self) -> None:
         """Note the inputs of the next call."""
         self.are_due = True
         self._copies = []
+        self._gradients = []
 
     def end(self) -> None:
         """Note no inputs of later calls."""
@@ -201,22 +219,32 @@ class NotedInputs:
         """
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
 
-    def rewind(self) -> list[tuple[Tensor, Tensor]]:
-        """Restore the tensors that have changed, and return them with copies of their values before that."""
-        changed = []
+    def leaves(self) -> list[Tensor]:
+        """Return the inputs that receive a gradient."""
+        return [tensor for tensor, _ in self._gradients]
+
+    def changed(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the inputs that have changed, and copies of their present values."""
+        return [(tensor, tensor.detach().clone()) for tensor, _ in self._changed()]
+
+    def rewind(self) -> None:
+        """Restore the values of the inputs. Nothing is allocated for those that have changed."""
         with torch.no_grad():
-            for tensor, before in self._copies:
-                if not torch.equal(tensor, before):
-                    changed.append((tensor, tensor.detach().clone()))
-                    tensor.copy_(before)
-        return changed
+            for tensor, before in self._changed():
+                tensor.copy_(before)
 
-    def restore(self) -> list[tuple[Tensor, Tensor]]:
-        """Do the same as `rewind`, and forget the copies."""
-        changed = self.rewind()
+    def restore(self) -> None:
+        """Restore the values and gradients of the inputs, and forget the copies."""
+        self.rewind()
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
         self._copies = []
-        return changed
+        self._gradients = []
+
+    def _changed(self) -> list[tuple[Tensor, Tensor]]:
+        return [(tensor, before) for tensor, before in self._copies if not torch.equal(tensor, before)]
 
 
 # Makes a function of a traced graph, which receives the graph's inputs. In a trial they are noted.
@@ -279,8 +307,75 @@ def _compiler_settings() -> Iterator[None]:
     """Set what a function with a backward needs while it is traced, and hide the compiler's own warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _config().patch(_SETTINGS):
+        with _config().patch(_SETTINGS), _optimizers_as_objects():
             yield
+
+
+@contextmanager
+def _optimizers_as_objects() -> Iterator[None]:
+    """Let the compiler read an optimiser as any other object.
+
+    A function that reads `optimizer.param_groups`, to log a learning rate for one, would otherwise change the user's
+    optimiser (`capturable=True`), and its parameters would be constants of the graph that have no gradients. No setting
+    turns that off.
+    """
+    from torch._dynamo.variables import builder
+
+    # The name is imported there, and not exported.
+    names: Any = builder
+    special = names.OptimizerVariable
+    names.OptimizerVariable = _plain_optimizer_variable()
+    try:
+        yield
+    finally:
+        names.OptimizerVariable = special
+
+
+@cache
+def _plain_optimizer_variable() -> Any:
+    """Return the compiler's class for optimisers without what it does to them."""
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    class PlainOptimizerVariable(OptimizerVariable):
+        def var_getattr(self, tx: Any, name: str) -> Any:
+            return UserDefinedObjectVariable.var_getattr(self, tx, name)
+
+    return PlainOptimizerVariable
+
+
+class _Modes:
+    """The modes of autograd and autocast at one moment. A traced graph sets them by calls of its own.
+
+    So an error in the midst of a graph would leave them as they are there.
+    """
+
+    def __init__(self) -> None:
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._depth = _autocast_depth()
+        self._keeps_casts = torch.is_autocast_cache_enabled()
+        self._autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES]
+
+    def restore(self) -> None:
+        """Restore the modes."""
+        torch.set_grad_enabled(self._is_grad_enabled)
+        left = _autocast_depth() - self._depth
+        for _ in range(left):
+            torch.autocast_decrement_nesting()
+        # The outermost context would do this at its end: casts of parameters are of no use to the next step.
+        if left and not self._depth:
+            torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._keeps_casts)
+        for kind, (is_enabled, dtype) in zip(_DEVICE_TYPES, self._autocast, strict=True):
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+def _autocast_depth() -> int:
+    """Return the number of nested contexts of autocast; nothing public returns it."""
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 def _config() -> Any:
@@ -290,14 +385,14 @@ def _config() -> Any:
     return torch._dynamo.config
 
 
-def _is_of_compiler(error: Exception) -> bool:
+def _is_of_compiler(error: BaseException) -> bool:
     """Return True if the compiler raised an error, and not the computation."""
     from torch._dynamo import exc
 
     return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Return the reason that the compiler gives, in one sentence, with the user's line."""
     # 1. The backend's own error, such as a missing compiler of C++.
     inner = getattr(error, "inner_exception", None)

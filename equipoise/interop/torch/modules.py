@@ -3,8 +3,9 @@
 Each name stands here with the reason why nothing public does; a test notices when one of them changes.
 """
 
-from collections.abc import Iterable
-from operator import attrgetter
+import sys
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, gt, methodcaller
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "STRUCTURE",
+    "References",
     "buffers_of",
     "children_of",
     "has_global_hooks",
@@ -31,6 +33,7 @@ __all__ = [
 # dictionaries, and `register_module` and its siblings make checks that are not needed here.
 STRUCTURE = ("_parameters", "_buffers", "_modules")
 _VERSION = attrgetter("_version")
+_USE_COUNT = methodcaller("_use_count")
 # Nothing public lists or restores the hooks of a module.
 _HOOK_REGISTRIES = (
     "_forward_hooks",
@@ -85,6 +88,32 @@ def versions(tensors: Iterable[Tensor]) -> list[int] | None:
     except RuntimeError:
         # Tensors of inference mode have no version.
         return None
+
+
+class References:
+    """Find out whether tensors are in use elsewhere. Nothing public counts the references to a tensor and its memory.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        # These are addresses. The tensors keep what is there.
+        self._memory = [tensor.untyped_storage()._cdata for tensor in self._tensors]
+        self._usual: list[int] | None = None
+
+    def are_more(self) -> bool:
+        """Return True if there are more references than in the first call."""
+        # Objects of Python, those of C++, and views of the same memory.
+        counts = [
+            *map(sys.getrefcount, self._tensors),
+            *map(_USE_COUNT, self._tensors),
+            *map(torch._C._storage_Use_Count, self._memory),
+        ]
+        if self._usual is None:
+            self._usual = counts
+        return any(map(gt, counts, self._usual))
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -57,6 +57,9 @@ class Backward:
 
     Args:
         context: The run.
+
+    Attributes:
+        before_hook: Called before `on_after_backward`, when the gradients are there; None: nothing is.
     """
 
     def __init__(self, context: "RunContext") -> None:
@@ -67,6 +70,7 @@ class Backward:
         # 1. The hooks, the user's `backward`, and the strategy's.
         self._before = hooks.bind("on_before_backward")
         self._after = hooks.bind("on_after_backward")
+        self.before_hook: Callable[[], None] | None = None
         self._user_backward = hooks.bind_module("backward")
         self._backward = hooks.profiled(strategy.backward, hooks.action_of_strategy("backward"))
         self._shows_loss = self._before is not None or self._user_backward is not None
@@ -175,6 +179,8 @@ class Backward:
         if self._collect is not None:
             self._collect()
         if self._after is not None:
+            if self.before_hook is not None:
+                self.before_hook()
             self._after()
 
     def _seed(self, loss: Tensor, share: float | Tensor) -> Tensor:

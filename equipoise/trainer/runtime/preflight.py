@@ -172,8 +172,7 @@ def _check_fit(context: "RunContext") -> None:
 
     # 3. Arguments without an effect.
     state = context.state
-    if state.compiles_steps or state.captures_steps:
-        check_strategy(context.strategy, captures=state.captures_steps)
+    check_strategy(context.strategy, state)
     if state.steps_in_backward:
         step_obstacles.check_run(context)
     if state.offload_least_bytes is not None:

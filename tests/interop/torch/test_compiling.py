@@ -147,3 +147,83 @@ def test_hooks_on_gradients() -> None:
     assert not has_gradient_hooks(parameter)
     parameter.register_post_accumulate_grad_hook(lambda parameter: None)
     assert has_gradient_hooks(parameter)
+
+
+def test_modes_are_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traced graph enters autocast, and turns off gradients, by calls of its own."""
+
+    def fail(*args: Any) -> Any:
+        torch.set_grad_enabled(False)
+        torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, True, False)
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: fail)
+    modes = compiling._Modes()
+    function = CompiledFunction(Steps().compute)
+    with pytest.raises(torch.OutOfMemoryError):
+        function.compile(torch.ones(3, 2, dtype=torch.float64))
+    assert torch.is_grad_enabled()
+    with pytest.raises(torch.OutOfMemoryError):
+        function(torch.ones(3, 2, dtype=torch.float64))
+    assert vars(compiling._Modes()) == vars(modes)
+
+
+def test_casts_are_forgotten_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outermost autocast forgets casts of parameters at its end, which an error leaves out."""
+    weight = nn.Parameter(torch.ones(2, 2))
+
+    def fail(*args: Any) -> Any:
+        torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, True, True)
+        torch.ones(3, 2).mm(weight)
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: fail)
+    function = CompiledFunction(Steps().compute)
+    with pytest.raises(torch.OutOfMemoryError):
+        function.compile(torch.ones(3, 2, dtype=torch.float64))
+    with torch.no_grad():
+        weight.zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.ones(3, 2).mm(weight).any()
+
+
+class Optimized(Steps):
+    """A step that reads its optimiser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.Adam(self.layer.parameters(), 0.5)
+
+    def compute(self, x: Tensor) -> Tensor:
+        loss = (self.layer(x) * self.optimizer.param_groups[0]["lr"]).sum()
+        loss.backward()
+        return loss.detach()
+
+
+def test_an_optimiser_that_is_read_stays_as_it_is() -> None:
+    """The compiler would note at the parameters that they are constants, and replace settings."""
+    steps = Optimized()
+    function = CompiledFunction(steps.compute)
+    x = torch.ones(3, 2, dtype=torch.float64)
+    function.compile(x)
+    assert function.leaves()
+    assert steps.layer.weight.grad is not None
+    assert getattr(steps.layer.weight, "_dynamo_static_input_type", None) != "guarded"
+    function.restore()
+    assert steps.layer.weight.grad is None
+    function(x)
+    steps.layer.zero_grad()
+    # The number is a condition.
+    steps.optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(NewVariant):
+        function(x)
+
+
+def test_the_compiler_has_a_class_for_optimisers() -> None:
+    from torch._dynamo.variables import builder
+
+    special = builder.OptimizerVariable
+    with compiling._compiler_settings():
+        assert issubclass(builder.OptimizerVariable, special)
+        assert builder.OptimizerVariable is not special
+    assert builder.OptimizerVariable is special

@@ -29,6 +29,7 @@ from equipoise.interop.metrics import (
 from equipoise.interop.torch.loaders import collates_tensors_by_stacking
 from equipoise.interop.torch.modules import (
     STRUCTURE,
+    References,
     buffers_of,
     children_of,
     has_hooks,
@@ -119,6 +120,20 @@ def test_steps_of_optimizers_leave_a_trace(foreach: bool) -> None:
     before = versions([parameter])
     optimizer.step()
     assert versions([parameter]) != before
+
+
+def test_references_to_tensors() -> None:
+    """Objects of Python and of C++, and views, are noticed."""
+    tensors = [torch.ones(3), torch.ones(2)]
+    references = References(tensors)
+    assert not references.are_more()
+    parameter = nn.Parameter(torch.zeros(2))
+    for hold in (lambda: [tensors[0]], lambda: tensors[1][:1], lambda: setattr(parameter, "grad", tensors[1])):
+        held = hold()
+        assert references.are_more()
+        del held
+        parameter.grad = None
+        assert not references.are_more()
 
 
 importing_inductor = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from tests.simulated.devices.graphs import num_graphs
 from tests.simulated.devices.installation import extension
 from tests.support.pipelines import quiet
 
@@ -20,6 +21,7 @@ __all__ = [
     "FEATURES",
     "SIZES",
     "STAYS_EAGER",
+    "Graphs",
     "Network",
     "Result",
     "assert_same",
@@ -69,6 +71,20 @@ class Watch(L.Callback):
         self.seen.append((dict(outputs), values))
         gradients = [parameter.grad for parameter in module.parameters()]
         self.gradients.append([None if gradient is None else gradient.clone() for gradient in gradients])
+
+
+class Graphs(L.Callback):
+    """Notes how many graphs there are after each step, more than before the training."""
+
+    def __init__(self) -> None:
+        self.before = 0
+        self.more: list[int] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.before = num_graphs()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.more.append(num_graphs() - self.before)
 
 
 class Result(NamedTuple):

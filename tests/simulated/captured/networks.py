@@ -19,6 +19,7 @@ __all__ = [
     "HookedGradient",
     "HookedModule",
     "InPlaceBatch",
+    "InPlaceData",
     "OnlyLoss",
     "Partial",
     "Scheduled",
@@ -141,6 +142,14 @@ class InPlaceBatch(Network):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.sums.append(batch[0].sum())
         self.log("changed", batch[0].sum())
+
+
+class InPlaceData(InPlaceBatch):
+    """Changes its batch without a trace."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0].data.mul_(1.5)
+        return Network.training_step(self, batch, batch_idx)
 
 
 class HookedGradient(Network):

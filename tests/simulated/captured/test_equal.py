@@ -70,6 +70,7 @@ CASES = {
     "frozen and unused parameters": Case(networks.Partial),
     "tensors changed in place": Case(networks.Averaging),
     "a batch changed in place": Case(networks.InPlaceBatch),
+    "a batch changed by its data": Case(networks.InPlaceData),
     "a pure hook on a tensor": Case(networks.HookedGradient),
     "a pure hook on a module": Case(networks.HookedModule),
     "hooks of the trainer": Case(networks.Hooked),

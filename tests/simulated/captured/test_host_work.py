@@ -363,7 +363,7 @@ REASONS: dict[type[Impure], str] = {
     ListElsewhereChanges: "does something else again and again",
     LayerChanges: "does something else again and again",
     ClosureChanges: "does something else again and again",
-    TensorIsReplaced: "does something else again and again, now because the place in memory",
+    TensorIsReplaced: "a tensor that it uses lies at another place in memory again and again",
     UsesNumberOfBatch: "does something else again and again, now because batch_idx",
     UsesGlobalStep: "",
 }

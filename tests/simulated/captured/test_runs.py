@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equipoise import ConfigurationError, OOMRecovery, Trainer
 from equipoise.trainer.optimization.compiled.captured import captured_graph
 from tests.conftest import ignoring
-from tests.simulated.captured.capturing import DEVICE, STAYS_EAGER, Network, assert_same, batches, fit
+from tests.simulated.captured.capturing import DEVICE, SIZES, STAYS_EAGER, Graphs, Network, assert_same, batches, fit
 from tests.simulated.devices.graphs import num_graphs
 from tests.simulated.devices.installation import extension
 from tests.simulated.devices.selection import on_the_host
@@ -193,7 +193,7 @@ def test_too_little_memory_for_a_trial(limited: Callable[[int], None]) -> None:
 
 
 def test_a_capture_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a kernel computed something else in a graph."""
+    """As if a kernel computed something else in a graph, which is released then."""
     replay = captured_graph._replay
 
     def differing(capture: Any, inputs: Any) -> Any:
@@ -205,10 +205,12 @@ def test_a_capture_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 
     eager = fit(Network)
     monkeypatch.setattr(captured_graph, "_replay", differing)
+    graphs = Graphs()
     with pytest.warns(UserWarning, match=f"{STAYS_EAGER} a captured one differs: the gradient of net.0.weight"):
-        captured = fit(Network, capture=True)
+        captured = fit(Network, capture=True, callbacks=[graphs])
     assert_same(captured, eager)
     assert captured.replays == 1
+    assert graphs.more == [0] * 2 * len(SIZES)
 
 
 def test_a_capture_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +269,35 @@ def test_outputs_and_logs_outlive_the_next_step() -> None:
     assert_same(captured, eager)
 
 
+class ReturningTensors(Network):
+    """Returns tensors of its own, which change with the next steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        return {**result, "weight": self.net[0].weight, "mean": self.net[1].running_mean, "part": self.net[0].bias[:2]}
+
+
+class Notes(L.Callback):
+    """Notes outputs after the step of the optimiser, and those of the step before."""
+
+    def __init__(self) -> None:
+        self.outputs: Any = {}
+        self.values: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for noted in (self.outputs, outputs):
+            self.values.append({name: value.detach().clone() for name, value in noted.items()})
+        self.outputs = outputs
+
+
+def test_outputs_in_memory_of_the_module() -> None:
+    eager, captured = Notes(), Notes()
+    fit(ReturningTensors, callbacks=[eager])
+    result = fit(ReturningTensors, capture=True, callbacks=[captured])
+    assert result.replays == 13
+    torch.testing.assert_close(captured.values, eager.values, rtol=0, atol=0)
+
+
 # Arguments
 
 
@@ -283,7 +314,7 @@ def test_what_is_refused() -> None:
         Trainer(capture=True, compile="auto")
     with on_the_host(), pytest.raises(ConfigurationError, match=r"capture=True replays .* computes on cpu"):
         quiet(devices=1, capture=True).fit(Network(), batches())
-    with pytest.raises(ConfigurationError, match="capture=True captures steps on one device, but strategy='dp'"):
+    with pytest.raises(ConfigurationError, match="capture=True works on one device, but strategy='dp'"):
         quiet(accelerator="cuda", devices=[0, 1], strategy="dp", capture=True).fit(Network(), batches())
     with pytest.raises(ConfigurationError, match=r"Trainer\(capture=True\) has no effect"):
         quiet(accelerator="cuda", devices=[0], capture=True).fit(ByHand(), batches())

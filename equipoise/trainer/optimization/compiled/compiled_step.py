@@ -16,6 +16,7 @@ from torch import Tensor
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.interop.torch.compiling import NewVariant
 from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.automatic_step import RepeatableStep
 from equipoise.trainer.optimization.compiled.obstacles import why_eager
@@ -59,6 +60,7 @@ class CompiledStep(RepeatableStep):
         super().__init__(context, *args, skip_backward=skip_backward, **kwargs)
         self._attributes = vars(self.module)
         self._parameters = list(self.module.parameters())
+        self._optimizer = context.state.optimizers[0]
         self._precision = context.precision
         self._default_dtype: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self._precision.autocast is None and self._precision.forward_context is not None:
@@ -122,7 +124,19 @@ class CompiledStep(RepeatableStep):
             if self._after_backward is not None:
                 self._after_backward()
             return
-        RepeatableStep.backward(self, result)
+        if self._end_eager_step is None and self._trial is None:
+            RepeatableStep.backward(self, result)
+            return
+        # The hook after the backward may change the gradients, so the step ends before it.
+        self.run_backward.before_hook = partial(self._end_watched_step, result)
+        try:
+            RepeatableStep.backward(self, result)
+        finally:
+            self.run_backward.before_hook = None
+        self._end_watched_step(result)
+
+    def _end_watched_step(self, result: StepResult) -> None:
+        """End an eager step whose time counts, or whose gradients are compared. A second call has no effect."""
         if self._end_eager_step is not None:
             self._end_eager_step()
             self._end_eager_step = None
@@ -219,8 +233,10 @@ class CompiledStep(RepeatableStep):
         assert self._variants is not None
         # 1. A step whose Python code always does something else is not worth the time.
         if not variant.begin_trial():
-            conditions = self._compute(variant.function.unmet_conditions, part, None)
-            self._variants.refuse(variant, why_compiled_again(conditions))
+            reason = variant.function.obstacle()
+            if reason is None:
+                reason = why_compiled_again(self._compute(variant.function.unmet_conditions, part, None))
+            self._variants.refuse(variant, reason)
             return
 
         # 2. The share is found without counting the batch.
@@ -232,7 +248,8 @@ class CompiledStep(RepeatableStep):
 
         # 3. The trial.
         trial = Trial(self._variants, variant, self.module, part)
-        trial.run(lambda: self._compute(variant.function.compile, part, share.seed), begins_window=self.begins_window)
+        zeroed = optimizer_parameters(self._optimizer) if self.begins_window else ()
+        trial.run(lambda: self._compute(variant.function.compile, part, share.seed), zeroed)
         self._trial = trial
         self._num_pending = len(self._logs.pending)
 

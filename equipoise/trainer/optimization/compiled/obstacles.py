@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from lightning.pytorch import LightningModule
 from torch.optim import LBFGS
 
@@ -14,6 +15,7 @@ from equipoise.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["check_strategy", "why_eager"]
 
@@ -22,24 +24,30 @@ _HOOKS_BETWEEN = ("on_before_backward", "on_before_zero_grad")
 _METHODS_BETWEEN = ("backward", "optimizer_zero_grad")
 
 
-def check_strategy(strategy: Strategy, *, captures: bool) -> None:
-    """Check that a strategy computes whole steps in one place.
+def check_strategy(strategy: Strategy, state: "RunState") -> None:
+    """Check that a strategy computes whole steps in one place, if steps are compiled or captured.
 
     Args:
         strategy: The strategy.
-        captures: Whether steps are captured as CUDA graphs, and not compiled.
+        state: The settings of the run.
 
     Raises:
         ConfigurationError: If it does not.
     """
-    argument, verb = ("capture", "captures") if captures else ("compile", "compiles")
+    if not state.captures_steps and not state.compiles_steps:
+        return
+    argument = "capture"
+    value: bool | str = state.captures_steps
+    if not value:
+        argument = "compile"
+        value = state.compiles_steps
     members = ("forward_backward", "backward", "collect_gradients")
     if any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in members):
         raise ConfigurationError(
-            f"{argument}=True {verb} steps on one device, but strategy={strategy.name!r} computes a step in several"
+            f"{argument}={value!r} works on one device, but strategy={strategy.name!r} computes a step in several"
             f" parts or processes. Leave {argument} out, or choose strategy='single_device'."
         )
-    if captures and strategy.root_device.type != "cuda":
+    if state.captures_steps and strategy.root_device.type != "cuda":
         raise ConfigurationError(
             f"capture=True replays steps as CUDA graphs, but this run computes on {strategy.root_device}. Leave capture"
             " out, choose accelerator='cuda', or take compile=True, which has kernels for other devices, too."
@@ -64,7 +72,7 @@ def why_eager(context: "RunContext", *, skip_backward: bool) -> str | None:
         return "its steps run no backward"
     if hooks.is_profiled:
         return "a profiler measures forward and backward by themselves"
-    if context.state.detect_anomaly or context.state.detect_nonfinite:
+    if torch.is_anomaly_enabled() or context.state.detect_anomaly or context.state.detect_nonfinite:
         return "detect_anomaly and detect_nonfinite look into each operation or module"
     if isinstance(context.state.optimizers[0], LBFGS):
         return "LBFGS computes a batch several times"

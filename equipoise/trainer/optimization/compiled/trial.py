@@ -2,8 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,23 +43,28 @@ class Trial:
         self._state: StepState | None = None
         # Tensors that the program changes in place, and their values after it.
         self._changed: list[tuple[Tensor, Tensor]] = []
+        # Tensors that receive a gradient and are no parameters, such as a batch, and their gradients after it.
+        self._further_gradients: list[tuple[Tensor, Tensor | None]] = []
         self._seconds = 0.0
 
-    def run(self, compute: Callable[[], ProgramResult], *, begins_window: bool) -> None:
+    def run(self, compute: Callable[[], ProgramResult], zeroed: Iterable[Tensor]) -> None:
         """Compile and compute the program, and restore everything that it changes.
 
         Args:
             compute: Compiles and computes the program.
-            begins_window: Whether the window has no gradients yet; those in the parameters are of the last one.
+            zeroed: Parameters whose gradients are still those of the last window. They are zeroed for this batch.
         """
         begin = time.perf_counter()
         is_full = False
+        gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
         try:
-            with preserve_state(self._module, containers=True), self._gradients_restored(begins_window):
+            with preserve_state(self._module, containers=True):
+                self._let_add(gradients, zeroed)
                 result = compute()
                 self._seconds = time.perf_counter() - begin
                 self._note(result)
-                self._restore_tensors()
+                self._note_changes()
+                self._variant.function.restore()
         except CompilerError as error:
             self._refuse(_readable(str(error)))
         except Exception as error:
@@ -71,6 +75,8 @@ class Trial:
         finally:
             # After an error, tensors are still as the program has left them.
             self._variant.function.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
         # Outside of `except`, whose traceback keeps what the trial has allocated. The eager step needs the memory.
         if is_full:
             gc.collect()
@@ -85,24 +91,26 @@ class Trial:
             logged = [(call.name, call.value) for call in result.logged]
             self._state = StepState(self._module, result.loss, result.outputs, logged)
 
-    def _restore_tensors(self) -> None:
-        """Restore the tensors that the program has changed, and keep their values for the comparison."""
+    def _note_changes(self) -> None:
+        """Note the tensors that the program has changed, and the gradients of those that are no parameters."""
+        parameters = {id(parameter) for parameter in self._module.parameters()}
+        for tensor in self._variant.function.leaves():
+            if id(tensor) not in parameters:
+                gradient = None if tensor.grad is None else tensor.grad.detach().clone()
+                self._further_gradients.append((tensor, gradient))
         gradients = {id(parameter.grad) for parameter in self._module.parameters()}
-        for tensor, value in self._variant.function.restore():
+        for tensor, value in self._variant.function.changed():
             if id(tensor) not in gradients:
                 self._changed.append((tensor, value))
 
-    @contextmanager
-    def _gradients_restored(self, begins_window: bool) -> Iterator[None]:
-        """Let the program add to copies of the gradients, or to none at the beginning of a window."""
-        parameters = list(self._module.parameters())
-        gradients = [parameter.grad for parameter in parameters]
-        copies = [None if gradient is None or begins_window else gradient.clone() for gradient in gradients]
-        try:
-            _set_gradients(parameters, copies)
-            yield
-        finally:
-            _set_gradients(parameters, gradients)
+    def _let_add(self, gradients: Sequence[tuple[nn.Parameter, Tensor | None]], zeroed: Iterable[Tensor]) -> None:
+        """Let the program add to copies of the gradients, or to none where they are zeroed."""
+        are_zeroed = set(map(id, zeroed))
+        for parameter, gradient in gradients:
+            if gradient is None or id(parameter) in are_zeroed:
+                parameter.grad = None
+            else:
+                parameter.grad = gradient.clone()
 
     def judge(
         self, loss: Tensor | None, outputs: Any, logged: Sequence[tuple[str, Any]], dtype: torch.dtype | None
@@ -125,6 +133,9 @@ class Trial:
         difference = state.first_difference(self._state, tolerance)
         if difference is None and not all(agree(now, then, tolerance) for now, then in self._changed):
             difference = "it changes a tensor otherwise"
+        gradients = [(tensor.grad, then) for tensor, then in self._further_gradients]
+        if difference is None and not all(agree(now, then, tolerance) for now, then in gradients):
+            difference = "the gradient of a tensor that is no parameter is another"
         if difference is not None:
             self._refuse(f"a {self._done} one differs: {difference}")
             return
@@ -196,11 +207,6 @@ def _reason_of(error: Exception, done: str) -> str:
         return f"there is not enough memory to compare it with a {done} one"
     first_line = str(error).partition("\n")[0].rstrip(".")
     return f"a {done} one ends with an error ({type(error).__name__}: {first_line})"
-
-
-def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
 
 
 def _describe(shape: Any) -> str:

@@ -122,13 +122,14 @@ class Variants:
         return variant
 
     def refuse(self, variant: Variant, reason: str) -> None:
-        """Let the steps of a variant stay eager, and warn.
+        """Let the steps of a variant stay eager, release the memory of its program, and warn.
 
         Args:
             variant: The variant.
             reason: The reason.
         """
         variant.refuse()
+        self.way.release_memory([variant.function])
         self.warn_once(reason)
 
     def warn_once(self, reason: str) -> None:

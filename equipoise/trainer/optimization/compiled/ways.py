@@ -31,8 +31,17 @@ class Function(Protocol):
     def unmet_conditions(self, *args: Any) -> list[str]:
         """Return the conditions that do not hold."""
 
-    def restore(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Restore the tensors that `compile` has changed; return them and their values after it."""
+    def obstacle(self) -> str | None:
+        """Return the reason for which the last call was not computed, if it is no condition of the Python code."""
+
+    def leaves(self) -> Sequence[Tensor]:
+        """Return the tensors that have received a gradient in the last call of `compile`."""
+
+    def changed(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return the tensors that the last call of `compile` has changed, and copies of their present values."""
+
+    def restore(self) -> None:
+        """Restore the tensors that the last call of `compile` has changed, and their gradients."""
 
     def close(self) -> None:
         """Release everything."""

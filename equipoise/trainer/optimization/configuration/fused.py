@@ -34,16 +34,18 @@ def fuse_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
 
 
 def with_present_choice(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved state of an optimiser, fused where the optimiser is fused now.
+    """Return the saved state of an optimiser, fused where the optimiser is fused now, and nowhere else.
 
     Args:
         optimizer: The optimiser.
         state: Its state in a checkpoint.
     """
+    if not is_of_torch(optimizer):
+        return dict(state)
     groups = [dict(group) for group in state.get("param_groups", ())]
     for group, present in zip(groups, optimizer.param_groups, strict=False):
-        if present.get("fused"):
-            group["fused"] = True
+        if bool(group.get("fused")) != bool(present.get("fused")):
+            group["fused"] = present.get("fused")
             group["foreach"] = present.get("foreach")
     return {**state, "param_groups": groups}
 

@@ -16,7 +16,7 @@ def test_a_cpu_is_refused() -> None:
 def test_strategies_that_compute_in_parts_are_refused() -> None:
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
     trainer = Trainer(strategy="dp", devices=["cpu", "cpu"], capture=True, **options)
-    with pytest.raises(ConfigurationError, match="capture=True captures steps on one device, but strategy='dp'"):
+    with pytest.raises(ConfigurationError, match="capture=True works on one device, but strategy='dp'"):
         trainer.fit(Network(), batches([4]))
 
 

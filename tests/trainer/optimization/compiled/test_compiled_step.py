@@ -129,7 +129,7 @@ class Smooth(Network):
         return super().training_step((batch[0].to(self.net[0].weight.dtype), batch[1]), batch_idx)
 
 torch.set_num_threads(1)
-for precision, tolerance in [("64-true", 1e-10), ("32-true", 1e-5), ("bf16-mixed", 5e-2), ("16-mixed", 1e-2)]:
+for precision, tolerance in [("64-true", 1e-10), ("32-true", 1e-5), ("16-mixed", 1e-2)]:
     eager = fit(Smooth(), [6] * 6, precision=precision, max_epochs=1)
     compiled = fit(Smooth(), [6] * 6, precision=precision, max_epochs=1, compile=True)
     torch.testing.assert_close(compiled[0].seen, eager[0].seen, rtol=tolerance, atol=tolerance)
@@ -144,8 +144,8 @@ def test_equal_by_the_compilers_own_kernels() -> None:
         [sys.executable, "-c", KERNELS], cwd=Path(__file__).parents[4], capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["equal", "64-true", "equal", "32-true", "equal", "bf16-mixed", "equal", "16-mixed"]
-    assert run.stderr.count("It computes the same as the eager step") >= 4, run.stderr
+    assert run.stdout.split() == ["equal", "64-true", "equal", "32-true", "equal", "16-mixed"]
+    assert run.stderr.count("It computes the same as the eager step") >= 3, run.stderr
     assert STAYS_EAGER not in run.stderr
 
 
@@ -643,11 +643,19 @@ def test_manual_optimisation_is_refused() -> None:
         fit(ByHand(), compile=True)
 
 
-def test_strategies_that_compute_in_parts_are_refused() -> None:
+@pytest.mark.parametrize("name", ["dp", "balanced", "ddp", "pipeline", "fsdp", "ensemble", "hogwild"])
+def test_strategies_that_compute_in_parts_are_refused(name: str) -> None:
+    """By one line, without the traceback of a worker."""
     options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
-    trainer = Trainer(strategy="dp", devices=["cpu", "cpu"], compile=True, **options)
-    with pytest.raises(ConfigurationError, match="compile=True compiles steps on one device, but strategy='dp'"):
+    devices = ["cpu"] if name == "ensemble" else ["cpu", "cpu"]
+    trainer = Trainer(strategy=name, devices=devices, compile="auto", **options)
+    with pytest.raises(ConfigurationError) as refused:
         trainer.fit(Network(), batches([4]))
+    assert str(refused.value) == (
+        f"compile='auto' works on one device, but strategy={name!r} computes a step in several parts or"
+        " processes. Leave compile out, or choose strategy='single_device'."
+    )
+    assert not hasattr(refused.value, "__notes__")
 
 
 def test_the_argument_is_a_flag() -> None:

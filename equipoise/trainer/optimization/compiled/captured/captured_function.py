@@ -44,6 +44,8 @@ class CapturedFunction:
         Raises:
             NewVariant: If none fits. Nothing was computed then.
         """
+        for graph in self._graphs:
+            graph.obstacle = None
         return self._function(*args)
 
     def compile(self, *args: Any) -> Any:
@@ -60,13 +62,24 @@ class CapturedFunction:
 
     def unmet_conditions(self, *args: Any) -> list[str]:
         """Return the conditions of the graphs that do not hold for these arguments."""
-        if any(graph.has_moved for graph in self._graphs):
-            return ["the place in memory of a tensor that it uses"]
         return self._function.unmet_conditions(*args)
 
-    def restore(self) -> list[tuple[Tensor, Tensor]]:
-        """Restore the tensors that the last call of `compile` has changed; return them and their values after it."""
-        return self._function.restore()
+    def obstacle(self) -> str | None:
+        """Return the reason for which a graph was not replayed in the last call, although its conditions hold."""
+        obstacles = [graph.obstacle for graph in self._graphs if graph.obstacle is not None]
+        return obstacles[0] if obstacles else None
+
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors that have received a gradient in the last call of `compile`."""
+        return self._function.leaves()
+
+    def changed(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors that the last call of `compile` has changed, and copies of their present values."""
+        return self._function.changed()
+
+    def restore(self) -> None:
+        """Restore the tensors that the last call of `compile` has changed, and their gradients."""
+        self._function.restore()
 
     def release(self) -> None:
         """Release the memory of the graphs. The next call needs a new capture."""

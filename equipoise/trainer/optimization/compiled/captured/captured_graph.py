@@ -19,13 +19,17 @@ from torch import Tensor
 
 from equipoise.interop.torch import foreach
 from equipoise.interop.torch.compiling import CompilerError, NewVariant, NotedInputs
-from equipoise.interop.torch.modules import versions
+from equipoise.interop.torch.modules import References, versions
 from equipoise.parallel.snapshot import random_state
 from equipoise.trainer.optimization.compiled.captured import host_work
 
 __all__ = ["CapturedGraph", "GraphPool"]
 
-_WARM_UPS = 2
+_HAS_MOVED = "a tensor that it uses lies at another place in memory again and again"
+_IS_KEPT = (
+    "gradients of an earlier step are still in use, so something keeps them: a hook, a callback or the optimiser. A"
+    " replay would write into them. Keep clones"
+)
 
 
 class GraphPool:
@@ -112,6 +116,7 @@ class _Capture:
         is_changed: For each input, whether the graph writes into it.
         outputs: The static outputs.
         of_inputs: For an output that is an input itself, the position of that.
+        of_module: Positions of outputs in the memory of inputs that are used in their own place, such as parameters.
         shared: Positions of outputs that are handed out as they are.
     """
 
@@ -121,6 +126,7 @@ class _Capture:
     is_changed: list[bool]
     outputs: Sequence[Any]
     of_inputs: dict[int, int]
+    of_module: set[int]
     shared: set[int]
 
 
@@ -134,7 +140,7 @@ class CapturedGraph:
         passing: Returns the tensors of the present step that are others in the next one, such as the batch.
 
     Attributes:
-        has_moved: True if the last call has found a tensor of the module at another place in memory.
+        obstacle: The reason for which a call could not replay the graph, although its conditions hold; None: no such.
     """
 
     def __init__(
@@ -147,7 +153,9 @@ class CapturedGraph:
         self._capture: _Capture | None = None
         # True from a capture to the end of its trial. In between, all outputs are handed out as they are.
         self._is_on_trial = False
-        self.has_moved = False
+        # The gradients, which are handed out as they are.
+        self._lent: References | None = None
+        self.obstacle: str | None = None
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Compute the graph.
@@ -155,16 +163,21 @@ class CapturedGraph:
         Raises:
             NewVariant: If it must be captured anew. Nothing was computed then.
         """
-        capture = self._capture
         if self._noted.are_due:
-            capture = self._new_capture(inputs)
-        elif capture is None or not _are_in_place(capture, inputs):
-            self.has_moved = True
+            return _replay(self._new_capture(inputs), inputs)
+        capture = self._capture
+        if capture is None:
+            raise NewVariant
+        if not _are_in_place(capture, inputs):
+            self.obstacle = _HAS_MOVED
+        elif self._lent is not None and self._lent.are_more():
+            self.obstacle = _IS_KEPT
+        if self.obstacle is not None:
             raise NewVariant
         return _replay(capture, inputs)
 
     def keep_only(self, tensors: Collection[Tensor]) -> None:
-        """After a trial, hand out these outputs as they are, and copies of the others.
+        """After a trial, hand out these outputs as they are, and copies of the others but those of the module.
 
         Args:
             tensors: Some of the outputs of the trial. Each replay writes into the same memory.
@@ -173,22 +186,23 @@ class CapturedGraph:
             return
         self._is_on_trial = False
         addresses = {tensor.data_ptr() for tensor in tensors}
-        shared = set()
+        lent = {}
         for position, output in enumerate(self._capture.outputs):
             if isinstance(output, Tensor) and output.data_ptr() in addresses:
-                shared.add(position)
-        self._capture.shared = shared
+                lent[position] = output
+        self._capture.shared = self._capture.of_module.union(lent)
+        self._lent = References(list(lent.values()))
 
     def release(self) -> None:
         """Release the graph and its memory."""
         if self._capture is not None:
             self._pool.release(self._capture.graph)
             self._capture = None
+            self._lent = None
 
     def _new_capture(self, inputs: Sequence[Any]) -> _Capture:
         """Warm up, and capture the graph."""
         self.release()
-        self.has_moved = False
         # 1. What a replay would not do.
         device = self._pool.device
         host_work.check_inputs(inputs, device)
@@ -211,6 +225,10 @@ class CapturedGraph:
         if before is None or after is None:
             raise CompilerError("it computes with tensors of inference mode")
         is_changed = list(map(ne, before, after))
+        # What is changed by way of `tensor.data` keeps its version.
+        for position, (tensor, copy) in enumerate(zip(inputs, static, strict=True)):
+            if copy is not None and not torch.equal(tensor, copy):
+                is_changed[position] = True
         self._noted.rewind()
 
         # 4. The capture.
@@ -220,7 +238,7 @@ class CapturedGraph:
         for position, output in enumerate(outputs):
             if id(output) in positions:
                 of_inputs[position] = positions[id(output)]
-        every_position = set(range(len(outputs)))
+        in_place = [tensor for tensor, copy in zip(inputs, static, strict=True) if copy is None]
         self._capture = _Capture(
             graph=graph,
             inputs=static,
@@ -228,7 +246,8 @@ class CapturedGraph:
             is_changed=is_changed,
             outputs=outputs,
             of_inputs=of_inputs,
-            shared=every_position,
+            of_module=_in_memory_of(in_place, outputs),
+            shared=set(range(len(outputs))),
         )
         self._is_on_trial = True
         return self._capture
@@ -242,6 +261,16 @@ def _copy_of(tensor: Tensor) -> Tensor:
 def _alias_of(tensor: Tensor) -> Tensor:
     """Return a leaf in the same memory. Nodes of autograd that belong to the tensor itself may be of another stream."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _in_memory_of(tensors: Sequence[Tensor], outputs: Sequence[Any]) -> set[int]:
+    """Return the positions of outputs that share memory with one of these tensors."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    positions = set()
+    for position, output in enumerate(outputs):
+        if isinstance(output, Tensor) and output.untyped_storage().data_ptr() in memory:
+            positions.add(position)
+    return positions
 
 
 def _are_in_place(capture: _Capture, inputs: Sequence[Any]) -> bool:
