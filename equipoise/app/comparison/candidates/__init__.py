@@ -1,0 +1,1 @@
+"""The strategies that are compared, and what is predicted of them."""

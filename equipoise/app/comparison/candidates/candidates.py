@@ -1,0 +1,177 @@
+"""The strategies that are compared: how each changes a configuration, and the overrides that do the same."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from equipoise.app.config.checks import did_you_mean
+from equipoise.errors import ConfigurationError
+
+__all__ = ["CANDIDATES", "Attempt", "Candidate", "chosen_candidates"]
+
+# Steps in which `balanced` measures the devices, before its shares are fixed; one more is a usual step.
+_MEASURING_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with its options.
+
+    Attributes:
+        label: Its name in tables.
+        name: Name of the strategy.
+        target: Class of the strategy.
+        options: Arguments of the strategy. Default: none.
+        has_processes: Whether each device has a process of its own. Default: False.
+        last_is_root: Whether the rest of a step runs on the last device, not on the first. Default: False.
+        measures_shares: Whether it measures the devices in its first steps, unless their shares are given. Default:
+            False.
+        is_default: Whether it runs unless the user names strategies. Default: True.
+    """
+
+    label: str
+    name: str
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    has_processes: bool = False
+    last_is_root: bool = False
+    measures_shares: bool = False
+    is_default: bool = True
+
+    def attempt(self, values: Mapping[str, Any], devices: Sequence[str]) -> "Attempt":
+        """Return a configuration with this strategy, without a change of the given one.
+
+        Args:
+            values: The configuration.
+            devices: Names of the devices.
+        """
+        # 1. The devices.
+        own_values = deepcopy(dict(values))
+        own_devices = list(devices)
+        overrides = [f"strategy={self.name}"]
+        overrides += [f"strategy.{key}={value}" for key, value in self.options.items()]
+        if self.name == "single_device" and len(devices) > 1:
+            own_devices = own_devices[:1]
+            overrides.append(f"trainer.devices=[{own_devices[0]}]")
+        own_values["trainer"] |= {"devices": own_devices, "accelerator": "auto"}
+
+        # 2. The strategy, with the options that the user has chosen for it.
+        strategy: dict[str, Any] = {}
+        configured = values["strategy"]
+        if isinstance(configured, dict) and _class_name(configured["_target_"]) == _class_name(self.target):
+            strategy = dict(configured)
+        own_values["strategy"] = strategy | {"_target_": self.target, **self.options}
+
+        # 3. A batch is that of one device, shared out.
+        attempt = Attempt(
+            self,
+            own_values,
+            own_devices,
+            overrides,
+            settling_steps=self._settling_steps(strategy),
+        )
+        if self.name != "single_device" and len(devices) == 1:
+            attempt.refuse("there is one device; name several, such as trainer.devices=[cpu,cpu]")
+        elif self.has_processes:
+            attempt.share_batches()
+        return attempt
+
+    def _settling_steps(self, options: Mapping[str, Any]) -> int:
+        """Return the number of steps after which a step is a usual one."""
+        if not self.measures_shares:
+            return 1
+        shares = options.get("shares")
+        first_size = options.get("first_device_batch_size")
+        if shares in (None, "auto") and first_size is None:
+            return _MEASURING_STEPS
+        return 1
+
+
+def _class_name(target: str) -> str:
+    return target.rpartition(".")[2]
+
+
+@dataclass
+class Attempt:
+    """A configuration with a strategy.
+
+    Attributes:
+        candidate: The strategy.
+        values: The configuration.
+        devices: Names of its devices.
+        overrides: The overrides that choose it.
+        reason: The reason why it cannot run. Default: None, it can.
+        settling_steps: Steps after which a step is a usual one. Default: 1, as optimisers create their state in the
+            first.
+        has_same_batches: Whether a step has the samples of a step on one device.
+    """
+
+    candidate: Candidate
+    values: dict[str, Any]
+    devices: list[str]
+    overrides: list[str]
+    reason: str | None = None
+    settling_steps: int = 1
+    has_same_batches: bool = True
+
+    def refuse(self, reason: str) -> None:
+        """Note why it cannot run."""
+        self.reason = reason
+
+    def share_batches(self) -> None:
+        """Give each process its part of the batch size, so that a step has as many samples as on one device."""
+        data = self.values.get("data") or {}
+        size = data.get("batch_size")
+        count = len(self.devices)
+        # Batches of a module's own loader, for instance.
+        if not isinstance(size, int):
+            self.has_same_batches = False
+            return
+        if size % count:
+            self.reason = f"data.batch_size={size} cannot be shared out evenly among {count} processes"
+            return
+        data["batch_size"] = size // count
+        self.overrides.append(f"data.batch_size={size // count}")
+
+
+# The first is what the others are compared with. The order is from simple to complex.
+CANDIDATES = (
+    Candidate("single_device", "single_device", "equipoise.SingleDeviceStrategy"),
+    Candidate("dp forward", "dp", "equipoise.DataParallelStrategy", {"parallelize": "forward"}),
+    Candidate("dp step", "dp", "equipoise.DataParallelStrategy", {"parallelize": "step"}),
+    Candidate("balanced", "balanced", "equipoise.BalancedDataParallelStrategy", measures_shares=True),
+    Candidate("ddp", "ddp", "equipoise.DDPStrategy", has_processes=True),
+    Candidate("fsdp", "fsdp", "equipoise.FSDPStrategy", has_processes=True),
+    Candidate("pipeline", "pipeline", "equipoise.PipelineStrategy", last_is_root=True),
+    Candidate("hogwild", "hogwild", "equipoise.HogwildStrategy", has_processes=True, is_default=False),
+)
+
+
+def chosen_candidates(names: Sequence[str] | None) -> list[Candidate]:
+    """Return the strategies to compare, in the order of the table.
+
+    Args:
+        names: Names of strategies or labels; None for those that compute what one device computes.
+
+    Raises:
+        ConfigurationError: If there is no such strategy, or nothing to compare.
+    """
+    if names is None:
+        return [candidate for candidate in CANDIDATES if candidate.is_default]
+    options = {candidate.name for candidate in CANDIDATES}
+    options |= {candidate.label for candidate in CANDIDATES}
+    for name in names:
+        if name == "ensemble":
+            raise ConfigurationError(
+                "equipoise compare cannot compare ensemble, which trains several members. Leave it out."
+            )
+        if name not in options:
+            hint = did_you_mean(name, options)
+            raise ConfigurationError(f"There is no strategy {name!r} to compare{hint}")
+    chosen = []
+    for candidate in CANDIDATES:
+        # A name stands for all variants of a strategy, a label for one.
+        if candidate.name in names or candidate.label in names:
+            chosen.append(candidate)
+    return chosen

@@ -1,0 +1,56 @@
+"""The recommended strategy, and its reason."""
+
+import pytest
+
+from equipoise.app.comparison.results.comparison import Comparison, Row
+from equipoise.app.comparison.results.recommendation import notes_on, recommend
+
+
+def comparison(**figures: tuple[float | None, int]) -> Comparison:
+    """Return results of strategies: their rates, and the peaks of their fullest devices."""
+    rows = []
+    for label, (rate, peak) in figures.items():
+        row = Row(label, [f"strategy={label}"])
+        row.finish({"peaks": {"cpu (0)": peak, "cpu (1)": 1}, "seconds": 1.0, "samples_per_second": rate})
+        rows.append(row)
+    return Comparison("Net", ["cpu (0)", "cpu (1)"], 8, 5, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("figures", "chosen", "reason"),
+    [
+        ({"a": (100, 10), "b": (200, 90)}, "b", "It is the fastest, with 200 samples per second, before a with 100"),
+        ({"a": (196, 90), "b": (200, 50)}, "b", "as fast as a"),
+        ({"a": (196, 51), "b": (200, 50), "c": (100, 1)}, "a", "as fast as b"),
+        ({"a": (100, 10)}, "a", "the only one"),
+        ({"a": (None, 10), "b": (1, 10)}, "b", "the only one"),
+    ],
+)
+def test_the_recommended_one(figures: dict[str, tuple[float, int]], chosen: str, reason: str) -> None:
+    recommended = recommend(comparison(**figures))
+    assert recommended is not None
+    assert recommended["strategy"] == chosen
+    assert reason in recommended["reason"]
+    assert recommended["overrides"] == [f"strategy={chosen}"]
+
+
+def test_nothing_to_recommend() -> None:
+    results = comparison(a=(None, 1))
+    assert recommend(results) is None
+    results.rows[0].refuse("no")
+    assert recommend(results) is None
+
+
+def test_figures_of_a_row() -> None:
+    row = Row("a")
+    assert (row.fullest, row.imbalance) == (None, None)
+    row.peaks = {"cpu": 7}
+    assert (row.fullest, row.imbalance) == (7, None)
+    row.peaks = {"cpu (0)": 30, "cpu (1)": 10}
+    assert (row.fullest, row.imbalance) == (30, 1.5)
+
+
+def test_notes() -> None:
+    assert notes_on(["cuda:0", "cuda:1"], has_batch_size=True) == []
+    assert len(notes_on(["cpu", "cpu"], has_batch_size=False)) == 3
+    assert "share their cores" in notes_on(["cuda:0", "cuda:0"], has_batch_size=True)[0]
