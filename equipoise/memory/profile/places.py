@@ -49,10 +49,6 @@ class DevicePlaces:
         in_helper: Returns a context for threads in which steps compute. Default: none.
         on_placed: Receives tensors that are placed, with the names of their devices. Default: nobody does.
 
-    Attributes:
-        follows_arguments: True if a tensor that no device computes alone lies with those that it is computed from.
-            Default: False. Set from outside, before the backward.
-
     Example:
         >>> places = DevicePlaces(["cpu (0)", "cpu (1)"], root=0)
         >>> with places.computing_on(1):
@@ -70,7 +66,8 @@ class DevicePlaces:
         in_helper: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_placed: Callable[[Tensor, str], None] | None = None,
     ) -> None:
-        self.follows_arguments = False
+        # True if a tensor that no device computes alone lies with those that it is computed from.
+        self._follows_arguments = False
         self._names = list(names)
         self._root = root
         self._in_helper = in_helper
@@ -107,10 +104,17 @@ class DevicePlaces:
         if self._on_placed is not None:
             self._on_placed(tensor, self._names[index])
 
-    def forget_parts(self) -> None:
-        """Forget the forwards of earlier steps."""
+    # Phases of a step.
+
+    def begin_forward(self) -> None:
+        """Forget the forward of the step before. What no device computes lies where the rest of the step runs."""
+        self._follows_arguments = False
         self._begins.clear()
         self._parts.clear()
+
+    def begin_backward(self) -> None:
+        """Let tensors that no device computes alone lie with those from which they are computed."""
+        self._follows_arguments = True
 
     # Places.
 
@@ -131,7 +135,7 @@ class DevicePlaces:
                     return source
                 computing = self.computing_device(number)
                 index = self._root if computing is None else computing
-            elif self.follows_arguments and source is not None:
+            elif self._follows_arguments and source is not None:
                 return source
         return self._names[index]
 

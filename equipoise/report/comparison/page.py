@@ -13,6 +13,8 @@ __all__ = ["ComparedStrategy", "ComparisonRecord", "render_comparison"]
 
 # Colours of devices.
 _STYLES = ("val", "s0", "s1", "s2", "s3", "s4", "s5")
+# Characters of a cell that stays in one line.
+_LONGEST_NUMBER = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,7 @@ class ComparedStrategy:
         rate: Samples per second; None if unknown.
         peaks: The peak of each device in bytes, by name.
         predicted: The predicted peaks. Default: none.
+        reason: The reason why it did not run. Default: none, it has run.
         is_recommended: Whether it is the recommended one. Default: False.
     """
 
@@ -33,6 +36,7 @@ class ComparedStrategy:
     rate: float | None
     peaks: Mapping[str, int]
     predicted: Mapping[str, int] = field(default_factory=dict)
+    reason: str | None = None
     is_recommended: bool = False
 
 
@@ -144,7 +148,7 @@ def _peaks(strategy: ComparedStrategy) -> BarGroup:
         bars.append(measured)
         predicted = strategy.predicted.get(name)
         if predicted is not None:
-            expected = Bar(f"device {index}, predicted", predicted, "reserved")
+            expected = Bar("predicted", predicted, "reserved")
             bars.append(expected)
     return BarGroup(strategy.label, bars)
 
@@ -160,7 +164,16 @@ def _table(strategies: Sequence[ComparedStrategy]) -> Markup | None:
             chip = tag("span", "recommended", class_="chip")
             cells[0] = join(strategy.label, " ", chip)
         rows.append(cells)
-    # The first column has names, the last ones have sentences.
-    texts = ("strategy", "overrides", "reason")
-    numbers = [index for index, head in enumerate(heads) if head not in texts]
-    return section("All strategies", table(heads, rows, numbers=numbers))
+    # Cells of numbers are not broken: peaks of many devices are too long for that.
+    numbers = []
+    for index, head in enumerate(heads):
+        longest = max(len(strategy.cells[head]) for strategy in strategies)
+        if head not in ("strategy", "overrides") and longest <= _LONGEST_NUMBER:
+            numbers.append(index)
+    # Sentences stand outside of the table, whose columns they would squeeze.
+    reasons = []
+    for strategy in strategies:
+        if strategy.reason is not None:
+            reason = hint(f"{strategy.label} did not run: {strategy.reason}")
+            reasons.append(reason)
+    return section("All strategies", table(heads, rows, numbers=numbers), *reasons)

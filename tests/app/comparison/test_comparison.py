@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from equipoise.app.comparison import command as command_module
+from equipoise.app.comparison import trials as trials_module
 from equipoise.app.comparison.candidates.candidates import CANDIDATES, chosen_candidates
 from equipoise.app.comparison.measuring import trial as trial_module
 from equipoise.app.comparison.measuring.largest import largest_that_runs
+from equipoise.app.comparison.measuring.order import read_as_processes
 from equipoise.app.trials.worker import REQUEST, RESULT
 from equipoise.errors import ConfigurationError
+from equipoise.strategies.distributed.loaders import seed_of_order, share_loader
+from equipoise.trainer.data.loaders import set_epoch
 from tests.app.conftest import write
 from tests.report.page.parsing import parse
 
@@ -27,7 +32,9 @@ pytestmark = [
 ]
 
 # A model in the shape of BERT: its scores take more memory than its weights.
-MASKED_WORDS = Path(__file__).parents[3] / "benchmarks" / "comparison" / "conf"
+ROOT = Path(__file__).parents[3]
+MASKED_WORDS = ROOT / "benchmarks" / "comparison" / "conf"
+DIGITS = ROOT / "examples" / "digits" / "conf"
 SMALL_WORDS = (
     *("module.vocabulary=1000", "data.vocabulary=1000", "module.length=16", "data.length=16"),
     *("module.width=16", "data.samples=64", "module.layers=1"),
@@ -78,7 +85,7 @@ FILES = {
             def train_dataloader(self):
                 rows = torch.rand(128, 16, generator=torch.Generator().manual_seed(0))
                 collate = (lambda rows: [row[index:] for index, row in enumerate(rows)]) if self.ragged else None
-                return DataLoader(rows, batch_size=self.batch_size, collate_fn=collate)
+                return DataLoader(rows, batch_size=self.batch_size, shuffle=True, collate_fn=collate)
         """,
 }
 WAITS_IN_A_TRIAL = """
@@ -92,6 +99,7 @@ WAITS_IN_A_TRIAL = """
         time.sleep(3600)
     """
 DEVICES = "trainer.devices=[cpu,cpu]"
+PROJECTS = ("little", "masked_words", "digits")
 
 
 @pytest.fixture
@@ -100,7 +108,7 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("little", "masked_words")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in PROJECTS]:
         del sys.modules[name]
 
 
@@ -115,7 +123,7 @@ def in_this_process(request: dict[str, Any], folder: Path, timeout: float) -> di
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_module, "run_attempt", in_this_process)
+    monkeypatch.setattr(trials_module, "run_attempt", in_this_process)
 
 
 # What is measured.
@@ -151,6 +159,44 @@ def test_the_imbalance_of_gathered_scores(little: Path, equipoise: Any) -> None:
         assert 0 <= row["idle"] < 1
     assert one["idle"] is None
     assert one["imbalance"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_processes")
+def test_every_strategy_on_words(little: Path, equipoise: Any) -> None:
+    """The model of the documentation: only under gathered outputs one device holds much more than the other."""
+    names = "--strategies=single_device,dp,balanced"
+    shares = ("strategy=balanced", "strategy.shares=[1,1]")
+    code, out, err = equipoise("compare", "--config-dir", str(MASKED_WORDS), names, "--steps=1", *shares, DEVICES)
+    assert code == 0, err
+    with next(little.glob("outputs/*/*-compare/compare.csv")).open() as file:
+        rows = {row["strategy"]: row for row in csv.DictReader(file)}
+    peaks = {name: [int(row[f"peak of cpu ({index})"] or 0) for index in (0, 1)] for name, row in rows.items()}
+    scores = 16 * 32 * 4000 * 4
+    # The first device gathers the scores. It keeps their log-softmax and their gradient, the other one nothing of this.
+    first, second = peaks["dp forward"]
+    assert first - second > 2.5 * scores
+    for name in ("dp step", "balanced"):
+        first, second = peaks[name]
+        assert abs(first - second) < 0.3 * scores
+        assert first < 0.6 * peaks["single_device"][0]
+    assert "Recommended on this machine: " in out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_processes")
+def test_every_strategy_on_digits(little: Path, equipoise: Any) -> None:
+    """Ten scores of an image are few bytes, which are gone when most memory is in use: a convolution's backward."""
+    arguments = ("--strategies=single_device,dp", "--steps=1", "--json", "module.dropout=0", DEVICES)
+    code, out, err = equipoise("compare", "--config-dir", str(DIGITS), *arguments)
+    assert code == 0, err
+    one, forward, step = json.loads(out)["rows"]
+    for first, second in zip(forward["peaks"].values(), step["peaks"].values(), strict=True):
+        assert first == pytest.approx(second, abs=64 * 10 * 4)
+    for row in (forward, step):
+        assert row["imbalance"] < 1.1
+        assert row["distance"] < 1e-2
+        assert row["peaks"]["cpu (0)"] < 0.6 * one["peaks"]["cpu"]
 
 
 @pytest.mark.usefixtures("without_processes")
@@ -208,6 +254,8 @@ def test_the_largest_batch(little: Path, equipoise: Any) -> None:
     one, step = json.loads(out)["rows"]
     assert (one["largest_batch"], one["largest_batch_is_bound"]) == (12, False)
     assert (step["largest_batch"], step["largest_batch_is_bound"]) == (24, False)
+    # The weights that are compared are those of the configured batch.
+    assert step["distance"] < 1e-5
 
 
 @pytest.mark.usefixtures("without_processes")
@@ -231,6 +279,7 @@ def test_options_of_the_configured_strategy_are_kept(little: Path, equipoise: An
     assert code == 0, err
     (row,) = json.loads(out)["rows"]
     assert row["imbalance"] > 1.01
+    assert row["overrides"] == ["strategy=balanced", "strategy.shares=[1,7]"]
 
 
 # Wrong input, failures and interrupts.
@@ -254,6 +303,9 @@ def test_options_of_the_configured_strategy_are_kept(little: Path, equipoise: An
         (("trainer.accumulate_grad_batches=0",), "accumulate_grad_batches must be an integer of at least 1"),
         (("trainer.max_epoch=1",), "max_epochs"),
         (("--largest", "data.batch_size='8'"), "--largest changes data.batch_size"),
+        (("--largest", DEVICES), "give a bound, such as --largest=512"),
+        (("--output=", DEVICES), "--output takes a folder"),
+        (("--output=conf/config.yaml/here", DEVICES), "conf/config.yaml' is a file"),
         (("trainer.num_nodes=2",), "this machine alone"),
     ],
 )
@@ -291,13 +343,61 @@ def test_ctrl_c_keeps_what_is_done(little: Path, equipoise: Any, monkeypatch: py
             return {"peaks": {"cpu": 5}, "seconds": 1.0, "samples_per_second": 8.0}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_module, "run_attempt", interrupted)
+    monkeypatch.setattr(trials_module, "run_attempt", interrupted)
     code, out, _ = equipoise("compare", "--json", "--output=here", DEVICES)
     assert code == 130
     rows = json.loads(out)["rows"]
     assert rows[0]["peaks"] == {"cpu": 5}
     assert {row["reason"] for row in rows[1:]} == {"the comparison was interrupted"}
     assert "interrupted" in parse((little / "here" / "compare.html").read_text()).one("h1").text
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_an_interrupted_search_keeps_what_is_measured(
+    little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
+        if request["values"]["data"]["batch_size"] > 8:
+            raise KeyboardInterrupt
+        return in_this_process(request, folder, timeout)
+
+    monkeypatch.setattr(trials_module, "run_attempt", interrupted)
+    arguments = ("--strategies=single_device,dp step", "--steps=1", "--largest=64", "--json", DEVICES)
+    code, out, _ = equipoise("compare", *arguments)
+    assert code == 130
+    result = json.loads(out)
+    assert result["outcome"] == "interrupted"
+    one, step = result["rows"]
+    assert (one["state"], step["state"]) == ("done", "not run")
+    assert one["samples_per_second"] > 0
+    assert one["largest_batch"] is None
+
+
+def test_results_that_cannot_be_written_are_printed(
+    little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may be full when the measurements are done."""
+
+    def full(page: str, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    measured = {"peaks": {"cpu": 5}, "seconds": 1.0, "samples_per_second": 8.0}
+    monkeypatch.setattr(trials_module, "run_attempt", lambda *_: dict(measured))
+    monkeypatch.setattr(command_module, "write_page", full)
+    code, out, err = equipoise("compare", "--strategies=single_device", "--json", DEVICES)
+    assert code == 2
+    assert "No space left on device" in err
+    assert json.loads(out)["rows"][0]["peaks"] == {"cpu": 5}
+
+
+def test_one_of_several_processes_is_refused(little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    code, out, err = equipoise("compare", DEVICES)
+    assert (code, out) == (2, "")
+    assert "but this is one of 2" in err
 
 
 def test_help(equipoise: Any) -> None:
@@ -313,6 +413,7 @@ def test_in_processes(little: Path, equipoise: Any) -> None:
     code, out, err = equipoise("compare", "--strategies=single_device,ddp,fsdp", "--steps=2", "--json", DEVICES)
     assert code == 0, err
     one, ddp, fsdp = json.loads(out)["rows"]
+    # The rows are shuffled, and each step has the same ones under every strategy.
     assert ddp["reason"] is None
     assert fsdp["reason"] is None
     assert list(ddp["peaks"]) == ["cpu (0)", "cpu (1)"]
@@ -342,6 +443,46 @@ def test_an_interrupt_leaves_no_process(little: Path) -> None:
 
 
 # Parts.
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_one_process_reads_what_several_share_out(shuffle: bool, epoch: int) -> None:
+    class Data:
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(range(23), batch_size=6, shuffle=shuffle)
+
+    # 1. The steps of three processes.
+    parts = []
+    for rank in range(3):
+        part = share_loader(
+            DataLoader(range(23), batch_size=2, shuffle=shuffle), rank, 3, seed_of_order(), training=True
+        )
+        set_epoch(part, epoch)
+        parts.append(list(part))
+    shared = [sorted(number for batch in step for number in batch.tolist()) for step in zip(*parts, strict=True)]
+
+    # 2. Those of one.
+    data = Data()
+    read_as_processes(data)
+    loader = data.train_dataloader()
+    set_epoch(loader, epoch)
+    assert [sorted(batch.tolist()) for batch in loader] == shared
+    assert (shared[0] == list(range(6))) == (not shuffle)
+
+
+def test_other_loaders_keep_their_order() -> None:
+    class Data:
+        def train_dataloader(self) -> Any:
+            return loaders
+
+    loaders: Any = [DataLoader(range(4), shuffle=True)]
+    data = Data()
+    read_as_processes(data)
+    assert data.train_dataloader() is loaders
+    loaders = DataLoader(range(4), batch_sampler=[[3, 1], [0, 2]])
+    assert data.train_dataloader() is loaders
+    read_as_processes(object())
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 8, 31, 33, 100, 999, 2000])

@@ -50,7 +50,7 @@ def test_forward_backward_and_step(places: DevicePlaces) -> None:
     assert ledger.peak(NAMES[1]).totals() == {"parameter": WEIGHT, "gradient": WEIGHT}
 
     # 3. The states, which the optimiser creates from lists of parameters.
-    places.follows_arguments = True
+    places.begin_backward()
     optimizer.step()
     optimizer.zero_grad()
     ledger.begin("forward")
@@ -70,7 +70,7 @@ def test_nodes_belong_to_the_device_that_made_them(places: DevicePlaces) -> None
     for number, device in numbers.items():
         assert places.computing_device(number) == device
     assert places.computing_device(outside.grad_fn._sequence_nr()) is None
-    places.forget_parts()
+    places.begin_forward()
     assert places.computing_device(min(numbers)) is None
 
 
@@ -80,7 +80,7 @@ def test_a_device_computes_within_another(places: DevicePlaces) -> None:
             assert places.place_of(None) == NAMES[0]
         assert places.place_of(NAMES[0]) == NAMES[1]
     assert places.place_of(NAMES[1]) == NAMES[0]
-    places.follows_arguments = True
+    places.begin_backward()
     assert places.place_of(NAMES[1]) == NAMES[1]
 
 

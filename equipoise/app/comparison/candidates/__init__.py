@@ -1,1 +1,1 @@
-"""The strategies that are compared, and what is predicted of them."""
+"""The strategies that are compared, and how each changes a configuration."""

@@ -24,8 +24,8 @@ __all__ = ["DeviceProbe", "parameters_of"]
 class DeviceProbe(Callback):
     """Measure one step after the other: the peak of every device's memory in one, the time of others, the idle time.
 
-    On CUDA a peak is that of the allocator. On a CPU it is that of the ledger, which tells devices of one name apart.
-    Each process writes its measurements into a file of its own.
+    Then the training ends. On CUDA a peak is that of the allocator. On a CPU it is that of the ledger, which tells
+    devices of one name apart. Each process writes its measurements into a file of its own.
 
     Args:
         folder: Folder for the files.
@@ -71,6 +71,8 @@ class DeviceProbe(Callback):
         self._splitter: Splitter | None = None
         self._samples_of_step: int | None = 0
         self._steps = 0
+        # The trainer's count, which grows with the step of each optimiser.
+        self._global_step = 0
         self._step_end = 0.0
 
     # Hooks.
@@ -113,8 +115,7 @@ class DeviceProbe(Callback):
             self._samples_of_step += size
         # 2. The forward.
         if self._ledger is not None and self._places is not None:
-            self._places.follows_arguments = False
-            self._places.forget_parts()
+            self._places.begin_forward()
             self._ledger.begin("forward")
             self._ledger.add_batch(batch)
 
@@ -122,15 +123,16 @@ class DeviceProbe(Callback):
         """Begin the backward and the optimiser's step. Some savers refuse hooks between the two."""
         if self._ledger is not None and self._places is not None:
             self._ledger.begin("backward")
-            self._places.follows_arguments = True
+            self._places.begin_backward()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note the measurements of a step that ends with this batch."""
-        if trainer.global_step == self._steps:
+        if trainer.global_step == self._global_step:
             return
-        self._steps = trainer.global_step
+        self._global_step = trainer.global_step
+        self._steps += 1
         if self._steps == self._settling_steps:
             self._begin_memory()
         elif self._steps == self._settling_steps + 1:
@@ -141,6 +143,7 @@ class DeviceProbe(Callback):
             self._wait()
             self._idle = self._profile.idle(trainer.strategy)
             self._profile = None
+            trainer.should_stop = True
         self._samples_of_step = 0
         if self._steps == self._compared_step and trainer.world_size == 1:
             self.weights = parameters_of(pl_module)

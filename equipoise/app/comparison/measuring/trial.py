@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from equipoise.app.build import build_trainer
-from equipoise.app.comparison.candidates.candidates import Attempt
+from equipoise.app.comparison.candidates.candidate import MOST_SETTLING_STEPS, Attempt
+from equipoise.app.comparison.measuring.order import read_as_processes
 from equipoise.app.comparison.measuring.probe import DeviceProbe, parameters_of
 from equipoise.app.trials.process import run_in_process
 from equipoise.app.trials.worker import answer, build_data_and_module, limit_to_steps
@@ -20,6 +21,9 @@ from equipoise.errors import ConfigurationError
 from equipoise.memory.out_of_memory import is_out_of_memory
 
 __all__ = ["main", "request_of", "run_attempt"]
+
+# A step may count several times, once for each of its optimisers.
+_FAR_MORE = 100
 
 
 def run_attempt(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
@@ -36,14 +40,15 @@ def run_attempt(request: dict[str, Any], folder: Path, timeout: float) -> dict[s
     return run_in_process(__name__, request, folder, timeout)
 
 
-def request_of(attempt: Attempt, paths: Sequence[str], *, steps: int, weights: Path) -> dict[str, Any]:
+def request_of(attempt: Attempt, paths: Sequence[str], *, steps: int, weights: Path | None) -> dict[str, Any]:
     """Return what the process needs to know.
 
     Args:
         attempt: The configuration with a strategy.
         paths: Folders from which the process imports the user's modules.
         steps: Number of steps whose time is measured.
-        weights: File with the weights of one device. The trial on one device writes it.
+        weights: File with the weights of one device, which the trial on one device writes; None if weights are not
+            compared.
     """
     candidate = attempt.candidate
     # The number of the device on which the rest of a step runs.
@@ -57,7 +62,7 @@ def request_of(attempt: Attempt, paths: Sequence[str], *, steps: int, weights: P
         "root": root,
         "settling_steps": attempt.settling_steps,
         "steps": steps,
-        "weights": str(weights),
+        "weights": None if weights is None else str(weights),
         "is_reference": candidate.name == "single_device",
     }
 
@@ -79,8 +84,11 @@ def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     # The memory of one step is measured, the time of some, and of another the time in which devices wait.
     measured_steps = 2 + request["steps"]
     compared_step = 1 + measured_steps
-    limit_to_steps(values, request["settling_steps"] + measured_steps, folder)
+    # The probe ends the training. The bound, on which learning rates may depend, is the same under each strategy.
+    limit_to_steps(values, _FAR_MORE * (MOST_SETTLING_STEPS + measured_steps), folder)
     trainer = build_trainer(values)
+    if trainer.world_size == 1:
+        read_as_processes(data or module)
     probe = DeviceProbe(
         folder,
         request["devices"],
@@ -101,6 +109,8 @@ def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     result = _merged(folder, trainer.world_size)
 
     # 3. The weights. Those of several processes are whole after the run.
+    if request["weights"] is None:
+        return result
     weights = probe.weights or parameters_of(module)
     path = Path(request["weights"])
     if request["is_reference"]:

@@ -63,31 +63,35 @@ class Row:
         """Note that its trial has begun.
 
         Args:
-            predicted: The predicted peaks. Default: None, no prediction.
+            predicted: The predicted peaks, by the names of the measured ones. Default: None, no prediction.
         """
         self.predicted = predicted
         self.state = RowState.RUNNING
         self._started = time.monotonic()
 
-    def finish(self, measured: dict[str, Any]) -> None:
-        """Note the end of its trial.
+    def note(self, measured: dict[str, Any]) -> None:
+        """Note the result of its trial.
 
         Args:
             measured: The measurements, or under "reason" why there are none.
         """
-        # 1. The time, and the reason if there are no measurements.
-        self._elapsed = self.elapsed
+        # 1. The reason if there are no measurements.
         self.reason = measured.get("reason")
         if self.reason is not None:
-            self.state = RowState.NOT_RUN
             return
         # 2. The measurements. Some are unknown for some strategies.
-        self.state = RowState.DONE
         self.peaks = measured["peaks"]
         self.seconds = measured["seconds"]
         self.samples_per_second = measured["samples_per_second"]
         self.idle = measured.get("idle")
         self.distance = measured.get("distance")
+
+    def end(self) -> None:
+        """Note that nothing more will be measured."""
+        self._elapsed = self.elapsed
+        self.state = RowState.DONE
+        if self.seconds is None:
+            self.state = RowState.NOT_RUN
 
     def note_largest(self, size: int | None, *, is_bound: bool) -> None:
         """Note the largest batch that ran; see the attributes."""
@@ -119,8 +123,8 @@ class Row:
         return max(self.peaks.values()) * len(self.peaks) / sum(self.peaks.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row in plain data."""
-        return {
+        """Return the row in plain data, without predicted peaks if there are none."""
+        values = {
             "strategy": self.label,
             "overrides": list(self.overrides),
             "devices": list(self.devices),
@@ -129,13 +133,15 @@ class Row:
             "samples_per_second": self.samples_per_second,
             "seconds": self.seconds,
             "peaks": self.peaks,
-            "predicted_peaks": self.predicted,
             "imbalance": self.imbalance,
             "idle": self.idle,
             "distance": self.distance,
             "largest_batch": self.largest_batch,
             "largest_batch_is_bound": self.is_bound,
         }
+        if self.predicted is not None:
+            values["predicted_peaks"] = self.predicted
+        return values
 
 
 @dataclass
@@ -165,12 +171,21 @@ class Comparison:
         """The rows with figures."""
         return [row for row in self.rows if row.state is RowState.DONE]
 
+    @property
+    def has_predictions(self) -> bool:
+        """True if peaks of a row were predicted, so that there is something to show beside the measured ones."""
+        return any(row.predicted is not None for row in self.rows)
+
     def interrupt(self) -> None:
-        """Note that the rows that have not ended will not."""
+        """Note that the rows that have not ended will not. What is measured of them stays."""
         self.outcome = "interrupted"
         for row in self.rows:
-            if row.state in (RowState.WAITING, RowState.RUNNING):
+            if row.state not in (RowState.WAITING, RowState.RUNNING):
+                continue
+            if row.seconds is None:
                 row.refuse("the comparison was interrupted")
+            else:
+                row.end()
 
     def to_json(self, recommendation: dict[str, Any] | None) -> str:
         """Return the results as JSON.
@@ -180,6 +195,7 @@ class Comparison:
         """
         content = {
             "module": self.title,
+            "outcome": self.outcome,
             "devices": list(self.devices),
             "batch_size": self.batch_size,
             "steps": self.steps,
@@ -200,15 +216,17 @@ class Comparison:
         # 1. The heads.
         heads = ["strategy", "state", "samples_per_second", "seconds", "imbalance", "idle", "distance", "largest_batch"]
         peak_heads = [f"peak of {name}" for name in self.devices]
-        predicted_heads = [f"predicted peak of {name}" for name in self.devices]
-        writer.writerow([*heads, *peak_heads, *predicted_heads, "overrides", "reason"])
-        # 2. The rows. A strategy on one device has used the first.
+        if self.has_predictions:
+            peak_heads += [f"predicted peak of {name}" for name in self.devices]
+        writer.writerow([*heads, *peak_heads, "overrides", "reason"])
+        # 2. The rows.
         for row in self.rows:
             values = row.as_dict()
-            peaks = _by_device(row.peaks, len(self.devices))
-            predicted = _by_device(row.predicted or {}, len(self.devices))
             cells = [values[head] for head in heads]
-            writer.writerow([*cells, *peaks, *predicted, " ".join(row.overrides), row.reason])
+            peaks = _by_device(row.peaks, len(self.devices))
+            if self.has_predictions:
+                peaks += _by_device(row.predicted or {}, len(self.devices))
+            writer.writerow([*cells, *peaks, " ".join(row.overrides), row.reason])
         path.write_text(text.getvalue(), encoding="utf-8")
 
 

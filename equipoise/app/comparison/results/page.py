@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from equipoise.app.comparison.results.comparison import Comparison, Row
-from equipoise.app.comparison.results.tables import row_texts
+from equipoise.app.comparison.results.tables import meaning_of_columns, row_texts
 from equipoise.report.comparison.page import ComparedStrategy, ComparisonRecord, render_comparison
 
 __all__ = ["comparison_page"]
@@ -41,7 +41,7 @@ def comparison_page(
         strategies=strategies,
         recommendation=sentences,
         overrides=overrides,
-        notes=comparison.notes,
+        notes=[meaning_of_columns(comparison), *comparison.notes],
         configuration=yaml.safe_dump(dict(configuration), sort_keys=False),
     )
     return render_comparison(record)
@@ -56,12 +56,13 @@ def _facts(comparison: Comparison) -> dict[str, str]:
 
 
 def _strategy(row: Row, comparison: Comparison, *, is_recommended: bool) -> ComparedStrategy:
-    texts = {"strategy": row.label} | row_texts(row, comparison)
+    cells = {"strategy": row.label} | row_texts(row, comparison) | {"overrides": " ".join(row.overrides)}
     return ComparedStrategy(
         label=row.label,
-        cells=texts | {"overrides": " ".join(row.overrides), "reason": row.reason or ""},
+        cells=cells,
         rate=row.samples_per_second,
         peaks=row.peaks,
         predicted=row.predicted or {},
+        reason=row.reason,
         is_recommended=is_recommended,
     )

@@ -32,7 +32,7 @@ def recommend(comparison: Comparison) -> dict[str, Any] | None:
     best_rate = max(_rate(row) for row in rows)
     fast = [row for row in rows if _rate(row) >= (1 - _SAME) * best_rate]
     least = min(_peak(row) for row in fast)
-    chosen = next(row for row in fast if _peak(row) <= (1 + _SAME) * least)
+    chosen = next(row for row in fast if _needs_as_little(row, least))
     return {
         "strategy": chosen.label,
         "overrides": list(chosen.overrides),
@@ -54,8 +54,16 @@ def _reason(chosen: Row, rows: Sequence[Row], fast: Sequence[Row]) -> str:
             f" {memory}."
         )
     # 3. One of several.
-    others = ", ".join(row.label for row in fast if row is not chosen)
-    return f"It is as fast as {others}, with {rate}, and needs least memory or is simpler: {memory}."
+    others = [row for row in fast if row is not chosen]
+    names = ", ".join(row.label for row in others)
+    least = min(_peak(row) for row in fast)
+    if any(_needs_as_little(row, least) for row in others):
+        return f"It is as fast as {names}, with {rate}, and the simplest of those that need least memory: {memory}."
+    return f"It is as fast as {names}, with {rate}, and needs least memory of them: {memory}."
+
+
+def _needs_as_little(row: Row, least: int) -> bool:
+    return _peak(row) <= (1 + _SAME) * least
 
 
 def _rate(row: Row) -> float:
@@ -85,6 +93,8 @@ def notes_on(devices: Sequence[str], *, has_batch_size: bool) -> list[str]:
             "Devices of one name share their cores, and dp, balanced and pipeline compute their parts one after another"
             " on them. So the speeds do not tell which strategy is fastest on devices of their own."
         )
+        if not all(device.startswith("cpu") for device in devices):
+            notes.append("The peak of a GPU that is given several times is that of all its parts.")
     if not has_batch_size:
         notes.append(
             "There is no data.batch_size, so each process of ddp and fsdp takes batches as large as those of one"

@@ -15,7 +15,7 @@ from equipoise.formats import format_bytes, format_count, format_duration
 from equipoise.report.facts import shorten
 from equipoise.report.live_table import LiveTable
 
-__all__ = ["ComparisonDisplay", "comparison_table", "print_comparison", "row_texts"]
+__all__ = ["ComparisonDisplay", "comparison_table", "meaning_of_columns", "print_comparison", "row_texts"]
 
 _STYLES = {
     RowState.WAITING: "dim",
@@ -23,6 +23,11 @@ _STYLES = {
     RowState.DONE: "green",
     RowState.NOT_RUN: "yellow",
 }
+# Between the peaks of two devices.
+_BETWEEN = " | "
+# On a terminal they stand in lines of their own, if there are more devices or columns than these.
+_MOST_IN_A_LINE = 2
+_USUAL_COLUMNS = 5
 
 
 class ComparisonDisplay:
@@ -75,20 +80,41 @@ def comparison_table(comparison: Comparison, *, is_live: bool = False) -> Table:
     if comparison.batch_size is not None:
         size = f" of {comparison.batch_size} samples"
     title = f"{comparison.title}: steps{size} on {', '.join(comparison.devices)}"
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, title=title, title_justify="left")
-    # 2. The columns.
-    table.add_column("strategy", no_wrap=True)
-    table.add_column("state" if is_live else "", no_wrap=True)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
+        pad_edge=False,
+        collapse_padding=True,
+        title=title,
+        title_justify="left",
+    )
+    # 2. The columns. In a narrow terminal only heads are broken.
     texts = [row_texts(row, comparison) for row in comparison.rows]
+    is_stacked = len(texts[0]) > _USUAL_COLUMNS or len(comparison.devices) > _MOST_IN_A_LINE
+    table.add_column("strategy", no_wrap=True)
+    if is_live:
+        table.add_column("state", no_wrap=True)
     for head in texts[0]:
-        table.add_column(head, justify="right", no_wrap=head != "peak by device")
+        table.add_column(head, justify="right")
     # 3. The rows.
     for row, row_cells in zip(comparison.rows, texts, strict=True):
-        state = row.state.value
-        if is_live and row.elapsed is not None:
-            state = f"{state} {format_duration(row.elapsed)}"
-        table.add_row(row.label, Text(state, _STYLES[row.state]), *row_cells.values())
+        cells: list[str | Text] = [row.label]
+        if is_live:
+            cells.append(_state(row))
+        for text in row_cells.values():
+            if is_stacked:
+                text = text.replace(_BETWEEN, "\n")
+            cells.append(Text(text, no_wrap=True))
+        table.add_row(*cells)
     return table
+
+
+def _state(row: Row) -> Text:
+    """Return the state of a row, with the time that it has taken."""
+    state = row.state.value
+    if row.elapsed is not None:
+        state = f"{state} {format_duration(row.elapsed)}"
+    return Text(state, _STYLES[row.state])
 
 
 def row_texts(row: Row, comparison: Comparison) -> dict[str, str]:
@@ -99,7 +125,7 @@ def row_texts(row: Row, comparison: Comparison) -> dict[str, str]:
         comparison: All results. A column without a figure in any row is left out.
     """
     texts = {"samples/s": _rate(row), "peak by device": _peaks_text(row.peaks)}
-    if any(other.predicted for other in comparison.rows):
+    if comparison.has_predictions:
         texts["predicted"] = _peaks_text(row.predicted or {})
     texts["imbalance"] = "-"
     # One device has none.
@@ -113,7 +139,21 @@ def row_texts(row: Row, comparison: Comparison) -> dict[str, str]:
     return texts
 
 
+def meaning_of_columns(comparison: Comparison) -> str:
+    """Return what the columns mean whose heads do not say it.
+
+    Args:
+        comparison: The results.
+    """
+    return (
+        "imbalance: the fullest device divided by the mean; idle: the share of the devices' time in which they wait;"
+        f" distance: of the weights after {comparison.steps} steps from those of one device."
+    )
+
+
 def _rate(row: Row) -> str:
+    if row.state is RowState.NOT_RUN:
+        return "not run"
     if row.samples_per_second is None:
         return "-"
     return format_count(row.samples_per_second)
@@ -121,7 +161,7 @@ def _rate(row: Row) -> str:
 
 def _peaks_text(peaks: dict[str, int]) -> str:
     """Return the peaks of all devices in order."""
-    return " | ".join(format_bytes(peak) for peak in peaks.values()) or "-"
+    return _BETWEEN.join(format_bytes(peak) for peak in peaks.values()) or "-"
 
 
 def _distance(distance: float | None) -> str:
@@ -133,11 +173,11 @@ def _distance(distance: float | None) -> str:
 
 
 def _largest_text(row: Row) -> str:
-    """Return the largest batch that ran."""
+    """Return the largest batch that ran, with a plus if no larger one was tried."""
     if row.largest_batch is None:
         return "-"
     if row.is_bound:
-        return f"at least {row.largest_batch}"
+        return f"{row.largest_batch}+"
     return str(row.largest_batch)
 
 
@@ -155,10 +195,7 @@ def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | No
     # Sentences stand outside of the table, so that it does not break them.
     # 2. Reasons, and what the columns mean.
     lines = [f"{row.label} did not run: {row.reason}" for row in comparison.rows if row.reason is not None]
-    lines.append(
-        f"imbalance: the fullest device divided by the mean; idle: share of the devices' time; distance: of the weights"
-        f" after {comparison.steps} steps from those of one device."
-    )
+    lines.append(meaning_of_columns(comparison))
     lines += comparison.notes
     # 3. The recommendation, with overrides in a line that can be copied.
     if recommendation is not None:
