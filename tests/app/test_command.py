@@ -232,7 +232,7 @@ def asked(equipoise, monkeypatch, line, point=None):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("equipoise ", ["fit", "validate", "test", "predict", "devices", "savings", "init", "completion"]),
+        ("equipoise ", ["fit", "validate", "test", "predict", "devices", "savings", "compare", "init", "completion"]),
         ("equipoise f", ["fit"]),
         ("equipoise fit trainer.max_e", ["trainer.max_epochs="]),
         ("equipoise validate trainer.max_e", ["trainer.max_epochs="]),
@@ -243,6 +243,9 @@ def asked(equipoise, monkeypatch, line, point=None):
         ("equipoise fit --config-dir nowhere module=", []),
         ("equipoise fit nonsense=1 module.", []),
         ("equipoise devices ", []),
+        ("equipoise compare --st", ["--steps=", "--strategies="]),
+        ("equipoise compare trainer.max_e", ["trainer.max_epochs="]),
+        ("equipoise savings --j", ["--json"]),
     ],
 )
 def test_completion(project, equipoise, monkeypatch, line, offered):

@@ -10,12 +10,14 @@ from typing import Any
 from equipoise.app.compose import compose_values
 from equipoise.app.savings.results import Result, compare, print_results, to_json
 from equipoise.app.savings.savers import SAVERS, Saver, combined
-from equipoise.app.savings.trial_process import run_trial
+from equipoise.app.savings.trial import run_trial
+from equipoise.app.trials.flags import present, read_flags, seconds
 from equipoise.errors import ConfigurationError
 
 __all__ = ["show_savings"]
 
 _TIMEOUT = 600.0
+_TAKES = "equipoise savings takes overrides, --config-dir FOLDER, --json and --timeout=SECONDS"
 
 
 def show_savings(arguments: Sequence[str], folders: Sequence[Path]) -> None:
@@ -30,9 +32,9 @@ def show_savings(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         KeyboardInterrupt: After Ctrl-C, when the results until then are shown.
     """
     # 1. The arguments and the configuration.
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
-    as_json = "--json" in arguments
-    timeout = _timeout(argument for argument in arguments if argument.startswith("-") and argument != "--json")
+    overrides, flags = read_flags(arguments, {"--json": present, "--timeout": seconds}, _TAKES)
+    as_json = "--json" in flags
+    timeout = flags.get("--timeout", _TIMEOUT)
     with tempfile.TemporaryDirectory(prefix="equipoise-savings-") as temporary:
         values = compose_values(overrides, folders, Path(temporary, "run"))
         # Callbacks and loggers of the user are no part of a step.
@@ -48,25 +50,6 @@ def show_savings(arguments: Sequence[str], folders: Sequence[Path]) -> None:
                 print(to_json(trials.results, trials.device))
             elif trials.results:
                 print_results(trials.results, trials.device)
-
-
-def _timeout(flags: Any) -> float:
-    """Return the seconds of `--timeout=SECONDS`, the only other flag."""
-    seconds = _TIMEOUT
-    for flag in flags:
-        name, _, value = flag.partition("=")
-        if name != "--timeout":
-            raise ConfigurationError(
-                f"equipoise savings takes overrides, --config-dir FOLDER, --json and --timeout=SECONDS, not {flag}."
-            )
-        try:
-            seconds = float(value)
-        except ValueError:
-            # A text is as wrong as zero seconds.
-            seconds = 0.0
-        if not 0 < seconds < 1e6:
-            raise ConfigurationError(f"--timeout takes seconds above 0, such as --timeout=300, not {value!r}.")
-    return seconds
 
 
 class _Trials:

@@ -1,85 +1,71 @@
-"""One trial in a process of its own: a few steps with a saver. `python -m equipoise.app.savings.trial FOLDER` runs it.
+"""One trial: a few steps with a saver, in the process of the trial."""
 
-The folder contains the request, and receives the result, both as JSON.
-"""
-
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning.pytorch import seed_everything
-
-from equipoise.app.build import build, build_trainer
+from equipoise.app.build import build_trainer
 from equipoise.app.savings.blocks import repeated_blocks
 from equipoise.app.savings.probe import TIMED_STEPS, WARM_STEPS, Probe, digest_of
+from equipoise.app.savings.savers import Trial
+from equipoise.app.trials.process import run_in_process
+from equipoise.app.trials.worker import answer, build_data_and_module, limit_to_steps
 from equipoise.errors import ConfigurationError
 
-__all__ = ["REQUEST", "RESULT", "main"]
+__all__ = ["main", "request_of", "run_trial"]
 
-# Names of the files.
-REQUEST = "request.json"
-RESULT = "result.json"
 
-# All that is no part of a training step is left out.
-_TRAINER = {
-    "max_steps": WARM_STEPS + 1 + TIMED_STEPS,
-    "max_epochs": -1,
-    "min_epochs": None,
-    "min_steps": None,
-    "max_time": None,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "fast_dev_run": False,
-    "barebones": False,
-    "profiler": None,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+def run_trial(trial: Trial, folder: Path, paths: Sequence[str], timeout: float) -> dict[str, Any]:
+    """Run a trial in a process of its own and return its result.
+
+    Args:
+        trial: The trial.
+        folder: A new folder for its files.
+        paths: Folders from which the process imports the user's modules.
+        timeout: Seconds after which the process is ended.
+
+    Returns:
+        The measurements, or under "reason" why there are none.
+    """
+    return run_in_process(__name__, request_of(trial, paths), folder, timeout)
+
+
+def request_of(trial: Trial, paths: Sequence[str]) -> dict[str, Any]:
+    """Return what the process needs to know.
+
+    Args:
+        trial: The trial.
+        paths: Folders from which the process imports the user's modules.
+    """
+    return {
+        "values": trial.values,
+        "paths": list(paths),
+        "chooses_blocks": trial.chooses_blocks,
+        "needs_device": trial.needs_device,
+    }
 
 
 def main(folder: Path) -> None:
-    """Run the trial of a folder, and write its result there; an error becomes its reason.
+    """Run the trial of a folder; see `worker.answer`.
 
     Args:
         folder: The folder with the request.
     """
-    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    sys.path[:0] = request["paths"]
-    try:
-        result = _run(request, folder)
-    except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        is_wrong_input = isinstance(error, ConfigurationError)
-        reason = first_line
-        if not is_wrong_input:
-            reason = f"{type(error).__name__}: {first_line}"
-        result = {"reason": reason, "is_configuration": is_wrong_input}
-    # A file that is there is complete.
-    unfinished = folder / f"{RESULT}.part"
-    unfinished.write_text(json.dumps(result), encoding="utf-8")
-    unfinished.rename(folder / RESULT)
+    answer(folder, _run)
 
 
 def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Build the objects, train, and return the measurements."""
-    # 1. Data and module. Without a seed, two trials would begin with different weights.
+    # 1. Data and module, the same in all trials.
     values = request["values"]
-    seed = values["seed"]
-    if seed is None:
-        seed = 0
-    seed_everything(seed, workers=True)
-    data = None
-    if values.get("data"):
-        data = build(values["data"], "data")
-    module = build(values["module"], "module")
+    data, module = build_data_and_module(values)
 
     # 2. The trainer, without loggers and callbacks of the user.
     overrides = []
-    values["trainer"] |= _TRAINER
-    values["trainer"]["default_root_dir"] = str(folder)
+    limit_to_steps(values, WARM_STEPS + 1 + TIMED_STEPS, folder)
+    # The blocks are known once the module is built.
     if request["chooses_blocks"]:
         patterns = repeated_blocks(module)
         if not patterns:
@@ -113,6 +99,7 @@ def _check_device(trainer: Any, *, needs_device: bool) -> None:
         raise ConfigurationError(
             "equipoise savings measures one process; add strategy=single_device, and trainer.devices=1 if need be."
         )
+    # The saver would move nothing.
     if needs_device and trainer.strategy.root_device.type == "cpu":
         raise ConfigurationError("it has no effect on a CPU, whose memory is that of the host")
 

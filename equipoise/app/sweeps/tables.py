@@ -8,13 +8,13 @@ from typing import Any
 import rich
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
 from equipoise.formats import format_duration, format_number
 from equipoise.report.facts import shorten
+from equipoise.report.live_table import LiveTable
 
 __all__ = ["SweepDisplay", "closing_table", "live_table", "print_closing_table"]
 
@@ -42,15 +42,12 @@ class SweepDisplay:
     def __init__(self, results: SweepResults, console: Console | None = None) -> None:
         self._results = results
         self._console = console or rich.get_console()
-        self._is_live = self._console.is_terminal and sys.stdout.isatty()
+        self._live = LiveTable(self._table, self._console, is_shown=sys.stdout.isatty())
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the jobs during a block. The live table disappears at the end, as the closing one follows."""
-        if not self._is_live:
-            yield
-            return
-        with Live(get_renderable=self._table, console=self._console, refresh_per_second=4, transient=True):
+        with self._live.shown():
             yield
 
     def _table(self) -> Table:
@@ -59,7 +56,7 @@ class SweepDisplay:
     def end(self, job: JobResult) -> None:
         """Show the end of a job, and keep its result."""
         self._results.write()
-        if self._is_live:
+        if self._live.is_shown:
             return
         seconds = format_duration(job.seconds or 0.0)
         line = f"Job {job.number} {job.state.value} after {seconds}: {' '.join(_settings(job, self._results.keys))}"

@@ -3,6 +3,9 @@
 `tests/interop/torch/test_autograd.py` notices when one of them changes.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 # `Tensor.backward` checks its arguments and creates the first gradient anew, which costs as much as the forward of a
@@ -10,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import has_torch_function_unary
 
-__all__ = ["is_changed", "run_backward"]
+__all__ = ["is_changed", "next_node_number", "number_of_node", "run_backward", "running_node"]
 
 
 def run_backward(loss: Tensor, gradient: Tensor) -> None:
@@ -34,3 +37,29 @@ def run_backward(loss: Tensor, gradient: Tensor) -> None:
 def is_changed(tensor: Tensor) -> bool:
     """Return True if an operation in place has changed a tensor since it was created. No public name tells that."""
     return tensor._version != 0
+
+
+# Which part of a forward has made a node of the graph shows in its number alone: nodes are numbered in each thread, in
+# the order in which they are made. No public name tells a number, or the node whose backward runs.
+
+
+def next_node_number() -> int:
+    """Return the number of the next node that this thread adds to a graph.
+
+    Example:
+        >>> first = next_node_number()
+        >>> product = torch.ones(1, requires_grad=True) * 2
+        >>> number_of_node(product.grad_fn) == first, next_node_number() == first + 1
+        (True, True)
+    """
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def number_of_node(node: Any) -> int:
+    """Return the number of a node of the graph; a very large one for the node at which a leaf receives its gradient."""
+    return int(node._sequence_nr())
+
+
+def running_node() -> Any:
+    """Return the node whose backward runs in this thread; None if there is none."""
+    return torch._C._current_autograd_node()

@@ -10,11 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from equipoise import tree
 
-__all__ = ["OnOperation", "OperationWatch", "empty_wrapper", "namespace_of", "tensors_in", "unwatched"]
+__all__ = [
+    "OnOperation",
+    "OperationWatch",
+    "empty_wrapper",
+    "namespace_of",
+    "tensor_in_memory",
+    "tensors_in",
+    "unwatched",
+]
 
 # Receives the name of an operation, its result, and its positional arguments.
 OnOperation = Callable[[str, Any, Any], None]
@@ -122,6 +130,23 @@ def namespace_of(function: Any) -> str | None:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in mappings and sequences of any kind."""
     return tree.tensors_in(value, _items_of)
+
+
+def tensor_in_memory(tensor: Tensor) -> Tensor:
+    """Return the tensor that has the memory of a wrapper, such as the shard of a `DTensor`; any other tensor itself.
+
+    A wrapper's own storage has the size of the whole, but no memory. No public name tells a wrapper.
+
+    Args:
+        tensor: Any tensor. A wrapper of several tensors is returned as it is.
+    """
+    inner: Any = tensor
+    while type(inner) not in (Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(inner):
+        names, _ = inner.__tensor_flatten__()
+        if len(names) != 1:
+            break
+        inner = getattr(inner, names[0])
+    return inner  # type: ignore[no-any-return]
 
 
 def _items_of(value: Any) -> Iterable[Any] | None:

@@ -10,17 +10,19 @@ Memory that an operation allocates and frees by itself, such as the workspace of
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
+from equipoise.interop.torch.dispatch import OperationWatch, tensor_in_memory, tensors_in
 from equipoise.memory.profile.attribution import Attribution
 from equipoise.memory.records import Category, Composition, TensorRecord
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "Places"]
 
 
 class _Entry:
@@ -28,8 +30,8 @@ class _Entry:
 
     __slots__ = ("category", "device", "dtype", "module", "name", "nbytes", "phase", "shape")
 
-    def __init__(self, tensor: Tensor, nbytes: int, module: str, name: str, phase: str) -> None:
-        self.device = str(tensor.device)
+    def __init__(self, tensor: Tensor, nbytes: int, device: str, module: str, name: str, phase: str) -> None:
+        self.device = device
         self.nbytes = nbytes
         self.shape = tuple(tensor.shape)
         # The tensor is a view of a part of its storage.
@@ -53,14 +55,32 @@ class _Entry:
         self.category = category
         self.module = module
         self.name = name
+        tensor = tensor_in_memory(tensor)
         if tensor.untyped_storage().nbytes() == tensor.nbytes:
             self.shape = tuple(tensor.shape)
 
     def successor(self, tensor: Tensor, nbytes: int, phase: str) -> "_Entry":
         """Return an entry of the same purpose for a storage after a change of its size."""
-        entry = _Entry(tensor, nbytes, self.module, self.name, phase)
+        entry = _Entry(tensor, nbytes, self.device, self.module, self.name, phase)
         entry.category = self.category
         return entry
+
+    def resized(self, nbytes: int) -> "_Entry":
+        """Return an entry of the same purpose for the storage with another size."""
+        return self._copy(self.device, nbytes)
+
+    def on_device(self, device: str) -> "_Entry":
+        """Return an entry of the same purpose for the storage on another device."""
+        return self._copy(device, self.nbytes)
+
+    def _copy(self, device: str, nbytes: int) -> "_Entry":
+        other = copy(self)
+        other._place(device, nbytes)
+        return other
+
+    def _place(self, device: str, nbytes: int) -> None:
+        self.device = device
+        self.nbytes = nbytes
 
     def record(self) -> TensorRecord:
         """Return the entry as a record."""
@@ -72,6 +92,13 @@ class _Entry:
             dtype=self.dtype,
             nbytes=self.nbytes,
         )
+
+
+class Places(Protocol):
+    """Tells devices of one name apart; see `DevicePlaces`."""
+
+    def place_of(self, source: str | None) -> str:
+        """Return the name of the device of a tensor that is created now, from tensors on the device `source`."""
 
 
 # An entry, and a reference that removes it when its storage is freed.
@@ -99,6 +126,11 @@ class Ledger:
     Args:
         module: The module.
         optimizers: Optimisers whose state counts. Default: none.
+        places: Tells devices of one name apart. Default: a device is known by the name that torch gives it.
+        names_modules: Whether the module of each tensor is noted, by hooks on all modules. A pipeline cannot record a
+            forward with such hooks. Default: True.
+        watches_sizes: Whether storages may change their size without an operation, as those of sharded weights do. All
+            sizes are read at each operation then. Default: False.
 
     Attributes:
         phase: The present phase, "forward" at first.
@@ -116,8 +148,19 @@ class Ledger:
         40040
     """
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer] = (),
+        places: Places | None = None,
+        *,
+        names_modules: bool = True,
+        watches_sizes: bool = False,
+    ) -> None:
         self._module = module
+        self._places = places
+        self._names_modules = names_modules
+        self._watches_sizes = watches_sizes
         self._optimizers = list(optimizers)
         # Live storages by their ids, and those that were created before the start.
         self._entries: dict[int, _LiveEntry] = {}
@@ -141,7 +184,8 @@ class Ledger:
         """Begin to record, with the storages of the module and the optimisers."""
         self._enter_module()
         self._enter_optimizers()
-        self._attribution.start()
+        if self._names_modules:
+            self._attribution.start()
         self._watch.start()
         self._running = True
         self._update_peaks()
@@ -166,6 +210,38 @@ class Ledger:
         self.phase = phase
         self._attribution.reset()
         self._update_peaks()
+
+    def forget_peaks(self) -> None:
+        """Forget the peaks until now; what is live stays."""
+        self._peaks.clear()
+        self._update_peaks()
+
+    @contextmanager
+    def in_other_thread(self) -> Iterator[None]:
+        """Record the operations of another thread in a `with` block, while the thread of the ledger waits for it."""
+        if not self._running:
+            yield
+            return
+        watch = OperationWatch(self._on_operation)
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.stop()
+
+    def move(self, tensor: Tensor, device: str) -> None:
+        """Note that a tensor lies on another device of the same name in torch.
+
+        Args:
+            tensor: The tensor.
+            device: Name of the device.
+        """
+        known = self._entries.get(id(tensor.untyped_storage()))
+        if known is None or known[1].device == device:
+            return
+        _, entry = known
+        self._remove(id(tensor.untyped_storage()))
+        self._add(tensor.untyped_storage(), entry.on_device(device))
 
     def add_batch(self, batch: Any) -> None:
         """Enter the tensors of a batch.
@@ -246,22 +322,56 @@ class Ledger:
     # Recording.
 
     def _on_operation(self, name: str, result: Any, args: Any) -> None:
+        if self._watches_sizes:
+            self._note_sizes()
         # `torch.tensor` ends with this operation: its argument is new.
         if name != "lift_fresh":
             for tensor in tensors_in(args):
                 self._exclude_older(tensor)
         module = self._attribution.module
-        for tensor in tensors_in(result):
-            self._enter(tensor, module, name)
+        sources = self._sources(result, args)
+        for index, tensor in enumerate(tensors_in(result)):
+            self._enter(tensor, module, name, sources[index] if index < len(sources) else None)
         self._update_peaks()
+
+    def _note_sizes(self) -> None:
+        """Record the present sizes of all storages."""
+        for key, (reference, entry) in list(self._entries.items()):
+            storage = reference()
+            if storage is None:
+                continue
+            nbytes = storage.nbytes()
+            if nbytes != entry.nbytes:
+                self._remove(key)
+                self._add(storage, entry.resized(nbytes))
+
+    def _sources(self, result: Any, args: Any) -> list[str | None]:
+        """Return for each result of an operation the device of what it is computed from, where devices share a name."""
+        if self._places is None or not args:
+            return []
+        # Operations on lists compute each result from the entry at the same position.
+        results = len(list(tensors_in(result)))
+        first = list(tensors_in(args[:1]))
+        if len(first) != results:
+            first = list(tensors_in(args))[:1] * results
+        return [self._device_of(tensor) for tensor in first]
+
+    def _device_of(self, tensor: Tensor) -> str | None:
+        """Return the device of a recorded tensor."""
+        try:
+            known = self._entries.get(id(tensor_in_memory(tensor).untyped_storage()))
+        except (NotImplementedError, RuntimeError):
+            return None
+        return None if known is None else known[1].device
 
     def _on_forward(self) -> None:
         """Begin the phase of the forward, if a module's forward follows an optimiser step."""
         if self.phase == "optimizer step":
             self.begin("forward")
 
-    def _enter(self, tensor: Tensor, module: str, name: str) -> _Entry | None:
+    def _enter(self, tensor: Tensor, module: str, name: str, source: str | None = None) -> _Entry | None:
         """Return the entry of a tensor's storage, a new one if need be; None for a storage from before the start."""
+        tensor = tensor_in_memory(tensor)
         try:
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
@@ -273,7 +383,10 @@ class Ledger:
             return None
         reference_and_entry = self._entries.get(key)
         if reference_and_entry is None:
-            entry = _Entry(tensor, nbytes, module, name, self.phase)
+            device = str(tensor.device)
+            if self._places is not None:
+                device = self._places.place_of(source)
+            entry = _Entry(tensor, nbytes, device, module, name, self.phase)
         else:
             entry = reference_and_entry[1]
             if entry.nbytes == nbytes:
@@ -281,16 +394,21 @@ class Ledger:
             # The storage has another size: record a release and an allocation.
             self._remove(key)
             entry = entry.successor(tensor, nbytes, self.phase)
+        self._add(storage, entry)
+        return entry
+
+    def _add(self, storage: Any, entry: _Entry) -> None:
+        """Record the allocation of a storage."""
+        key = id(storage)
         reference = weakref.ref(storage, lambda _: self._remove(key))
         self._entries[key] = (reference, entry)
         self._history.append((entry, True))
-        self._live[entry.device] += nbytes
-        return entry
+        self._live[entry.device] += entry.nbytes
 
     def _exclude_older(self, tensor: Tensor) -> None:
         """Exclude the storage of an operation's argument that no recorded operation has created."""
         try:
-            storage = tensor.untyped_storage()
+            storage = tensor_in_memory(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):
             return
         key = id(storage)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from equipoise.parallel.device_work import computing_on
+
 __all__ = ["DeviceThreads", "ThreadState", "on_device"]
 
 T = TypeVar("T")
@@ -197,7 +199,7 @@ class DeviceThreads:
             for position in positions:
                 index, function = functions[position]
                 try:
-                    with on_device(device):
+                    with on_device(device), computing_on(index):
                         results[position] = function()
                 except BaseException as error:
                     failed[device] = index

@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from equipoise.errors import StepError
 from equipoise.interop.metrics import merge_metric_states, other_state, restore_metric_state, take_metric_state
+from equipoise.parallel.device_work import computing_on
 from equipoise.parallel.replicas import coalesced
 from equipoise.parallel.replicas.autograd_link import connect
 from equipoise.parallel.replicas.replica import Replica
@@ -102,7 +103,8 @@ class Replicas:
             self._replicas.clear()
         if not self._always_connected:
             check_hooks(self.module)
-        replica = Replica(self.module, self.devices[index])
+        with computing_on(index):
+            replica = Replica(self.module, self.devices[index])
         self._replicas[index] = replica
         return replica
 

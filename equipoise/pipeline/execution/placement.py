@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.device_work import note_placed
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.pipeline.execution.tied_copies import TiedCopies
 from equipoise.pipeline.graph.call_names import owners
@@ -176,6 +177,7 @@ class Placement:
             self._placed_tensors.append(tensor)
             if is_here:
                 move(tensor, self.devices[stage])
+                note_placed(tensor, self._device_index(stage))
             size += tensor.nbytes
         return size
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from equipoise.errors import StepError
+from equipoise.parallel.device_work import in_helper_thread
 from equipoise.parallel.replicas.device_threads import ThreadState
 
 __all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]
@@ -170,7 +171,7 @@ class SuspendedStep:
         """Run the function in its thread."""
         _local.set_step(self)
         try:
-            with state.entered():
+            with state.entered(), in_helper_thread():
                 self.result = self._function()
         except _Abandoned:
             pass

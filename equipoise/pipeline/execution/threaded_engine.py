@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.parallel.device_work import computing_on
 from equipoise.parallel.replicas.device_threads import ThreadState, on_device
 from equipoise.pipeline.execution.stage_graphs import StageGraphs, move_values, run_backward
 from equipoise.pipeline.execution.suspended_step import SuspendedStep, inside_stage
@@ -263,7 +264,7 @@ class StepRun(ABC):
                 raise _Ended
         begin = perf_counter()
         try:
-            with on_device(device):
+            with on_device(device), computing_on(stage % self._pipeline.num_devices):
                 if action.weights:
                     self._run_weights(stage, action.micro_batch)
                 elif action.backward:

@@ -20,7 +20,7 @@ from equipoise.report.page.sections import (
     throughput_section,
 )
 
-__all__ = ["render_report", "write_report"]
+__all__ = ["facts_section", "html_page", "render_report", "write_page", "write_report"]
 
 # A tile gets more room where its value is longer than this number of characters.
 _WIDE = 24
@@ -31,7 +31,7 @@ _LONGEST_CAUSE = 2000
 
 
 def write_report(record: RunRecord, path: str | os.PathLike[str]) -> None:
-    """Write a report under another name and rename it, so that no reader finds half of one.
+    """Write a report.
 
     Args:
         record: The facts of the run.
@@ -49,12 +49,24 @@ def write_report(record: RunRecord, path: str | os.PathLike[str]) -> None:
         ...     Path(folder, "report.html").read_text(encoding="utf-8")[:15]
         '<!DOCTYPE html>'
     """
+    write_page(render_report(record), path)
+
+
+def write_page(page: str, path: str | os.PathLike[str]) -> None:
+    """Write a page under another name and rename it, so that no reader finds half of one.
+
+    Args:
+        page: The HTML of the page.
+        path: The file. Its folder is created if need be.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     path = Path(path)
-    page = render_report(record).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_bytes(page)
+        draft.write_bytes(page.encode())
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)
@@ -67,14 +79,24 @@ def render_report(record: RunRecord) -> str:
     Args:
         record: The facts of the run.
     """
+    return html_page(f"{record.title}: {record.outcome}", _header(record), _sections(record))
+
+
+def html_page(title: str, header: Markup, sections: Iterable[Markup | None]) -> str:
+    """Return the HTML of a page in the style of the reports, complete in itself.
+
+    Args:
+        title: Title of the window.
+        header: What stands above the sections.
+        sections: The sections; None is left out.
+    """
     style = _file("report.css")
     script = _file("report.js")
-    head = _head(record, style, script)
-    main = tag("main", *_sections(record))
+    head = _head(title, style, script)
     body = tag(
         "body",
-        _header(record),
-        main,
+        header,
+        tag("main", *sections),
         _footer(),
         tag("script", script),
     )
@@ -82,7 +104,7 @@ def render_report(record: RunRecord) -> str:
     return f"<!DOCTYPE html>\n{page}\n"
 
 
-def _head(record: RunRecord, style: Markup, script: Markup) -> Markup:
+def _head(title: str, style: Markup, script: Markup) -> Markup:
     # Only this style and this script may run, whatever text came into the page.
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
@@ -93,7 +115,7 @@ def _head(record: RunRecord, style: Markup, script: Markup) -> Markup:
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{record.title}: {record.outcome}"),
+        tag("title", title),
         tag("style", style),
     )
 
@@ -112,7 +134,7 @@ def _hash(source: str) -> str:
 def _sections(record: RunRecord) -> Iterable[Markup | None]:
     duration = (record.finished - record.started).total_seconds()
     yield _error(record)
-    yield _facts(record.facts)
+    yield facts_section(record.facts)
     yield curves_section(record.curves, record.epoch_ends)
     yield learning_rates_section(record.learning_rates)
     yield throughput_section(
@@ -168,8 +190,12 @@ def _error(record: RunRecord) -> Markup | None:
     )
 
 
-def _facts(facts: Mapping[str, str]) -> Markup | None:
-    """Draw a tile for each fact."""
+def facts_section(facts: Mapping[str, str]) -> Markup | None:
+    """Draw a tile for each fact, if there are any.
+
+    Args:
+        facts: Names and values.
+    """
     if not facts:
         return None
     tiles = []

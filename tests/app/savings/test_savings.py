@@ -11,12 +11,13 @@ import pytest
 from torch import nn
 
 from equipoise.app.savings import command as command_module
-from equipoise.app.savings import trial_process
 from equipoise.app.savings.blocks import repeated_blocks
 from equipoise.app.savings.results import compare
 from equipoise.app.savings.savers import SAVERS, Saver
-from equipoise.app.savings.trial import REQUEST, RESULT
 from equipoise.app.savings.trial import main as run_in_this_process
+from equipoise.app.savings.trial import request_of
+from equipoise.app.trials import process as process_module
+from equipoise.app.trials.worker import REQUEST, RESULT
 from tests.app.conftest import write
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
@@ -78,13 +79,7 @@ def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def in_this_process(trial: Any, folder: Path, paths: Any, timeout: float) -> dict[str, Any]:
     """Run a trial as its process would."""
     folder.mkdir()
-    request = {
-        "values": trial.values,
-        "paths": paths,
-        "chooses_blocks": trial.chooses_blocks,
-        "needs_device": trial.needs_device,
-    }
-    (folder / REQUEST).write_text(json.dumps(request, default=str))
+    (folder / REQUEST).write_text(json.dumps(request_of(trial, paths), default=str))
     run_in_this_process(folder)
     result: dict[str, Any] = json.loads((folder / RESULT).read_text())
     return result
@@ -275,7 +270,7 @@ def test_a_bound_ends_the_process_and_its_children() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
-        trial_process._end(process)
+        process_module._end(process)
         assert process.stdout.read() == b""
     assert process.returncode == -signal.SIGKILL
 

@@ -5,26 +5,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import equipoise
-from equipoise.app.savings.savers import Trial
-from equipoise.app.savings.trial import REQUEST, RESULT
+from equipoise.app.trials.worker import REQUEST, RESULT
 from equipoise.formats import format_span
 
-__all__ = ["run_trial"]
+__all__ = ["run_in_process"]
 
 
-def run_trial(trial: Trial, folder: Path, paths: Sequence[str], timeout: float) -> dict[str, Any]:
+def run_in_process(program: str, request: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
     """Run a trial and return its result.
 
     Args:
-        trial: The trial.
+        program: Name of the module that runs trials, as `python -m` takes it.
+        request: The trial, as `worker.answer` takes it.
         folder: A new folder for its files.
-        paths: Folders from which the process imports the user's modules.
         timeout: Seconds after which the process is ended.
 
     Returns:
@@ -32,16 +31,10 @@ def run_trial(trial: Trial, folder: Path, paths: Sequence[str], timeout: float) 
     """
     # 1. The request.
     folder.mkdir()
-    request = {
-        "values": trial.values,
-        "paths": list(paths),
-        "chooses_blocks": trial.chooses_blocks,
-        "needs_device": trial.needs_device,
-    }
     (folder / REQUEST).write_text(json.dumps(request, default=str), encoding="utf-8")
 
     # 2. The process, in a session of its own: Ctrl-C reaches it through this process alone.
-    command = [sys.executable, "-m", "equipoise.app.savings.trial", str(folder)]
+    command = [sys.executable, "-m", program, str(folder)]
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment(), start_new_session=True
@@ -70,7 +63,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and the workers of its loaders that are still there."""
+    """End a process, and the processes that it has started and that are still there."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

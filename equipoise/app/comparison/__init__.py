@@ -1,0 +1,1 @@
+"""`equipoise compare`: the user's module under each strategy, measured."""

@@ -1,0 +1,1 @@
+"""The strategies that are compared, and how each changes a configuration."""

@@ -1,0 +1,1 @@
+"""The trial of a strategy: memory by device, time, idle time, weights, the largest batch."""

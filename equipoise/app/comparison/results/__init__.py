@@ -1,0 +1,1 @@
+"""Results of a comparison: plain data, tables, the page, the recommendation."""

@@ -1,0 +1,94 @@
+"""Devices of one name: which of them a tensor belongs to, against sizes that are known to the byte."""
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.memory.profile.ledger import Ledger
+from equipoise.memory.profile.places import DevicePlaces, names_of_devices
+from equipoise.parallel.device_work import computing_on, in_helper_thread, note_placed, observe_devices
+
+WIDTH = 64
+WEIGHT = WIDTH * WIDTH * 4
+ROWS = 32 * WIDTH * 4
+NAMES = ["cpu (0)", "cpu (1)"]
+
+
+@pytest.fixture
+def places() -> DevicePlaces:
+    places = DevicePlaces(NAMES, root=0)
+    observe_devices(places)
+    yield places
+    observe_devices(None)
+
+
+def test_forward_backward_and_step(places: DevicePlaces) -> None:
+    """Two layers, each of which computes on a device: outputs, gradients and states lie with it."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    optimizer = torch.optim.Adam(layers.parameters(), foreach=True)
+    ledger = Ledger(layers, [optimizer], places)
+    ledger.start()
+    ledger.move(layers[1].weight, NAMES[1])
+    assert ledger.devices() == NAMES[:1]
+    rows = torch.ones(32, WIDTH)
+
+    # 1. The forward: the weight of each device, and the output of the second; the first has the rows and its own.
+    with computing_on(0):
+        hidden = layers[0](rows)
+    with computing_on(1):
+        output = layers[1](hidden)
+        ledger.forget_peaks()
+    assert ledger.peak(NAMES[1]).nbytes == WEIGHT + ROWS
+    loss = output.sum()
+
+    # 2. The backward: each gradient lies with its weight, although the same thread computes both.
+    ledger.begin("backward")
+    loss.backward()
+    del hidden, output, loss
+    ledger.begin("optimizer step")
+    ledger.forget_peaks()
+    assert ledger.peak(NAMES[1]).totals() == {"parameter": WEIGHT, "gradient": WEIGHT}
+
+    # 3. The states, which the optimiser creates from lists of parameters.
+    places.begin_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ledger.begin("forward")
+    ledger.forget_peaks()
+    for name in NAMES:
+        assert ledger.peak(name).totals()["optimizer state"] >= 2 * WEIGHT
+    ledger.stop()
+
+
+def test_nodes_belong_to_the_device_that_made_them(places: DevicePlaces) -> None:
+    numbers = {}
+    for device in (0, 1, 0):
+        with computing_on(device):
+            product = torch.ones(1, requires_grad=True) * 2
+            numbers[product.grad_fn._sequence_nr()] = device
+    outside = torch.ones(1, requires_grad=True) * 2
+    for number, device in numbers.items():
+        assert places.computing_device(number) == device
+    assert places.computing_device(outside.grad_fn._sequence_nr()) is None
+    places.begin_forward()
+    assert places.computing_device(min(numbers)) is None
+
+
+def test_a_device_computes_within_another(places: DevicePlaces) -> None:
+    with computing_on(1):
+        with computing_on(0):
+            assert places.place_of(None) == NAMES[0]
+        assert places.place_of(NAMES[0]) == NAMES[1]
+    assert places.place_of(NAMES[1]) == NAMES[0]
+    places.begin_backward()
+    assert places.place_of(NAMES[1]) == NAMES[1]
+
+
+def test_without_an_observer_announcements_do_nothing() -> None:
+    with computing_on(1), in_helper_thread():
+        note_placed(torch.ones(1), 1)
+
+
+def test_names() -> None:
+    assert names_of_devices([torch.device("cpu")]) == ["cpu"]
+    assert names_of_devices(["cuda:0", "cpu", "cuda:0"]) == ["cuda:0 (0)", "cpu", "cuda:0 (2)"]
