@@ -12,9 +12,11 @@ import lightning.pytorch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from equipoise.errors import CheckpointError
 from equipoise.interop.lightning.callbacks import saving_states
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
+from equipoise.parallel.shards.placeholders import place_without_values
 from equipoise.trainer.checkpointing.file import pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
@@ -56,6 +58,7 @@ def save_checkpoint(
         if folders is not None:
             rest = None
             if processes.is_main:
+                _check_placeholders(checkpoint, path)
                 warn_of_objects_written(state, checkpoint)
                 rest = pack_checkpoint(checkpoint, path)
             folders.save(path, rest)
@@ -66,6 +69,21 @@ def save_checkpoint(
             else:
                 write_checkpoint(checkpoint, path)
         processes.barrier("Trainer.save_checkpoint")
+
+
+def _check_placeholders(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Check that hooks of the user have not computed with tensors whose values are in shards.
+
+    Raises:
+        CheckpointError: If they have; the result has no values.
+    """
+    place = place_without_values(checkpoint)
+    if place is not None:
+        raise CheckpointError(
+            f"The checkpoint {os.fspath(path)!r} cannot be written: {place} has no values. In `on_save_checkpoint`"
+            " tensors in shards have none, so a hook can move or remove them, but not compute with them. Do so with a"
+            " file that `merge_shards` has made, or choose FSDPStrategy(checkpoints='full')."
+        )
 
 
 def dump_checkpoint(

@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 
 from equipoise.errors import CheckpointError
-from equipoise.parallel.shards.reading import is_sharded_checkpoint
+from equipoise.parallel.shards.index import has_only_our_names
 from equipoise.parallel.unfinished import clear_unfinished, create_locked_folder
 
 __all__ = ["UnfinishedFolder", "check_replaceable", "put_in_place", "remove_folder"]
+
+# The end of the name of an earlier checkpoint, while another one takes its place in two steps.
+_REPLACED = ".replaced"
 
 # Arguments of the system call `renameat2`, which exchanges two names at once.
 _PRESENT_FOLDER = -100
@@ -71,8 +74,25 @@ def put_in_place(path: Path, target: Path) -> None:
     elif _exchange(path, target):
         _remove(path)
     else:
-        _remove(target)
-        path.replace(target)
+        _put_in_place_in_two_steps(path, target)
+
+
+def _put_in_place_in_two_steps(path: Path, target: Path) -> None:
+    """Do the same where the file system, such as NFS, cannot exchange two names.
+
+    For a moment nothing has the name. If the process is killed then, the earlier checkpoint keeps a name from which
+    nothing but a later one removes it.
+    """
+    earlier = target.with_name(target.name + _REPLACED)
+    if os.path.lexists(earlier):
+        _remove(earlier)
+    target.rename(earlier)
+    try:
+        path.rename(target)
+    except BaseException:
+        earlier.rename(target)
+        raise
+    _remove(earlier)
 
 
 def check_replaceable(target: Path) -> None:
@@ -82,12 +102,12 @@ def check_replaceable(target: Path) -> None:
         target: The path of a checkpoint that is to be written.
 
     Raises:
-        CheckpointError: If it is another folder.
+        CheckpointError: If it is a folder with files that belong to no checkpoint.
     """
-    if target.is_dir() and not target.is_symlink() and not is_sharded_checkpoint(target) and any(target.iterdir()):
+    if target.is_dir() and not target.is_symlink() and not has_only_our_names(target):
         raise CheckpointError(
-            f"The checkpoint {str(target)!r} cannot be written: a folder that is no checkpoint has this name. Choose"
-            " another name, or remove the folder."
+            f"The checkpoint {str(target)!r} cannot be written: a folder of this name has files that belong to no"
+            " checkpoint. Choose another name, or remove the folder."
         )
 
 
@@ -110,10 +130,8 @@ def _remove(path: Path) -> None:
     """Remove a file, a link or a folder."""
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif is_sharded_checkpoint(path):
-        remove_folder(path)
     else:
-        path.rmdir()
+        remove_folder(path)
 
 
 def _exchange(first: Path, second: Path) -> bool:

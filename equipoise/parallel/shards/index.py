@@ -10,6 +10,7 @@ Whatever is read from it is checked before it is used, as anyone may have writte
 
 import json
 import math
+import os
 import re
 import sys
 import zlib
@@ -23,24 +24,57 @@ import torch
 from equipoise.errors import CheckpointError
 from equipoise.validation import is_whole
 
-__all__ = ["INDEX", "REST", "Chunk", "Index", "SavedFile", "SavedTensor", "file_of_rank", "read_index", "write_index"]
+__all__ = [
+    "INDEX",
+    "REST",
+    "Chunk",
+    "Index",
+    "SavedFile",
+    "SavedTensor",
+    "can_be_saved",
+    "file_of_rank",
+    "has_only_our_names",
+    "read_index",
+    "write_index",
+]
 
-# Names of the index and of the file with all that lies in no shards.
+# Names of the index and of the file with all that lies in no shards. A search for "*.ckpt" must not find the latter.
 INDEX = "index.json"
-REST = "rest.ckpt"
+REST = "rest.pt"
 
 _FORMAT = "shards of equipoise"
 _VERSION = 1
-_FILE_NAME = re.compile(r"rank-\d{5,}\.shards|rest\.ckpt")
+_FILE_NAME = re.compile(r"rank-\d{5,}\.shards|rest\.pt")
 
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-# Integers of torch have 64 bits.
+# Types of elements whose bytes are the values. Quantised tensors have scales beside them.
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+}
+# Integers of torch have 64 bits, and tensors so many dimensions, if they are copied.
 _LARGEST = 2**63
+_MOST_DIMENSIONS = 64
 
 
 def file_of_rank(rank: int) -> str:
     """Return the name of the file that a process writes."""
     return f"rank-{rank:05d}.shards"
+
+
+def has_only_our_names(folder: str | os.PathLike[str]) -> bool:
+    """Return True if all visible files of a folder have names of a sharded checkpoint."""
+    names = [name for name in os.listdir(folder) if not name.startswith(".")]
+    return all(name == INDEX or _FILE_NAME.fullmatch(name) for name in names)
+
+
+def can_be_saved(tensor: torch.Tensor) -> bool:
+    """Return True if the bytes of a tensor are its values, so that it can be saved in shards."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and tensor.layout is torch.strided and tensor.dtype in _DTYPES.values()
 
 
 @dataclass(frozen=True)
@@ -155,14 +189,17 @@ def read_index(data: bytes) -> Index:
     # 1. The content, as it was written.
     try:
         outer = json.loads(data)
+        content = _entry(outer, "content", dict)
+        check_sum = _check_sum(content)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError("its index is damaged: it is no JSON") from error
-    content = _entry(outer, "content", dict)
-    if content.get("format") != _FORMAT:
-        raise CheckpointError(f"its index is of another format, {str(content.get('format'))!r:.60}")
-    if content.get("version") != _VERSION:
-        raise CheckpointError(f"its index has the version {content.get('version')!r:.20}, but {_VERSION} is known here")
-    if outer.get("crc32") != _check_sum(content):
+        raise CheckpointError("its index is damaged: it is no JSON, or nested too deeply") from error
+    format_name = _entry(content, "format", str)
+    if format_name != _FORMAT:
+        raise CheckpointError(f"its index is of another format, {format_name!r:.60}")
+    version = _entry(content, "version", int)
+    if version != _VERSION:
+        raise CheckpointError(f"its index has the version {version!r:.20}, but {_VERSION} is known here")
+    if outer.get("crc32") != check_sum:
         raise CheckpointError("its index is not what was written")
     if content.get("byte_order") != sys.byteorder:
         raise CheckpointError("it was written on a machine with another order of bytes")
@@ -190,6 +227,10 @@ def _tensor(entry: Any, name: str) -> SavedTensor:
     if dtype is None:
         raise CheckpointError(f"its index names a dtype {entry['dtype']!r:.60}")
     tensor = SavedTensor(dtype, _counts(entry, "shape"))
+    # Also of an empty tensor torch multiplies the lengths.
+    elements = math.prod(max(length, 1) for length in tensor.shape)
+    if elements * dtype.itemsize >= _LARGEST or len(tensor.shape) > _MOST_DIMENSIONS:
+        raise CheckpointError(f"its index has a shape of {name!r:.60} that no tensor has")
     for chunk_entry in _entry(entry, "chunks", list):
         chunk = _chunk(chunk_entry)
         tensor.chunks.append(chunk)

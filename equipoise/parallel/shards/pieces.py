@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, Replicate
 
-from equipoise.parallel.shards.index import Chunk, SavedTensor
+from equipoise.errors import CheckpointError
+from equipoise.parallel.shards.index import Chunk, SavedTensor, can_be_saved
 
 __all__ = ["HostCopies", "Piece", "pieces_of", "write_pieces"]
 
@@ -42,6 +43,9 @@ def pieces_of(tensors: Mapping[str, DTensor]) -> list[Piece]:
 
     Args:
         tensors: The tensors, by name. The pieces share their memory.
+
+    Raises:
+        CheckpointError: If the values of a tensor are more than its bytes.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # The plan of this process alone: nothing is exchanged.
@@ -56,6 +60,11 @@ def pieces_of(tensors: Mapping[str, DTensor]) -> list[Piece]:
             continue
         values = planner.resolve_data(item)
         assert isinstance(values, Tensor)
+        if not can_be_saved(values):
+            raise CheckpointError(
+                f"{name!r} cannot be saved in shards: it is a {type(values).__name__} of {values.dtype}. Choose"
+                " FSDPStrategy(checkpoints='full')."
+            )
         shape = tuple(data.size)
         offsets = tuple(data.chunk.offsets)
         piece = Piece(name, values.detach(), shape, offsets)

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from equipoise.errors import CheckpointError
-from equipoise.parallel.shards.index import INDEX, REST, Chunk, Index, SavedTensor, read_index
+from equipoise.parallel.shards.index import INDEX, REST, Chunk, Index, SavedTensor, has_only_our_names, read_index
 
-__all__ = ["ShardReader", "has_shards", "is_sharded_checkpoint"]
+__all__ = ["ShardReader", "folder_of_part", "has_shards", "is_sharded_checkpoint"]
 
 # The index of a checkpoint that torch has written, which is a pickle.
 _INDEX_OF_TORCH = ".metadata"
@@ -42,6 +42,14 @@ def has_shards(path: str | os.PathLike[str]) -> bool:
         return False
     signs = {INDEX, REST, _INDEX_OF_TORCH}
     return any(name in signs or name.endswith(".shards") for name in os.listdir(path))
+
+
+def folder_of_part(path: str | os.PathLike[str]) -> Path | None:
+    """Return the sharded checkpoint to which a file belongs; None for any other file."""
+    folder = Path(path).parent
+    if Path(path).name == REST and is_sharded_checkpoint(folder) and has_only_our_names(folder):
+        return folder
+    return None
 
 
 class ShardReader(StorageReader):

@@ -185,6 +185,8 @@ class _Steps:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
+        if isinstance(error, FileNotFoundError):
+            reason = "a process does not see the folder that the first one has made. All machines need one file system"
         return (
             f"The checkpoint {str(self._target)!r} cannot be written: {reason}. Checkpoints that were there before are"
             " unchanged."

@@ -45,8 +45,11 @@ def source_of(value: Any) -> ShardSource | None:
     """Return the source of a placeholder that `connect_placeholders` has seen; None for any other value."""
     if name_of(value) is None:
         return None
-    source: ShardSource | None = vars(value).get(_SOURCE)
-    return source
+    source = vars(value).get(_SOURCE)
+    # Anyone may have written the attribute of a tensor in a file.
+    if isinstance(source, ShardSource):
+        return source
+    return None
 
 
 def placeholder_for(reader: ShardReader, name: str) -> Tensor:
@@ -97,4 +100,12 @@ def fetch_placeholders(content: dict[str, Any], reader: ShardReader) -> None:
         reader: Reads the shards.
     """
     connect_placeholders(content, reader)
-    replace_placeholders(content, lambda placeholder, name: reader.whole(name))
+    # A tied weight stands in several places.
+    tensors: dict[str, Tensor] = {}
+
+    def fetch(placeholder: Tensor, name: str) -> Tensor:
+        if name not in tensors:
+            tensors[name] = reader.whole(name)
+        return tensors[name]
+
+    replace_placeholders(content, fetch)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -192,7 +192,7 @@ class FSDPStrategy(ProcessStrategy):
             )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
-        """Refuse what copies or writes the module's weights by itself; see `Strategy.check_module`."""
+        """Refuse callbacks and plugins that need whole weights, or files at once; see `Strategy.check_module`."""
         if not training or self.processes.world_size == 1:
             return
         trainer = getattr(module, "trainer", None)
@@ -207,6 +207,11 @@ class FSDPStrategy(ProcessStrategy):
                 raise ConfigurationError(
                     f"{type(callback).__name__} copies whole weights, but under strategy='fsdp' each process has shards"
                     " of them. Leave it out, or take strategy='ddp'."
+                )
+            if self.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+                raise ConfigurationError(
+                    "ModelCheckpoint(save_last='link') links to a checkpoint that is not complete yet under"
+                    " FSDPStrategy(save_in_background=True). Take save_last=True, or save at once."
                 )
 
     # The module, for the time of a run.

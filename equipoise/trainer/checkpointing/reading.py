@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import CheckpointError
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.shards.reading import ShardReader, has_shards
+from equipoise.parallel.shards.reading import ShardReader, folder_of_part, has_shards
 from equipoise.parallel.shards.sources import connect_placeholders, fetch_placeholders
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import check_contents, read_checkpoint
@@ -51,6 +51,12 @@ def load_checkpoint(
         rank_zero_warn(
             f"weights_only=False: the code that the checkpoint {os.fspath(path)!r} names is run. Do so only with files"
             " that you trust."
+        )
+    folder = folder_of_part(path)
+    if folder is not None:
+        raise CheckpointError(
+            f"{os.fspath(path)!r} is a part of a sharded checkpoint, which is the folder {str(folder)!r}. Pass the"
+            " folder."
         )
     # The names of remote checkpoints are those of files.
     if "://" not in os.fspath(path) and has_shards(path):

@@ -13,13 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from equipoise import CheckpointError
 from equipoise.parallel.shards import folder as folder_module
 from equipoise.parallel.shards.background import InBackground
 from equipoise.parallel.shards.folder import remove_folder
+from equipoise.parallel.shards.index import can_be_saved
+from equipoise.parallel.shards.pieces import pieces_of
 from equipoise.parallel.shards.placeholders import make_placeholder
 from equipoise.parallel.shards.reading import ShardReader
 from equipoise.trainer.checkpointing.reading import load_checkpoint
@@ -98,6 +103,75 @@ def test_a_folder_loses_its_name_before_its_files(path: Path, monkeypatch: pytes
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_an_earlier_one_stays_where_names_cannot_be_exchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment there is a whole one, also if the second of two steps fails, or the process is killed before it."""
+    monkeypatch.setattr(folder_module, "_exchange", lambda first, second: False)
+    rename = Path.rename
+    earlier = path.with_name("a.ckpt.replaced")
+
+    def failing(self: Path, target: Any) -> Path:
+        if self.suffix == ".part":
+            assert ShardReader(earlier).whole("w").sum() == 66
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(path, {"w": torch.ones(2)}, {"state_dict": {}})
+    assert os.listdir(path.parent) == [path.name]
+    assert ShardReader(path).whole("w").sum() == 66
+
+    # Killed: the next two find it under its other name.
+    monkeypatch.setattr(Path, "rename", rename)
+    path.rename(earlier)
+    save(path, {"w": torch.ones(2)}, {"state_dict": {}})
+    assert ShardReader(earlier).whole("w").sum() == 66
+    save(path, {"w": torch.ones(3)}, {"state_dict": {}})
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("name", ["index.json", "notes.txt"])
+def test_folders_with_other_files_are_not_replaced(name: str, path: Path) -> None:
+    own = path.with_name("site")
+    own.mkdir()
+    (own / name).write_text("mine")
+    (own / "page.html").write_text("mine")
+    (path / "notes.txt").write_text("mine")
+    for folder in (own, path):
+        with pytest.raises(CheckpointError, match="files that belong to no checkpoint"):
+            save(folder, {}, {"state_dict": {}})
+    assert (own / "page.html").read_text() == (path / "notes.txt").read_text() == "mine"
+
+
+def test_a_part_of_a_folder(path: Path) -> None:
+    refuses(lambda: load_checkpoint(path / "rest.pt"), "Pass the folder", error=CheckpointError)
+
+
+class Scaled(Tensor):
+    """A tensor whose values are more than its bytes."""
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    assert can_be_saved(torch.ones(2))
+    assert can_be_saved(torch.nn.Parameter(torch.ones(2)))
+    assert can_be_saved(torch.zeros(2).to(torch.float8_e5m2))
+    scaled = torch.ones(2).as_subclass(Scaled)
+    assert not can_be_saved(scaled)
+    assert not can_be_saved(torch.ones(2).to_sparse())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        plain = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        assert [piece.name for piece in pieces_of({"w": plain})] == ["w"]
+        refuses(
+            lambda: pieces_of({"w": DTensor.from_local(scaled, mesh, [Shard(0)])}),
+            *("'w' cannot be saved in shards: it is a Scaled of torch.float32", "checkpoints='full'"),
+            error=CheckpointError,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
 # Damage.
 
 
@@ -119,7 +193,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "has the version 2": lambda content: content.update(version=2),
     "order of bytes": lambda content: content.update(byte_order="big"),
     "names a file '../x'": lambda content: content["files"].update({"../x": {"size": 0, "crc32": 0}}),
-    "lacks 'rest.ckpt'": lambda content: content["files"].pop("rest.ckpt"),
+    "lacks 'rest.pt'": lambda content: content["files"].pop("rest.pt"),
     "names a dtype": lambda content: content["tensors"]["w"].update(dtype="Tensor"),
     "lacks shards of 'w'": lambda content: content["tensors"]["w"]["chunks"].pop(),
     "has some of them twice": lambda content: chunk(content).update(offsets=[0, 0]),
@@ -130,12 +204,15 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "'begin' is -1": lambda content: chunk(content).update(begin=-1),
     "no count": lambda content: chunk(content).update(sizes=[2, 3.0]),
     "shape": lambda content: content["tensors"]["w"].update(shape=[2**70]),
+    "a dtype 'qint8'": lambda content: content["tensors"]["w"].update(dtype="qint8"),
+    "a shape of 'w'": lambda content: content["tensors"]["w"].update(shape=[0, 2**40, 2**40], chunks=[]),
+    "that no tensor has": lambda content: content["tensors"]["w"].update(shape=[0] * 65, chunks=[]),
     "'tensors' is missing": lambda content: content.pop("tensors"),
     "lacks the file 'rank-00002.shards'": lambda content: content["files"].update(
         {"rank-00002.shards": {"size": 0, "crc32": 0}}
     ),
     "has 48 bytes, not 49": lambda content: content["files"]["rank-00000.shards"].update(size=49),
-    "'rest.ckpt' in it is not what": lambda content: content["files"]["rest.ckpt"].update(crc32=1),
+    "'rest.pt' in it is not what": lambda content: content["files"]["rest.pt"].update(crc32=1),
 }
 
 
@@ -156,6 +233,15 @@ def test_no_index(content: bytes, path: Path) -> None:
     refuses(lambda: load_checkpoint(path), "its index is damaged", error=CheckpointError)
 
 
+def test_an_index_that_is_nested_deeply(path: Path) -> None:
+    """Reading, comparing and printing each have a limit."""
+    for depth in (*range(700, 1000, 5), 5_000):
+        nested = b"[" * depth + b"]" * depth
+        for content in (b'{"content": %b}', b'{"content": {"format": %b}}', b'{"content": {"x": %b}, "crc32": 1}'):
+            (path / "index.json").write_bytes(content % nested)
+            refuses(lambda: load_checkpoint(path), "cannot be read: its index", error=CheckpointError)
+
+
 def test_a_changed_shard(path: Path) -> None:
     file = path / "rank-00001.shards"
     data = bytearray(file.read_bytes())
@@ -170,7 +256,7 @@ def test_other_shards(tmp_path: Path) -> None:
     refuses(lambda: load_checkpoint(tmp_path / "a.ckpt"), "its shards are not those of 'w'", error=CheckpointError)
 
 
-@pytest.mark.parametrize("name", ["index.json", "rest.ckpt", "rank-00000.shards"])
+@pytest.mark.parametrize("name", ["index.json", "rest.pt", "rank-00000.shards"])
 def test_a_torn_folder(name: str, path: Path) -> None:
     (path / name).unlink()
     refuses(lambda: load_checkpoint(path), name, error=CheckpointError)

@@ -12,10 +12,17 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from equipoise import CheckpointError, ConfigurationError, FSDPStrategy, WorkerError, merge_shards
+from equipoise import (
+    CheckpointError,
+    ConfigurationError,
+    FSDPStrategy,
+    PipelineStrategy,
+    WorkerError,
+    merge_shards,
+)
 from equipoise.parallel.shards import pieces, saving
 from tests.conftest import ignoring
-from tests.strategies.fsdp.programs import Net, assert_close, fit, fsdp, loader, weights_of
+from tests.strategies.fsdp.programs import STEP, Net, assert_close, fit, fsdp, loader, weights_of
 from tests.strategies.fsdp.test_checkpoints import SavesAfter
 from tests.support.trainer_runs import refuses
 
@@ -24,6 +31,7 @@ pytestmark = ignoring(
     "Checkpoint directory",
     "The checkpoint holds states of callbacks",
     "The run began with",
+    "Ranks from 1 on begin with",
 )
 
 # Of each process that writes; a step has 12 samples.
@@ -56,7 +64,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_files(checkpoint: Path) -> None:
     """Each process has written its half; nothing else is left beside the folder."""
     sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
-    assert sizes.keys() == {"index.json", "rest.ckpt", "rank-00000.shards", "rank-00001.shards"}
+    assert sizes.keys() == {"index.json", "rest.pt", "rank-00000.shards", "rank-00001.shards"}
     tensors = json.loads((checkpoint / "index.json").read_text())["content"]["tensors"]
     weights = {name.partition("/")[2] for name in tensors if name.startswith("state_dict/")}
     assert weights == Net().state_dict().keys()
@@ -72,14 +80,34 @@ def test_files(checkpoint: Path) -> None:
         (lambda: "single_device", 1),
         pytest.param(fsdp, 2, marks=pytest.mark.slow),
         pytest.param(fsdp, 3, marks=pytest.mark.slow),
+        pytest.param(fsdp, 4, marks=pytest.mark.slow),
         pytest.param(lambda: fsdp(replicas=2), 4, marks=pytest.mark.slow),
         pytest.param(lambda: "ddp", 2, marks=pytest.mark.slow),
+        pytest.param(lambda: PipelineStrategy(micro_batches=2), 2, marks=pytest.mark.slow),
     ],
-    ids=["one device", "2", "3", "2 x 2", "ddp"],
+    ids=["one device", "2", "3", "4", "2 x 2", "ddp", "pipeline"],
 )
 def test_a_run_goes_on(strategy: Callable[[], Any], processes: int, checkpoint: Path, expected: dict[str, Any]) -> None:
     """Weights, optimisers, the gradients of the open window and the position come along."""
     module, _ = fit(Net, strategy(), processes, batch_size=BATCH_SIZE, ckpt_path=checkpoint, **WINDOW)
+    assert_close(expected, weights_of(module))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [(lambda: "single_device", 1), (lambda: "ddp", 2), (lambda: PipelineStrategy(micro_batches=2), 2)],
+    ids=["one device", "ddp", "pipeline"],
+)
+def test_there_and_back(strategy: Callable[[], Any], processes: int, expected: dict[str, Any], tmp_path: Path) -> None:
+    """A file of another strategy, from which three processes go on to a folder, which the other one reads."""
+    file, folder = tmp_path / "file.ckpt", tmp_path / "folder.ckpt"
+    # That of each process that began; a run that goes on keeps the samples of a step.
+    batch_size = STEP if isinstance(strategy(), PipelineStrategy) else STEP // processes
+    options = {"batch_size": batch_size, **WINDOW}
+    fit(Net, strategy(), processes, callbacks=[SavesAfter(file, 0)], **options)
+    fit(Net, sharded(), 3, ckpt_path=file, callbacks=[SavesAfter(folder, 2)], **options)
+    module, _ = fit(Net, strategy(), processes, ckpt_path=folder, **options)
     assert_close(expected, weights_of(module))
 
 
@@ -235,6 +263,22 @@ def test_a_checkpoint_is_completed_after_an_error(error: type[BaseException], tm
     merge_shards(path, tmp_path / "whole.ckpt")
 
 
+class ComputesWithWeights(Net):
+    """Scales the weights that it saves, which have no values."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        weights["last.bias"] = weights["last.bias"] * 2
+
+
+@pytest.mark.slow
+def test_values_that_are_not_there_are_not_saved(tmp_path: Path) -> None:
+    callbacks = [SavesAfter(tmp_path / "a.ckpt", 0)]
+    with pytest.raises(CheckpointError, match=r"\['state_dict'\]\['last.bias'\] has no values"):
+        fit(ComputesWithWeights, sharded(), 2, callbacks=callbacks, max_epochs=1, count=12)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Path]:
     """A folder of the user's that has the name of a checkpoint."""
@@ -246,7 +290,7 @@ def own(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_other_folders_are_not_replaced(own: Path) -> None:
-    with pytest.raises(CheckpointError, match="a folder that is no checkpoint has this name"):
+    with pytest.raises(CheckpointError, match="files that belong to no checkpoint"):
         fit(Net, sharded(), 2, callbacks=[SavesAfter(own, 0)], max_epochs=1, count=12)
 
 
@@ -255,3 +299,6 @@ def test_what_does_not_fit_together() -> None:
     refuses(lambda: FSDPStrategy(save_in_background=True), "Add checkpoints='sharded'")
     with pytest.raises(ConfigurationError, match="TorchCheckpointIO writes whole checkpoints"):
         fit(Net, sharded(), 2, plugins=[TorchCheckpointIO()], count=12)
+    links = ModelCheckpoint(save_last="link")
+    with pytest.raises(ConfigurationError, match="links to a checkpoint that is not complete yet"):
+        fit(Net, sharded(save_in_background=True), 2, callbacks=[links], enable_checkpointing=True, count=12)
