@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from equipoise.strategies import Strategy as Strategy
     from equipoise.trainer import CLITrainer as CLITrainer
     from equipoise.trainer import Trainer as Trainer
+    from equipoise.trainer import merge_shards as merge_shards
     from equipoise.trainer import split_ensemble as split_ensemble
 else:
     __getattr__ = lazy_getattr(__name__)

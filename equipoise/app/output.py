@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import yaml
 
+from equipoise.parallel.shards.reading import ShardReader, is_sharded_checkpoint
 from equipoise.trainer.logging.csv_rows import put_aside
 
 __all__ = ["find_checkpoint", "keep_metrics", "remove_if_empty", "without_empty_folder"]
@@ -82,7 +83,10 @@ def _module_of_run(checkpoint: Path) -> Any:
 
 def _best_of_run(checkpoint: Path) -> Path | None:
     """Return the best checkpoint of the run that wrote this one, if it still exists."""
-    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    file = checkpoint
+    if is_sharded_checkpoint(checkpoint):
+        file = ShardReader(checkpoint).rest
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     callbacks = content.get("callbacks", {}).items()
     # Callbacks that monitor a value come first.
     for key, state in sorted(callbacks, key=lambda item: item[1].get("monitor") is None):
@@ -91,7 +95,7 @@ def _best_of_run(checkpoint: Path) -> Path | None:
             continue
         # The user may have moved the folder, so only the name of the file counts.
         best = checkpoint.parent / Path(best_path).name
-        if best.is_file():
+        if best.exists():
             return best
         return None
     return None

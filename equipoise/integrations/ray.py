@@ -103,6 +103,9 @@ class RayReport(Callback):
         folder = Path(tempfile.mkdtemp(prefix="equipoise-ray-"))
         try:
             trainer.save_checkpoint(folder / CHECKPOINT_FILE)
+            folders = trainer.strategy.portable.folders
+            if folders is not None:
+                folders.finish()
             _hand_over(metrics, folder if trainer.is_global_zero else None)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

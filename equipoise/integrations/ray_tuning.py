@@ -112,8 +112,9 @@ def run_trials(
         )
         grid = tuner.fit()
         # 2. Errors of which there was no sign before the end.
-        for result in grid:
-            followed.fail(result.config[_INDEX], result.error)
+        for index, result in enumerate(grid):
+            # One that was interrupted before its first report has no configuration. They are in the order of numbers.
+            followed.fail((result.config or {_INDEX: index})[_INDEX], result.error)
     if len(followed.ended) < count:
         # Tune ends its trials at Ctrl-C and returns.
         raise KeyboardInterrupt

@@ -69,6 +69,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.trainer": {
         "equipoise.trainer.checkpointing.members": ("split_ensemble",),
         "equipoise.trainer.cli_trainer": ("CLITrainer",),
+        "equipoise.trainer.merging": ("merge_shards",),
         "equipoise.trainer.trainer": ("Trainer",),
     },
 }
@@ -96,7 +97,7 @@ def names_of(package: str) -> list[str]:
 
     Example:
         >>> names_of("equipoise.trainer")
-        ['CLITrainer', 'Trainer', 'split_ensemble']
+        ['CLITrainer', 'Trainer', 'merge_shards', 'split_ensemble']
     """
     return sorted(_modules_by_name(package))
 

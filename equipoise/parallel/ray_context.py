@@ -65,9 +65,9 @@ def last_reported_checkpoint() -> str | None:
 
 
 def _file_in(folder: Path) -> str | None:
-    """Return the checkpoint in a folder: the file of the usual name, else the only one."""
+    """Return the checkpoint in a folder: the file or sharded checkpoint of the usual name, else the only file."""
     usual = folder / CHECKPOINT_FILE
-    if usual.is_file():
+    if usual.exists():
         return str(usual)
     files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
     if len(files) == 1:

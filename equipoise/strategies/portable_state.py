@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.strategies.checkpoint_folders import CheckpointFolders
 
 __all__ = ["PortableState", "gradients_of", "load_gradients"]
 
@@ -19,10 +20,14 @@ class PortableState:
 
     Attributes:
         is_sharded: Whether weights are in shards in a run. Then a checkpoint's weights are loaded behind
-            `Strategy.setup`, and a forward gathers them, so that all processes run it equally often. Default: False.
+            `Strategy.setup`, and a forward gathers them, so that all processes run it equally often. They may be
+            placeholders for tensors of a sharded checkpoint. Default: False.
+        folders: Writes checkpoints as folders, to which each process writes its own part. Default: None, the main
+            process writes files.
     """
 
     is_sharded: ClassVar[bool] = False
+    folders: CheckpointFolders | None = None
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Receive the optimisers of a fit, once they are made and before their states are loaded.

@@ -5,16 +5,19 @@ key "equipoise".
 """
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from equipoise.errors import CheckpointError
 from equipoise.interop.lightning.callbacks import saving_states
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
-from equipoise.trainer.checkpointing.file import write_checkpoint
+from equipoise.parallel.shards.placeholders import place_without_values
+from equipoise.trainer.checkpointing.file import pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.logging.csv_rows import rows_written
@@ -36,27 +39,51 @@ def save_checkpoint(
     weights_only: bool,
     storage_options: Any,
 ) -> None:
-    """Write a checkpoint in the main process; see `Trainer.save_checkpoint`.
+    """Write a checkpoint: a file in the main process, or a folder in all; see `Trainer.save_checkpoint`.
 
     Args:
         parts: The objects of the trainer.
         context: The present run, or the last one.
-        path: The file.
+        path: The file or folder.
         weights_only: Leave out everything but the weights and the counters.
         storage_options: For the user's CheckpointIO, if there is one.
     """
     state = context.state
     processes = context.strategy.processes
+    folders = context.strategy.portable.folders
     with state.profiler.profile("save_checkpoint"):
         # Every process takes part, since each has a share of the state.
-        checkpoint = dump_checkpoint(parts, context, weights_only=weights_only, path=os.fspath(path))
-        if processes.is_main:
+        with nullcontext() if folders is None else folders.collecting():
+            checkpoint = dump_checkpoint(parts, context, weights_only=weights_only, path=os.fspath(path))
+        if folders is not None:
+            rest = None
+            if processes.is_main:
+                _check_placeholders(checkpoint, path)
+                warn_of_objects_written(state, checkpoint)
+                rest = pack_checkpoint(checkpoint, path)
+            folders.save(path, rest)
+        elif processes.is_main:
             warn_of_objects_written(state, checkpoint)
             if state.checkpoint_io is not None:
                 state.checkpoint_io.save_checkpoint(checkpoint, os.fspath(path), storage_options)
             else:
                 write_checkpoint(checkpoint, path)
         processes.barrier("Trainer.save_checkpoint")
+
+
+def _check_placeholders(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Check that hooks of the user have not computed with tensors whose values are in shards.
+
+    Raises:
+        CheckpointError: If they have; the result has no values.
+    """
+    place = place_without_values(checkpoint)
+    if place is not None:
+        raise CheckpointError(
+            f"The checkpoint {os.fspath(path)!r} cannot be written: {place} has no values. In `on_save_checkpoint`"
+            " tensors in shards have none, so a hook can move or remove them, but not compute with them. Do so with a"
+            " file that `merge_shards` has made, or choose FSDPStrategy(checkpoints='full')."
+        )
 
 
 def dump_checkpoint(

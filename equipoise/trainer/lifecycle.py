@@ -187,7 +187,13 @@ def _choose_checkpoint(context: RunContext, request: Request) -> Any:
 
 def _read_checkpoint(context: RunContext, request: Request, path: Any) -> dict[str, Any]:
     state = context.state
-    checkpoint = load_checkpoint(path, state.checkpoint_io, weights_only=request.weights_only, fitting=request.fitting)
+    checkpoint = load_checkpoint(
+        path,
+        state.checkpoint_io,
+        weights_only=request.weights_only,
+        fitting=request.fitting,
+        keep_shards=context.strategy.portable.is_sharded,
+    )
     if request.fitting and context.strategy.processes.is_main:
         continue_files(state.loggers, checkpoint)
     return checkpoint

@@ -388,10 +388,10 @@ class Trainer(PublicState):
     def save_checkpoint(
         self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint, at once or not at all; to be called in every process.
+        """Write a checkpoint, completely or not at all; to be called in every process.
 
         Args:
-            filepath: The file.
+            filepath: The file; under `FSDPStrategy(checkpoints="sharded")` the folder.
             weights_only: Leave out everything but the weights and the counters.
             storage_options: For the CheckpointIO plugin, if there is one.
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from equipoise.app.output import find_checkpoint, keep_metrics
+from tests.parallel.shards.folders import save as save_shards
 
 VALUES = {"output_dir": "outputs/today/3", "module": {"_target_": "mine.Net", "lr": 0.1}}
 
@@ -70,6 +71,19 @@ def test_best_is_that_of_the_newest_run_wherever_its_folder_is_now():
     assert find_checkpoint("best", VALUES) == best
     best.unlink()
     assert find_checkpoint("best", VALUES) == best.with_name("last.ckpt")
+
+
+def test_sharded_checkpoints_count():
+    """They are folders, and the files in them are no checkpoints."""
+    best = Path("outputs/today/1/checkpoints/best.ckpt")
+    last = best.with_name("last.ckpt")
+    for path, age in ((best, 5), (last, 3)):
+        rest = {"callbacks": {"ModelCheckpoint": {"best_model_path": str(best)}}, "state_dict": {}}
+        save_shards(path, {"w": torch.ones(2)}, rest)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    (best.parents[1] / "config.yaml").write_text("module: {_target_: mine.Net, lr: 0.2}\n")
+    assert find_checkpoint("last", VALUES) == last
+    assert find_checkpoint("best", VALUES) == best
 
 
 def test_metrics_of_an_earlier_run_are_put_aside(here):

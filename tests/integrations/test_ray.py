@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from equipoise import Trainer
+from equipoise import ConfigurationError, Trainer
 from tests.app.conftest import FILES, write
 from tests.integrations.ray_program import EPOCHS, KILLS, QUIET, Net, Weights, loader
 
@@ -57,7 +57,14 @@ def run_once(folder: Path, *arguments: str) -> tuple[int, str]:
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str):
     """Start a program in a session of its own, of which nothing is left."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray would kill workers where other programs use the memory of the machine.
+        "RAY_memory_monitor_refresh_ms": "0",
+    }
     program = subprocess.Popen(
         [sys.executable, "-m", *arguments],
         cwd=folder,
@@ -106,6 +113,23 @@ def test_rays_own_callback(tmp_path):
     assert outcome["files"] == ["checkpoint.ckpt"]
     assert outcome["metrics"]["epoch"] == 0
     assert outcome["metrics"]["train_loss"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rays_strategies_are_refused(monkeypatch):
+    """Ray has them for Lightning's trainer, and so is its check of that trainer."""
+    # Ray sets it when it is imported.
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")
+    from ray.train import lightning as rays
+
+    for kind in (rays.RayDDPStrategy, rays.RayFSDPStrategy):
+        message = rf"{kind.__name__}.*in a worker of Ray `Trainer\(\)` asks Ray for its place"
+        with pytest.raises(ConfigurationError, match=message):
+            Trainer(strategy=kind())
+    with pytest.raises(ConfigurationError, match=r"not RayLightningEnvironment.*for processes strategy="):
+        Trainer(plugins=[rays.RayLightningEnvironment()])
+    with pytest.raises(RuntimeError, match="Invalid strategy class"):
+        rays.prepare_trainer(Trainer(accelerator="cpu", **QUIET))
 
 
 def test_trials_report_or_say_that_reports_would_be_lost(tmp_path):
@@ -245,7 +269,9 @@ def test_ctrl_c_ends_the_workers_of_a_run(project):
     )
     assert code == 130, out[-5000:]
     assert "equipoise: interrupted." in out
-    assert "Traceback" not in out
+    # Processes of Ray's may log what the interrupt broke off.
+    own_lines = [line for line in out.splitlines() if " pid=" not in line]
+    assert "Traceback" not in "\n".join(own_lines)
 
 
 def test_ctrl_c_ends_the_trials_of_a_sweep(project):
@@ -257,6 +283,7 @@ def test_ctrl_c_ends_the_trials_of_a_sweep(project):
     )
     assert code == 130, out[-5000:]
     assert "equipoise: interrupted." in out
+    assert "Traceback" not in out
     (path,) = project.glob("multirun/*/*/results.csv")
     with path.open() as file:
         states = [row["state"] for row in csv.DictReader(file)]

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from equipoise.interop.distributed.fully_sharded import begin_as_root, unshard_by_hand
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.strategies.fsdp.state.gathering import whole
 from equipoise.strategies.fsdp.units import Unit
 
-__all__ = ["ShardedModule", "Sharding", "whole"]
+__all__ = ["ShardedModule", "Sharding"]
 
 # The user's steps, in each of which the root's weights are whole.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -132,21 +133,6 @@ class ShardedModule:
         vars(self.module).update(self._own_steps)
         unshard_by_hand(self._sharded, self._originals, self.module)
         self._sharded = []
-
-
-def whole(value: Any, *, keep: bool = True) -> Any:
-    """Return a tensor in shards as a whole on the CPU; called in all processes.
-
-    Args:
-        value: The tensor. Everything else is returned as it is.
-        keep: Whether this process needs the values. False: a tensor without memory. Default: True.
-    """
-    if not isinstance(value, DTensor):
-        return value
-    gathered = value.detach().full_tensor()  # type: ignore[attr-defined]
-    if keep:
-        return gathered.cpu()
-    return torch.empty(gathered.shape, dtype=gathered.dtype, device="meta")
 
 
 def _exchange_parameters(optimizer: Optimizer, originals: dict[int, nn.Parameter]) -> None:

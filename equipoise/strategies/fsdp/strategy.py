@@ -1,11 +1,13 @@
 """FSDPStrategy: a process for each device, over which parameters, gradients and optimiser states are sharded."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,6 +17,7 @@ from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.process_group import another_group
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.parallel.workers.preloading import preload
@@ -23,9 +26,10 @@ from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import Apart, OnHost, average_gradients, reading_waits
-from equipoise.strategies.fsdp.portable_state import BeforeSharding, ShardedState
 from equipoise.strategies.fsdp.recovery import ShardedRecovery
 from equipoise.strategies.fsdp.sharded_module import ShardedModule, Sharding
+from equipoise.strategies.fsdp.state.folders import ShardFolders
+from equipoise.strategies.fsdp.state.portable_state import BeforeSharding, ShardedState
 from equipoise.strategies.fsdp.stepped_by_hand import SteppedByHand
 from equipoise.strategies.fsdp.steps import ShardedSteps
 from equipoise.strategies.fsdp.units import choose_units, table_of
@@ -35,6 +39,9 @@ from equipoise.strategies.recovery_support import RecoverySupport
 __all__ = ["FSDPStrategy"]
 
 preload(__name__)
+
+# Seconds for which a run that has failed waits for the checkpoint that is being written in the background.
+_PATIENCE = 60.0
 
 # It has no state, so all strategies share it.
 _BEFORE_SHARDING = BeforeSharding()
@@ -51,6 +58,7 @@ class _Run(ProcessRun):
         portable: Full states.
         recovery: States why no step can be repeated.
         by_hand: True if the module optimises by hand.
+        groups: Further process groups, which are left at the end of a run that has not failed.
         failed: True if the run ended with an error, after which processes exchange nothing.
     """
 
@@ -60,6 +68,7 @@ class _Run(ProcessRun):
     portable: ShardedState
     recovery: ShardedRecovery
     by_hand: bool
+    groups: ExitStack
     failed: bool = False
 
     def end(self, error: BaseException | None) -> None:
@@ -67,13 +76,24 @@ class _Run(ProcessRun):
         self.failed = error is not None
 
     def close(self) -> None:
-        """Give the module its own parameters again, whole."""
+        """Complete the last checkpoint, and give the module its own parameters again, whole."""
         self.steps.close()
-        # Hooks and metrics are the user's again, even if gathering fails.
+        # Hooks and metrics are the user's again, even if writing or gathering fails.
         try:
-            self.sharded.restore(self.portable.optimizers, gather=not self.failed)
+            self._finish_saving()
         finally:
-            super().close()
+            try:
+                self.sharded.restore(self.portable.optimizers, gather=not self.failed)
+            finally:
+                super().close()
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written in the background."""
+        folders = self.portable.folders
+        if folders is not None:
+            folders.finish(_PATIENCE if self.failed else None)
+        if not self.failed:
+            self.groups.close()
 
 
 class FSDPStrategy(ProcessStrategy):
@@ -97,6 +117,10 @@ class FSDPStrategy(ProcessStrategy):
             exchanged between copies as well. Default: 1.
         cpu_offload: Keep shards, gradients and optimiser states in the memory of the host, and step there. Only for
             GPUs. Default: False.
+        checkpoints: "full": the main process gathers whole tensors and writes a file. "sharded": each process writes
+            its shards to a folder, which any strategy loads on any number of processes. Default: "full".
+        save_in_background: Write sharded checkpoints while the training goes on, which needs the memory of the shards
+            on the host once more. A checkpoint begins after the last is complete. Default: False.
         compare_calls: Compare between the processes, before a unit is gathered, that all of them call the same one: a
             few bytes per unit. False: the calls of a step are compared at the end of its forward, and a process that
             leaves a unit out may let the others wait until `timeout`. Default: True.
@@ -122,6 +146,8 @@ class FSDPStrategy(ProcessStrategy):
         reshard_after_forward: bool | int | None = None,
         replicas: int = 1,
         cpu_offload: bool = False,
+        checkpoints: Literal["full", "sharded"] = "full",
+        save_in_background: bool = False,
         compare_calls: bool = True,
         timeout: float = 1800.0,
         backend: str | None = None,
@@ -131,10 +157,19 @@ class FSDPStrategy(ProcessStrategy):
             raise ConfigurationError(f"units must be 'auto' or a list of names such as ['blocks.*'], not {units!r}.")
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
+        if checkpoints not in ("full", "sharded"):
+            raise ConfigurationError(f"checkpoints must be 'full' or 'sharded', not {checkpoints!r}.")
+        if save_in_background and checkpoints == "full":
+            raise ConfigurationError(
+                "save_in_background=True is for shards that each process writes, but checkpoints='full'. Add"
+                " checkpoints='sharded'."
+            )
         self.units = units if isinstance(units, str) else list(units)
         self.reshard_after_forward = reshard_after_forward
         self.replicas = replicas
         self.cpu_offload = cpu_offload
+        self.checkpoints = checkpoints
+        self.save_in_background = save_in_background
         self.compare_calls = compare_calls
 
     # Where it runs.
@@ -157,14 +192,26 @@ class FSDPStrategy(ProcessStrategy):
             )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
-        """Refuse callbacks that copy the module's weights; see `Strategy.check_module`."""
+        """Refuse callbacks and plugins that need whole weights, or files at once; see `Strategy.check_module`."""
         if not training or self.processes.world_size == 1:
             return
-        for callback in getattr(getattr(module, "trainer", None), "callbacks", ()):
+        trainer = getattr(module, "trainer", None)
+        plugin = getattr(trainer, "checkpoint_io", None)
+        if self.checkpoints == "sharded" and plugin is not None:
+            raise ConfigurationError(
+                f"{type(plugin).__name__} writes whole checkpoints, but under FSDPStrategy(checkpoints='sharded') each"
+                " process writes its shards. Leave one of both out."
+            )
+        for callback in getattr(trainer, "callbacks", ()):
             if isinstance(callback, WeightAveraging):
                 raise ConfigurationError(
                     f"{type(callback).__name__} copies whole weights, but under strategy='fsdp' each process has shards"
                     " of them. Leave it out, or take strategy='ddp'."
+                )
+            if self.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+                raise ConfigurationError(
+                    "ModelCheckpoint(save_last='link') links to a checkpoint that is not complete yet under"
+                    " FSDPStrategy(save_in_background=True). Take save_last=True, or save at once."
                 )
 
     # The module, for the time of a run.
@@ -201,16 +248,33 @@ class FSDPStrategy(ProcessStrategy):
             if isinstance(part, Metric):
                 part.to(device)
         weight = OnHost(device) if reading_waits(device) else Apart(device)
+        groups = ExitStack()
+        portable = ShardedState(self._group, self._folders(groups))
         steps = ShardedSteps(sharded, self.processes, device, weight, compare_each=self.compare_calls)
         return _Run(
             sharded=sharded,
             steps=steps,
             weight=weight,
-            portable=ShardedState(self._group),
+            portable=portable,
             recovery=ShardedRecovery(),
             by_hand=not automatic,
+            groups=groups,
             restores=[synchronise_metrics(module)],
         )
+
+    def _folders(self, groups: ExitStack) -> ShardFolders | None:
+        """Return what writes checkpoints in shards; None: they are whole.
+
+        Args:
+            groups: Receives the process group of writing in the background, to be left at the end.
+        """
+        if self.checkpoints == "full":
+            return None
+        group = None
+        if self.save_in_background:
+            limit = timedelta(seconds=self.timeout)
+            group = groups.enter_context(another_group(limit, local=self.processes.spawns))
+        return ShardFolders(self.processes.rank, group)
 
     def _mesh(self) -> DeviceMesh:
         """Return the processes as torch's `fully_shard` takes them."""

@@ -1,32 +1,17 @@
-"""Write a file completely or not at all, and remove files that killed processes left.
-
-The content goes to `.NAME.MACHINE-RANDOM.part` beside the target. At the end this file receives the target's name. The
-writer holds a lock on it. The lock ends with the process, so an unlocked file of this machine has no writer any more.
-"""
+"""Write a file completely or not at all, and remove files that killed processes left; see `unfinished`."""
 
 import errno
-import hashlib
 import os
-import platform
-import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 from equipoise.errors import CheckpointError
-
-fcntl: Any = None
-# Other systems have no such locks, so nothing is cleared there.
-if os.name == "posix":
-    import fcntl
+from equipoise.parallel.shards.folder import check_replaceable, put_in_place
+from equipoise.parallel.unfinished import clear_unfinished, create_locked_file, umask
 
 __all__ = ["write_at_once"]
-
-# A folder may be shared with other machines, whose locks this one need not see.
-_MACHINE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-_UNFINISHED = re.compile(rf"\..+\.{_MACHINE}-[a-z0-9_]{{8}}\.part")
 
 _WITHOUT_SPACE = {
     errno.ENOSPC: "the disk is full",
@@ -47,8 +32,9 @@ def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
     """
     # 1. A temporary file in the same folder.
     target.parent.mkdir(parents=True, exist_ok=True)
-    _clear_unfinished(target.parent)
-    handle, name = _create_locked(target)
+    check_replaceable(target)
+    clear_unfinished(target.parent)
+    handle, name = create_locked_file(target)
     file = _Checked(os.fdopen(handle, "wb"))
     try:
         with file.file:
@@ -58,9 +44,9 @@ def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
             os.fsync(handle)
 
             # 3. A temporary file is private; a checkpoint has the usual permissions.
-            mode = 0o666 & ~_umask()
+            mode = 0o666 & ~umask()
             os.chmod(name, mode)
-            os.replace(name, target)
+            put_in_place(Path(name), target)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
         # Torch raises an error of its own when writing fails.
@@ -124,68 +110,3 @@ def _without_space(target: Path, write: Callable[[Any], None], cause: OSError) -
         f" {free:,} bytes are free on that disk. Files that were there before are unchanged. Free some space, keep"
         " fewer checkpoints (`ModelCheckpoint(save_top_k=...)`), or choose another `dirpath`."
     )
-
-
-def _umask() -> int:
-    # The value can be read only by setting another one.
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-# Files of killed processes
-
-
-def _create_locked(target: Path) -> tuple[int, str]:
-    """Create a temporary file beside the target and lock it; return its handle and its name."""
-    while True:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.{_MACHINE}-", suffix=".part")
-        if not _lock(handle, wait=True):
-            return handle, name
-        if _is_still(name, handle):
-            return handle, name
-        # Another process has cleared it before the lock was set.
-        os.close(handle)
-
-
-def _clear_unfinished(folder: Path) -> None:
-    """Remove the temporary files of this machine whose writers have ended."""
-    for entry in os.scandir(folder):
-        if not _UNFINISHED.fullmatch(entry.name):
-            continue
-        if not entry.is_file(follow_symlinks=False):
-            continue
-        try:
-            handle = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            # It belongs to another user, or another process has just cleared it.
-            continue
-        try:
-            # If no process holds the lock, its writer has ended.
-            if _lock(handle, wait=False) and _is_still(entry.path, handle):
-                os.unlink(entry.path)
-        finally:
-            os.close(handle)
-
-
-def _lock(handle: int, *, wait: bool) -> bool:
-    """Lock a file; return whether that succeeded, as some file systems have no locks."""
-    if fcntl is None:
-        return False
-    flags = fcntl.LOCK_EX
-    if not wait:
-        flags |= fcntl.LOCK_NB
-    try:
-        fcntl.flock(handle, flags)
-    except OSError:
-        return False
-    return True
-
-
-def _is_still(name: str, handle: int) -> bool:
-    """Return whether a name still belongs to an open file."""
-    try:
-        by_name = os.stat(name, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(by_name, os.fstat(handle))

@@ -4,9 +4,12 @@ The writer pickles all objects, as Lightning does. The reader is the safe side: 
 other object, unless the user trusts the file.
 """
 
+import io
 import os
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,10 +20,11 @@ from lightning.pytorch.utilities.migration import pl_legacy_patch
 from torch import Tensor
 
 from equipoise.errors import CheckpointError
+from equipoise.parallel.shards.reading import has_shards
 from equipoise.safe_loading.archive import check_archive, is_archive, read_archive, read_legacy
 from equipoise.trainer.checkpointing.atomic_file import write_at_once
 
-__all__ = ["check_contents", "check_is_file", "is_plain", "read_checkpoint", "write_checkpoint"]
+__all__ = ["check_contents", "check_is_file", "is_plain", "pack_checkpoint", "read_checkpoint", "write_checkpoint"]
 
 # Types of plain values, besides containers and tensors.
 _PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -39,20 +43,42 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -
     Raises:
         CheckpointError: If an object in it cannot be pickled, or the disk is full.
     """
-    path_text = os.fspath(path)
-    try:
+    with _explaining(checkpoint, path):
         # Other file systems have no locks, and their writers replace a file at once.
         if _is_remote(path):
-            TorchCheckpointIO().save_checkpoint(checkpoint, path_text)
+            TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
         else:
             write_at_once(Path(path), lambda file: torch.save(checkpoint, file))
+
+
+def pack_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a checkpoint's file.
+
+    Args:
+        checkpoint: The content.
+        path: Its path, for messages.
+
+    Raises:
+        CheckpointError: If an object in it cannot be pickled.
+    """
+    file = io.BytesIO()
+    with _explaining(checkpoint, path):
+        torch.save(checkpoint, file)
+    return file.getvalue()
+
+
+@contextmanager
+def _explaining(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an error of pickle into one that names the object."""
+    try:
+        yield
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         # These are errors of pickle only if pickle alone fails as well.
         place = _place_that_cannot_be_pickled(checkpoint)
         if place is None:
             raise
         raise CheckpointError(
-            f"The checkpoint {path_text!r} cannot be written: {place} cannot be pickled ({error}). Leave it"
+            f"The checkpoint {os.fspath(path)!r} cannot be written: {place} cannot be pickled ({error}). Leave it"
             " out, for hyperparameters with `save_hyperparameters(ignore=[...])`, or make it a class or function of a"
             " module."
         ) from error
@@ -195,7 +221,7 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
 
 
 def _check_is_file(path: Path) -> None:
-    if path.is_file():
+    if path.is_file() or has_shards(path):
         return
     problem = "does not exist"
     folder = path.parent

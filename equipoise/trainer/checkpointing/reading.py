@@ -11,25 +11,34 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import CheckpointError
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.shards.reading import ShardReader, folder_of_part, has_shards
+from equipoise.parallel.shards.sources import connect_placeholders, fetch_placeholders
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import check_contents, read_checkpoint
 from equipoise.trainer.checkpointing.layout import check_layout, check_version
 from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 
-__all__ = ["load_checkpoint"]
+__all__ = ["load_checkpoint", "read_folder"]
 
 
 def load_checkpoint(
-    path: Any, checkpoint_io: CheckpointIO | None = None, *, weights_only: bool | None = None, fitting: bool = True
+    path: Any,
+    checkpoint_io: CheckpointIO | None = None,
+    *,
+    weights_only: bool | None = None,
+    fitting: bool = True,
+    keep_shards: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint, and migrate one of an older Lightning.
 
     Args:
-        path: The path of the file.
-        checkpoint_io: The plugin that wrote it. None: Equipoise or Lightning wrote it.
+        path: The path of the file, or of the folder of a sharded checkpoint.
+        checkpoint_io: The plugin that wrote the file. None: Equipoise or Lightning wrote it.
         weights_only: False creates the objects in it, which runs any code that it names. None or True: it is read as
             data, and stand-ins take the places of objects. Default: None.
         fitting: Whether a training resumes from it. Default: True.
+        keep_shards: Whether placeholders stand for tensors of a sharded checkpoint, of which each process then reads
+            what it needs. Default: False, they are whole.
 
     Returns:
         The content of the file.
@@ -43,7 +52,16 @@ def load_checkpoint(
             f"weights_only=False: the code that the checkpoint {os.fspath(path)!r} names is run. Do so only with files"
             " that you trust."
         )
-    if checkpoint_io is None or _reads_common_files(checkpoint_io):
+    folder = folder_of_part(path)
+    if folder is not None:
+        raise CheckpointError(
+            f"{os.fspath(path)!r} is a part of a sharded checkpoint, which is the folder {str(folder)!r}. Pass the"
+            " folder."
+        )
+    # The names of remote checkpoints are those of files.
+    if "://" not in os.fspath(path) and has_shards(path):
+        checkpoint = read_folder(path, weights_only=weights_only is not False, keep_shards=keep_shards)
+    elif checkpoint_io is None or _reads_common_files(checkpoint_io):
         checkpoint = read_checkpoint(path, weights_only=weights_only is not False)
     else:
         checkpoint = _read_by_plugin(checkpoint_io, path, weights_only=weights_only is not False)
@@ -58,6 +76,32 @@ def load_checkpoint(
     # 3. Check it.
     check_layout(checkpoint)
     warn_of_objects_read(checkpoint, fitting=fitting)
+    return checkpoint
+
+
+def read_folder(
+    path: str | os.PathLike[str], *, weights_only: bool = True, keep_shards: bool = False
+) -> dict[str, Any]:
+    """Read a sharded checkpoint: its file beside the shards as any checkpoint, and the shards as bytes.
+
+    Args:
+        path: The folder.
+        weights_only: See `read_checkpoint`. Default: True.
+        keep_shards: Leave placeholders for tensors in shards, of which each process then reads what it needs.
+            Default: False, all tensors are whole and on the CPU.
+
+    Returns:
+        The content, as that of a file.
+
+    Raises:
+        CheckpointError: If it is not complete, of another format, or damaged.
+    """
+    reader = ShardReader(path)
+    checkpoint = read_checkpoint(reader.rest, weights_only=weights_only)
+    if keep_shards:
+        connect_placeholders(checkpoint, reader)
+    else:
+        fetch_placeholders(checkpoint, reader)
     return checkpoint
 
 

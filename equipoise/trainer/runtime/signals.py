@@ -120,6 +120,9 @@ def _leave(context: "RunContext") -> None:
     if not state.sanity_checking:
         path = slurm.checkpoint_path(state)
         context.save_checkpoint(path)
+        folders = context.strategy.portable.folders
+        if folders is not None:
+            folders.finish()
         rank_zero_info(f"Slurm asked this job to end: its state is saved in {path}.")
     if not state.requeues:
         raise SIGTERMException

@@ -12,6 +12,8 @@ from pathlib import Path
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel.communication.rank import slurm_job
+from equipoise.parallel.shards.folder import remove_folder
+from equipoise.parallel.shards.reading import is_sharded_checkpoint
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
@@ -49,7 +51,7 @@ def interrupted_checkpoint(state: RunState) -> Path | None:
 
     # 2. The file of this fit.
     path = checkpoint_path(state)
-    if path.is_file():
+    if path.exists():
         rank_zero_info(f"Slurm has started this job again: it goes on from {path}, where it was interrupted.")
         return path
 
@@ -72,7 +74,11 @@ def forget_checkpoint(state: RunState, *, is_main: bool) -> None:
         is_main: Whether this is the main process.
     """
     if slurm_job() is not None and state.fitting and is_main:
-        checkpoint_path(state).unlink(missing_ok=True)
+        path = checkpoint_path(state)
+        if is_sharded_checkpoint(path):
+            remove_folder(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def requeue() -> None:

@@ -249,7 +249,7 @@ def select_checkpoint_io(plugins: Any) -> CheckpointIO | None:
             raise ConfigurationError(
                 f"plugins takes a CheckpointIO of Lightning, not {type(plugin).__name__}. For precisions there is"
                 " precision=..., for processes"
-                " strategy=..."
+                " strategy=... or the environment, from which `Trainer()` takes its place."
             )
         if checkpoint_io is not None:
             raise ConfigurationError("plugins holds two CheckpointIOs, of which one can be used.")

@@ -80,7 +80,9 @@ def refuse_object(strategy: Any) -> None:
     # Classes derived from Lightning's strategies count as those.
     names = {base.__name__.removesuffix("Strategy") for base in type(strategy).__mro__}
     advice = " Leave strategy out, and it follows from the devices."
-    if "DDP" in names:
+    if any(name.startswith("Ray") for name in names):
+        advice = " Leave strategy out: in a worker of Ray `Trainer()` asks Ray for its place and its devices."
+    elif "DDP" in names:
         advice = " Take 'ddp', or DDPStrategy(...) from equipoise."
     elif "FSDP" in names:
         advice = " Take 'fsdp', or FSDPStrategy(...) from equipoise."

@@ -5,9 +5,11 @@ only our strategies have are forwarded to the strategy itself. No name of Lightn
 that happens to have the same name and another meaning.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.shards.folder import remove_folder
+from equipoise.parallel.shards.reading import is_sharded_checkpoint
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.settings.defaults import module_init_context
@@ -344,9 +348,15 @@ class StrategyView:
         return load_checkpoint(checkpoint_path, self.run_state.checkpoint_io, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint file or folder, in the first process."""
-        if self._strategy.processes.is_main:
-            self.checkpoint_io.remove_checkpoint(filepath)
+        """Delete a checkpoint file or folder, in the first process, once the one that replaces it is complete."""
+        if not self._strategy.processes.is_main:
+            return
+        remove = partial(self.checkpoint_io.remove_checkpoint, filepath)
+        folders = self._strategy.portable.folders
+        if folders is None:
+            remove()
+        else:
+            folders.after_saving(remove)
 
 
 class _CheckpointFiles(CheckpointIO):
@@ -359,6 +369,9 @@ class _CheckpointFiles(CheckpointIO):
         return load_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
+        if is_sharded_checkpoint(path) and not os.path.islink(path):
+            remove_folder(Path(path))
+            return
         filesystem = get_filesystem(path)
         if filesystem.exists(path):
             filesystem.rm(path, recursive=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import ConfigurationError, MemoryLogger, Trainer
+from equipoise import Callback, ConfigurationError, DDPStrategy, FSDPStrategy, MemoryLogger, Trainer
 from equipoise.parallel.savers import offloading as offloading_module
 from equipoise.parallel.savers.offloading import Offloading
 from tests.conftest import ignoring
@@ -197,6 +197,36 @@ def test_weights_are_equal_on_a_device(options: dict[str, Any]) -> None:
         assert torch.equal(one, other)
 
 
+class CountsCopies(Callback):
+    """Counts the tensors that are copied to the host in this process, and fails if there are none."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.count = 0
+        kind = offloading_module._Copy
+
+        def counted(*arguments: Any) -> Any:
+            self.count += 1
+            return kind(*arguments)
+
+        offloading_module._Copy = counted
+        self.restore = lambda: setattr(offloading_module, "_Copy", kind)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.restore()
+        del self.restore
+        assert self.count > 0
+
+
+@ON_DEVICES
+def test_weights_are_equal_under_ddp() -> None:
+    """Each process offloads what its own forward saves."""
+    options: dict[str, Any] = {"strategy": DDPStrategy(backend="gloo"), "devices": 2}
+    offloaded = fit(Module(), offload_activations=0, callbacks=[CountsCopies()], **options)
+    usual = fit(Module(), **options)
+    for one, other in zip(offloaded.parameters(), usual.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 @ON_DEVICES
 def test_less_memory_on_a_device() -> None:
     """Of 17 activations of 64 KiB, a few remain at the peak of the device."""
@@ -215,9 +245,11 @@ def test_a_cpu_has_nothing_to_gain() -> None:
         fit(Module(), offload_activations=True)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "balanced", "pipeline"])
+@pytest.mark.parametrize("strategy", ["dp", "balanced", "pipeline", "fsdp"])
 def test_refused_strategies(strategy: str) -> None:
-    refuses(lambda: fit(Module(), offload_activations=True, strategy=strategy, accelerator="cpu", devices=2), strategy)
+    # Simulated devices have no NCCL.
+    chosen = FSDPStrategy(backend="gloo") if strategy == "fsdp" else strategy
+    refuses(lambda: fit(Module(), offload_activations=True, strategy=chosen, accelerator="cpu", devices=2), strategy)
 
 
 def test_refused_with_compiled_steps() -> None:

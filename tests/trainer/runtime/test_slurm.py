@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from equipoise import FSDPStrategy
 from equipoise.parallel.communication.rank import slurm_job
 from equipoise.trainer.runtime import slurm
 from tests.conftest import ignoring
@@ -57,14 +58,19 @@ class Waiting(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-def train(folder: Path, *, waits: bool = False, **options: Any) -> None:
-    """What each task does; the first process of all leaves weights and steps in the folder."""
+def train(folder: Path, *, waits: bool = False, **options: Any) -> Path | None:
+    """What each task does; the first process of all leaves weights and steps in the folder.
+
+    Returns:
+        The checkpoint from which it went on.
+    """
     torch.manual_seed(0)
     module, data = Waiting(folder if waits else None), TensorDataset(torch.randn(24, 3))
     run = trainer(max_epochs=2, precision="64-true", default_root_dir=folder, **options)
     run.fit(module, DataLoader(data, batch_size=2, shuffle=True))
     if run.is_global_zero:
         torch.save([run.global_step, *module.net.state_dict().values()], folder / "weights.pt")
+    return run.loaded_ckpt_path
 
 
 def undisturbed(folder: Path, **options: Any) -> Any:
@@ -144,9 +150,18 @@ def test_tasks_end_after_the_same_batch_are_put_back_into_the_queue_and_go_on(tm
     assert not job.checkpoint.exists()
 
 
-def test_processes_of_the_trainer_end_after_the_same_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        pytest.param(FSDPStrategy(checkpoints="sharded", save_in_background=True), marks=pytest.mark.slow, id="fsdp"),
+    ],
+)
+def test_processes_of_the_trainer_end_after_the_same_batch(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One task, whose trainer has started two processes; Slurm knows the task alone."""
-    options = {"strategy": "ddp", "devices": 2}
+    options = {"strategy": strategy, "devices": 2}
     expected = undisturbed(tmp_path / "undisturbed", **options)
     job = Job(tmp_path / "job")
 
@@ -165,10 +180,12 @@ def test_processes_of_the_trainer_end_after_the_same_batch(tmp_path: Path, monke
     interrupting.join()
     assert ended.value.code == os.EX_TEMPFAIL
     assert job.queued == "requeue 77\n"
+    assert job.checkpoint.is_dir() == (strategy != "ddp")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     start_program_again(monkeypatch)
-    train(job.folder, **options)
+    assert train(job.folder, **options) == job.checkpoint
     assert result(job.folder) == expected
+    assert not job.checkpoint.exists()
 
 
 # In this process, where one can look closer.

@@ -63,7 +63,7 @@ def test_other_names_are_unknown(name: str) -> None:
 
 def test_objects_of_lightning() -> None:
     class OfALibrary(lightning_strategies.DDPStrategy):
-        """As Ray's."""
+        """As some libraries have them."""
 
     inside = "inside its own loops"
     refuses(lambda: trainer(strategy=OfALibrary()), inside, "Take 'ddp'", "from equipoise")
@@ -72,3 +72,11 @@ def test_objects_of_lightning() -> None:
     refuses(lambda: trainer(strategy=large), inside, "strategy='pipeline'", "activation_checkpointing")
     refuses(lambda: trainer(strategy=lightning_strategies.FSDPStrategy()), inside, "FSDPStrategy(...) from equipoise")
     refuses(lambda: trainer(strategy=3), "strategy must be a name, or a Strategy", "not 3")
+
+
+@pytest.mark.parametrize("name", ["RayDDPStrategy", "RayFSDPStrategy", "RayStrategy", "RayShardedStrategy"])
+def test_strategies_of_ray(name: str) -> None:
+    """Those of Ray Train, and of the older Ray Lightning; tests under Ray take the real ones."""
+    base = lightning_strategies.FSDPStrategy if "FSDP" in name else lightning_strategies.DDPStrategy
+    strategy = type(name, (base,), {})()
+    refuses(lambda: trainer(strategy=strategy), name, "Leave strategy out", "`Trainer()` asks Ray for its place")

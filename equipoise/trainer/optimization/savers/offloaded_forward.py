@@ -29,6 +29,12 @@ def check_offloading(context: "RunContext") -> None:
             f"offload_activations reaches forwards on one device of this process, but strategy={strategy.name!r}"
             " computes them in parts. Leave it out, or choose 'single_device' or 'ddp'."
         )
+    if strategy.portable.is_sharded:
+        raise ConfigurationError(
+            f"offload_activations would copy the weights that units gather to the host as well, since strategy="
+            f"{strategy.name!r} gathers them within the forward. Leave it out, or compute activations again instead:"
+            " Trainer(activation_checkpointing=[...])."
+        )
     if context.state.compiles_steps or context.state.captures_steps:
         argument, step = ("capture", "captured") if context.state.captures_steps else ("compile", "compiled")
         raise ConfigurationError(

@@ -6,13 +6,17 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.shards.reading import ShardReader
+from equipoise.parallel.shards.sources import placeholder_for, source_of
 from equipoise.strategies.distributed.process_group import ProcessGroup
-from equipoise.strategies.fsdp.sharded_module import whole
+from equipoise.strategies.fsdp.state.collected_shards import CollectedShards
+from equipoise.strategies.fsdp.state.folders import ShardFolders
+from equipoise.strategies.fsdp.state.gathering import whole
+from equipoise.strategies.fsdp.state.loaded_shards import shard_like
 from equipoise.strategies.portable_state import PortableState
 
 __all__ = ["BeforeSharding", "ShardedState"]
@@ -27,19 +31,23 @@ class BeforeSharding(PortableState):
 class ShardedState(PortableState):
     """Gathers whole tensors in the main process, and cuts loaded ones into shards.
 
-    The other processes take part and receive tensors without memory.
+    The other processes take part and receive tensors without memory. While the content of a folder is collected, all
+    processes receive such tensors, and nothing is gathered.
 
     Args:
         group: The processes.
+        folders: Writes checkpoints as folders of shards. Default: None, they are whole.
 
     Attributes:
         optimizers: The optimisers of the run, which get the module's own parameters at its end.
     """
 
     is_sharded: ClassVar[bool] = True
+    folders: ShardFolders | None = None
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, folders: ShardFolders | None = None) -> None:
         self._group = group
+        self.folders = folders
         self.optimizers: list[Optimizer] = []
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -59,9 +67,16 @@ class ShardedState(PortableState):
                 " ModelCheckpoint(every_n_train_steps=...), and resume from there."
             )
 
+    @property
+    def _collected(self) -> CollectedShards | None:
+        """The shards of the folder whose content is being collected; None: tensors are gathered."""
+        return None if self.folders is None else self.folders.collected
+
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the module's full state; see `PortableState.module_state`."""
         self._check_complete()
+        if self._collected is not None:
+            return self._collected.of_module(module)
         keep = self._group.is_main
         return {key: whole(value, keep=keep) for key, value in module.state_dict().items()}
 
@@ -70,17 +85,22 @@ class ShardedState(PortableState):
         shards = dict(state)
         for key, present in module.state_dict().items():
             if key in state:
-                shards[key] = _shard_like(present, state[key])
+                shards[key] = shard_like(present, state[key])
         module.load_state_dict(shards, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's full state; see `PortableState.optimizer_state`."""
         self._check_complete()
         keep = self._group.is_main
+        collected = self._collected
         content = optimizer.state_dict()
         states = {}
         for number, state in content["state"].items():
-            states[number] = {key: whole(value, keep=keep) for key, value in state.items()}
+            if collected is not None:
+                prefix = f"optimizer_states/{self.optimizers.index(optimizer)}/{number}"
+                states[number] = collected.of_values(prefix, state)
+            else:
+                states[number] = {key: whole(value, keep=keep) for key, value in state.items()}
         return {**content, "state": states}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -91,7 +111,7 @@ class ShardedState(PortableState):
         states = {}
         for number, values in state["state"].items():
             parameter = parameter_of.get(number)
-            states[number] = {key: _shard_like(parameter, value) for key, value in values.items()}
+            states[number] = {key: shard_like(parameter, value) for key, value in values.items()}
         optimizer.load_state_dict({**state, "state": states})
 
     def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
@@ -104,7 +124,12 @@ class ShardedState(PortableState):
         if not any(self._group.gather_objects(window_is_open)):
             return []
         gradients = super().gradients(optimizers, window_is_open=True)
-        gathered: list[Tensor | None] = [whole(gradient) for gradient in gradients]
+        gathered: list[Tensor | None] = []
+        for index, gradient in enumerate(gradients):
+            if self._collected is not None:
+                gathered.append(self._collected.add(f"gradients/{index}", gradient))
+            else:
+                gathered.append(whole(gradient))
         if self._group.is_main:
             return gathered
         return [None for _ in gathered]
@@ -112,7 +137,8 @@ class ShardedState(PortableState):
     def load_gradients(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor | None]) -> None:
         """Set the sums of what all processes have saved; see `PortableState.load_gradients`."""
         parameters = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
-        # 1. Find the parameters for which any process has a gradient.
+        # 1. Find the gradients that lie in a folder, and the parameters for which any process has another one.
+        folder = self._folder_of(gradients)
         present_here = [gradient is not None for gradient in gradients]
         present = self._group.gather_objects(present_here)
         # 2. Sum over the processes, and keep a shard.
@@ -121,8 +147,24 @@ class ShardedState(PortableState):
             # A shorter list comes from an optimiser with fewer parameters.
             if any(flags[index : index + 1] == [True] for flags in present):
                 gradient = gradients[index] if index < len(gradients) else None
-                shard = _shard_like(parameter, _sum_over_processes(parameter, gradient))
+                if folder is None:
+                    gradient = _sum_over_processes(parameter, gradient)
+                else:
+                    gradient = placeholder_for(folder, f"gradients/{index}")
+                shard = shard_like(parameter, gradient)
             parameter.grad = shard
+
+    def _folder_of(self, gradients: Sequence[Tensor | None]) -> ShardReader | None:
+        """Return the sharded checkpoint in which the gradients of an open window lie; None if they are whole.
+
+        The positions of most processes refer to none of them.
+        """
+        sources = [source_of(gradient) for gradient in gradients]
+        paths_here = {source.reader.path for source in sources if source is not None}
+        for paths in self._group.gather_objects(paths_here):
+            for path in paths:
+                return ShardReader(path)
+        return None
 
 
 def _sum_over_processes(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
@@ -132,13 +174,3 @@ def _sum_over_processes(parameter: nn.Parameter, gradient: Tensor | None) -> Ten
         total += gradient.to(parameter.device)
     dist.all_reduce(total)
     return total
-
-
-def _shard_like(like: Any, value: Any) -> Any:
-    """Return this process's shard of a whole tensor, where another tensor of the same shape is in shards."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != like.shape or value.ndim == 0:
-        return value
-    # Each process has the whole value, so nothing is sent.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

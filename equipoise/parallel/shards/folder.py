@@ -1,0 +1,144 @@
+"""Folders that are complete or absent: written under another name, and renamed at their end."""
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+from equipoise.errors import CheckpointError
+from equipoise.parallel.shards.index import has_only_our_names
+from equipoise.parallel.unfinished import clear_unfinished, create_locked_folder
+
+__all__ = ["UnfinishedFolder", "check_replaceable", "put_in_place", "remove_folder"]
+
+# The end of the name of an earlier checkpoint, while another one takes its place in two steps.
+_REPLACED = ".replaced"
+
+# Arguments of the system call `renameat2`, which exchanges two names at once.
+_PRESENT_FOLDER = -100
+_EXCHANGE = 2
+
+
+class UnfinishedFolder:
+    """A folder that gets its name once all of its content is there.
+
+    Args:
+        target: The path that it receives at its end.
+
+    Raises:
+        CheckpointError: If something else than a checkpoint has that path.
+
+    Attributes:
+        path: Where it lies until then.
+    """
+
+    def __init__(self, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_replaceable(target)
+        clear_unfinished(target.parent)
+        self._target = target
+        handle, name = create_locked_folder(target)
+        # It keeps the lock while it is open.
+        self._handle: int | None = handle
+        self.path = Path(name)
+
+    def publish(self) -> None:
+        """Give the folder its name; an earlier checkpoint of that name is removed afterwards."""
+        # The names of the files must be on the disk before that of the folder.
+        assert self._handle is not None
+        os.fsync(self._handle)
+        put_in_place(self.path, self._target)
+        self._unlock()
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def put_in_place(path: Path, target: Path) -> None:
+    """Give a file or folder its name; an earlier checkpoint of that name is removed afterwards.
+
+    Args:
+        path: Where it lies, in the folder of the target.
+        target: Its path from now on.
+    """
+    are_folders = path.is_dir() or (target.is_dir() and not target.is_symlink())
+    if not are_folders or not os.path.lexists(target):
+        path.replace(target)
+    elif _exchange(path, target):
+        _remove(path)
+    else:
+        _put_in_place_in_two_steps(path, target)
+
+
+def _put_in_place_in_two_steps(path: Path, target: Path) -> None:
+    """Do the same where the file system, such as NFS, cannot exchange two names.
+
+    For a moment nothing has the name. If the process is killed then, the earlier checkpoint keeps a name from which
+    nothing but a later one removes it.
+    """
+    earlier = target.with_name(target.name + _REPLACED)
+    if os.path.lexists(earlier):
+        _remove(earlier)
+    target.rename(earlier)
+    try:
+        path.rename(target)
+    except BaseException:
+        earlier.rename(target)
+        raise
+    _remove(earlier)
+
+
+def check_replaceable(target: Path) -> None:
+    """Check that a path is free, or is that of a checkpoint.
+
+    Args:
+        target: The path of a checkpoint that is to be written.
+
+    Raises:
+        CheckpointError: If it is a folder with files that belong to no checkpoint.
+    """
+    if target.is_dir() and not target.is_symlink() and not has_only_our_names(target):
+        raise CheckpointError(
+            f"The checkpoint {str(target)!r} cannot be written: a folder of this name has files that belong to no"
+            " checkpoint. Choose another name, or remove the folder."
+        )
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a sharded checkpoint, which has no longer its name when its first file is removed.
+
+    Args:
+        path: The folder.
+    """
+    handle, name = create_locked_folder(path)
+    try:
+        # Over an empty folder a folder can be renamed.
+        path.rename(name)
+        shutil.rmtree(name, ignore_errors=True)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        remove_folder(path)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Let two paths exchange what they name, at once; return False where the system cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    names = (os.fsencode(first), os.fsencode(second))
+    status: int = call(_PRESENT_FOLDER, names[0], _PRESENT_FOLDER, names[1], _EXCHANGE)
+    return status == 0

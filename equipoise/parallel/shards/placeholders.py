@@ -1,0 +1,131 @@
+"""Placeholders: tensors without memory, which stand in a checkpoint for tensors whose values lie in shards.
+
+A placeholder has the shape and dtype of its tensor, so checks of a checkpoint see no difference. It is on the meta
+device and carries the name under which the shards are found.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import CheckpointError
+from equipoise.interop.torch.modules import versions
+
+__all__ = ["make_placeholder", "name_of", "place_without_values", "replace_placeholders"]
+
+# The attribute of a placeholder with its name.
+_NAME = "equipoise_shards"
+
+
+def make_placeholder(tensor: Tensor, name: str) -> Tensor:
+    """Return a placeholder for a tensor.
+
+    Args:
+        tensor: The tensor, of any device; of one in shards, the shape of the whole counts.
+        name: The name under which its shards are saved.
+
+    Example:
+        >>> placeholder = make_placeholder(torch.ones(3), "weight")
+        >>> placeholder.shape, placeholder.is_meta, name_of(placeholder)
+        (torch.Size([3]), True, 'weight')
+    """
+    placeholder = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    vars(placeholder)[_NAME] = name
+    return placeholder
+
+
+def name_of(value: Any) -> str | None:
+    """Return the name of a placeholder; None for any other value."""
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return None
+    name = vars(value).get(_NAME)
+    # Anyone may have written the attribute of a tensor in a file.
+    if isinstance(name, str):
+        return name
+    return None
+
+
+def place_without_values(content: dict[str, Any]) -> str | None:
+    """Return the place of a tensor in nested containers that was computed from a placeholder; None if there is none.
+
+    Such a tensor has neither values nor shards. A placeholder that was changed in place counts, too.
+
+    Args:
+        content: The outermost dictionary.
+
+    Example:
+        >>> placeholder = make_placeholder(torch.ones(3), "weight")
+        >>> place_without_values({"state_dict": {"weight": placeholder}})
+        >>> place_without_values({"state_dict": {"weight": placeholder.half()}})
+        "['state_dict']['weight']"
+    """
+    pending: list[tuple[str, Any]] = [("", content)]
+    visited = set()
+    while pending:
+        place, value = pending.pop()
+        if isinstance(value, Tensor):
+            # A placeholder of inference mode has no version.
+            was_changed = versions([value]) not in ([0], None)
+            if value.is_meta and (name_of(value) is None or was_changed):
+                return place
+        elif id(value) not in visited:
+            visited.add(id(value))
+            items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in items:
+                if isinstance(item, Tensor | dict | list | tuple):
+                    pending.append((f"{place}[{key!r}]", item))
+    return None
+
+
+def replace_placeholders(content: dict[str, Any], replace: Callable[[Tensor, str], Any]) -> None:
+    """Replace all placeholders in nested dictionaries, lists and tuples.
+
+    Args:
+        content: The outermost dictionary. Dictionaries and lists in it are changed in place.
+        replace: Called with a placeholder and its name; returns what takes its place.
+
+    Raises:
+        CheckpointError: If containers are nested too deeply.
+    """
+    try:
+        _Replacement(replace).of(content)
+    except RecursionError as error:
+        raise CheckpointError("The checkpoint is damaged: its entries are nested too deeply.") from error
+
+
+class _Replacement:
+    """Replaces placeholders in nested containers, of which one may be in several places, or in itself.
+
+    Args:
+        replace: Returns what takes the place of a placeholder.
+    """
+
+    def __init__(self, replace: Callable[[Tensor, str], Any]) -> None:
+        self._replace = replace
+        # Containers with what takes their places, by identity.
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        """Return what takes the place of a value: for dictionaries and lists they themselves, changed in place."""
+        name = name_of(value)
+        if name is not None:
+            return self._replace(value, name)
+        is_tuple = type(value) is tuple
+        if not is_tuple and not isinstance(value, dict | list):
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        result = value
+        if is_tuple:
+            result = tuple(self.of(item) for item in value)
+        self._done[id(value)] = (value, result)
+        if not is_tuple:
+            self._replace_in(value)
+        return result
+
+    def _replace_in(self, container: Any) -> None:
+        places = list(container) if isinstance(container, dict) else range(len(container))
+        for place in places:
+            container[place] = self.of(container[place])

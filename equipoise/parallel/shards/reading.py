@@ -1,0 +1,230 @@
+"""Read a sharded checkpoint: each process the parts that it needs, on any number of processes, and no pickle.
+
+Which parts of which shards a tensor needs is the plan of torch.distributed.checkpoint. Torch's `load` is not used: its
+processes exchange pickles that nobody has signed, and each reads on its own here.
+"""
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from equipoise.errors import CheckpointError
+from equipoise.parallel.shards.index import INDEX, REST, Chunk, Index, SavedTensor, has_only_our_names, read_index
+
+__all__ = ["ShardReader", "folder_of_part", "has_shards", "is_sharded_checkpoint"]
+
+# The index of a checkpoint that torch has written, which is a pickle.
+_INDEX_OF_TORCH = ".metadata"
+
+
+def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return True if a path is a folder with the index of a sharded checkpoint."""
+    return (Path(path) / INDEX).is_file()
+
+
+def has_shards(path: str | os.PathLike[str]) -> bool:
+    """Return True if a path is a folder with shards, also if it is not complete or in torch's format."""
+    if not os.path.isdir(path):
+        return False
+    signs = {INDEX, REST, _INDEX_OF_TORCH}
+    return any(name in signs or name.endswith(".shards") for name in os.listdir(path))
+
+
+def folder_of_part(path: str | os.PathLike[str]) -> Path | None:
+    """Return the sharded checkpoint to which a file belongs; None for any other file."""
+    folder = Path(path).parent
+    if Path(path).name == REST and is_sharded_checkpoint(folder) and has_only_our_names(folder):
+        return folder
+    return None
+
+
+class ShardReader(StorageReader):
+    """Reads tensors of a sharded checkpoint.
+
+    It is a `StorageReader` of torch, so `torch.distributed.checkpoint.load(..., storage_reader=ShardReader(path))`
+    reads its tensors, too.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        CheckpointError: If it is not complete, of another format, or damaged.
+
+    Attributes:
+        path: The folder.
+        tensors: The tensors in shards, by name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self._index = _checked_index(self.path)
+        except CheckpointError as error:
+            raise CheckpointError(f"The checkpoint {str(self.path)!r} cannot be read: {error}.") from error
+        self.tensors: dict[str, SavedTensor] = self._index.tensors
+
+    @property
+    def rest(self) -> Path:
+        """The file with all that lies in no shards, which is read as any checkpoint."""
+        return self.path / REST
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor as a whole, on the CPU.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            CheckpointError: If it is damaged.
+        """
+        saved = self.tensor(name)
+        tensor = torch.zeros(saved.shape, dtype=saved.dtype)
+        self.fill(name, tensor)
+        return tensor
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Read the values of a tensor that this process needs.
+
+        Args:
+            name: The name of the tensor in the checkpoint.
+            tensor: A tensor of the same shape, in shards of any kind or whole.
+
+        Raises:
+            CheckpointError: If the checkpoint has no such tensor, or its shards are damaged.
+        """
+        saved = self.tensor(name)
+        if tuple(tensor.shape) != saved.shape:
+            raise self._error(f"{name!r} has the shape {saved.shape}, not {tuple(tensor.shape)}")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        metadata = Metadata({name: _metadata_of(saved)})
+        planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
+        # A plan of this process alone: nothing is exchanged.
+        plan = planner.create_local_plan()
+        plan = planner.finish_plan(plan)
+        self.read_data(plan, planner)
+
+    def tensor(self, name: str) -> SavedTensor:
+        """Return where a tensor lies.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            CheckpointError: If there is none of that name.
+        """
+        if name not in self.tensors:
+            raise self._error(f"it has no shards of {name!r}")
+        return self.tensors[name]
+
+    def _error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"The checkpoint {str(self.path)!r} is damaged: {reason}. Take another one.")
+
+    # The interface of torch.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a reader belongs to one folder."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the shapes and shards of all tensors, as torch describes them."""
+        return Metadata({name: _metadata_of(saved) for name, saved in self.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the index was read when the reader was made."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan of this process as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans of all processes as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan names into the tensors of the planner."""
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self._part(item))
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True for a folder with an index of this format."""
+        return is_sharded_checkpoint(checkpoint_id)
+
+    # Shards.
+
+    def _part(self, item: ReadItem) -> Tensor:
+        """Return the part of a shard that is asked for."""
+        index = item.storage_index
+        saved = self.tensor(index.fqn)
+        chunks = {chunk.offsets: chunk for chunk in saved.chunks}
+        chunk = chunks[tuple(index.offset or ())]
+        values = self._read(index.fqn, saved, chunk)
+        # In each dimension, the indices within the shard.
+        slices = []
+        for begin, length in zip(item.storage_offsets, item.lengths, strict=True):
+            slices.append(slice(begin, begin + length))
+        return values[tuple(slices)]
+
+    def _read(self, name: str, saved: SavedTensor, chunk: Chunk) -> Tensor:
+        """Return the values of a shard."""
+        content = bytearray(saved.size_of(chunk))
+        with (self.path / chunk.file).open("rb") as file:
+            file.seek(chunk.begin)
+            count = file.readinto(content)
+        # The disk may have changed what was written.
+        if count < len(content) or zlib.crc32(content) != chunk.crc32:
+            raise self._error(f"a shard of {name!r} in {chunk.file!r} is not what was written")
+        data = torch.frombuffer(content, dtype=torch.uint8)
+        return data.view(saved.dtype).reshape(chunk.sizes)
+
+
+def _metadata_of(saved: SavedTensor) -> TensorStorageMetadata:
+    """Return a tensor as torch describes it."""
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in saved.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
+
+
+def _checked_index(path: Path) -> Index:
+    """Return the index of a folder whose files are all there."""
+    # 1. The index, without which a folder is no checkpoint.
+    if not (path / INDEX).is_file():
+        if (path / _INDEX_OF_TORCH).exists():
+            raise CheckpointError(
+                "it is a folder of torch.distributed.checkpoint, whose index is a pickle and could run code. If you"
+                " trust it, `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` makes a file of it"
+            )
+        raise CheckpointError(
+            f"it is a folder without {INDEX!r}, so it is no sharded checkpoint, or its writer was killed before its end"
+        )
+    index = read_index((path / INDEX).read_bytes())
+
+    # 2. The files that it lists.
+    for name, saved in index.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"it lacks the file {name!r}")
+        size = file.stat().st_size
+        if size != saved.size:
+            raise CheckpointError(f"{name!r} in it has {size} bytes, not {saved.size}")
+    crc32 = zlib.crc32((path / REST).read_bytes())
+    if crc32 != index.files[REST].crc32:
+        raise CheckpointError(f"{REST!r} in it is not what was written")
+    return index

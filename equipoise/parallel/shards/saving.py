@@ -1,0 +1,211 @@
+"""Save a checkpoint by all processes: each its own shards, the first one all else.
+
+first process                      the others
+make a folder, tell its name  ──>
+write shards                       write shards
+                              <──  tell where they lie
+write the rest and the index
+rename the folder, tell so    ──>
+"""
+
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from equipoise.errors import CheckpointError
+from equipoise.parallel.shards.folder import UnfinishedFolder
+from equipoise.parallel.shards.index import INDEX, REST, Index, SavedFile, SavedTensor, file_of_rank, write_index
+from equipoise.parallel.shards.pieces import Piece, write_pieces
+
+__all__ = ["Content", "save_folder"]
+
+T = TypeVar("T")
+
+
+class WrittenFile(NamedTuple):
+    """A file that a process has written.
+
+    Attributes:
+        name: Its name.
+        file: Its size.
+        tensors: The tensors, each with the shard of that process.
+    """
+
+    name: str
+    file: SavedFile
+    tensors: dict[str, SavedTensor]
+
+
+# Takes a value of this process, and returns those of all, in the order of their ranks.
+Exchange = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Content:
+    """Content of a checkpoint that one process writes.
+
+    Attributes:
+        target: The path of the folder.
+        pieces: The shards of this process.
+        rest: The content of the file with all that lies in no shards; None in all processes but the first.
+    """
+
+    target: Path
+    pieces: list[Piece]
+    rest: bytes | None
+
+
+def save_folder(content: Content, rank: int, exchange: Exchange) -> None:
+    """Write a checkpoint; called in all processes.
+
+    After a crash at any moment the path holds the complete folder or what was there before.
+
+    Args:
+        content: What this process writes.
+        rank: The number of this process.
+        exchange: Returns the values of all processes; called equally often in each.
+
+    Raises:
+        CheckpointError: In all processes, if one of them could not write.
+    """
+    steps = _Steps(content.target, exchange)
+    part = _PartOfProcess(content, rank)
+    try:
+        part.folder = Path(steps.run(part.begin)[0])
+        written = steps.run(part.write)
+        steps.run(partial(part.end, written))
+    except BaseException:
+        part.discard()
+        raise
+
+
+class _PartOfProcess:
+    """The part of one process in a save.
+
+    Args:
+        content: What it writes.
+        rank: Its number.
+
+    Attributes:
+        folder: Where all processes write.
+    """
+
+    folder: Path
+
+    def __init__(self, content: Content, rank: int) -> None:
+        self._content = content
+        self._rank = rank
+        # Only in the first process.
+        self._unfinished: UnfinishedFolder | None = None
+
+    def begin(self) -> str:
+        """Make the folder in the first process, and return its path there."""
+        if self._rank > 0:
+            return ""
+        self._unfinished = UnfinishedFolder(self._content.target)
+        return os.fspath(self._unfinished.path)
+
+    def write(self) -> WrittenFile:
+        """Write the shards of this process, and return where they lie."""
+        path = self.folder / file_of_rank(self._rank)
+        tensors = write_pieces(path, self._content.pieces)
+        size = path.stat().st_size
+        return WrittenFile(path.name, SavedFile(size), tensors)
+
+    def end(self, written: list[WrittenFile]) -> None:
+        """Write all else in the first process, and give the folder its name.
+
+        Args:
+            written: The files of all processes.
+        """
+        rest = self._content.rest
+        if self._unfinished is None or rest is None:
+            return
+        # The index comes last, since a folder with an index is a checkpoint.
+        index = _merge(written)
+        index.files[REST] = SavedFile(len(rest), zlib.crc32(rest))
+        _write(self.folder / REST, rest)
+        _write(self.folder / INDEX, write_index(index))
+        self._unfinished.publish()
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        if self._unfinished is not None:
+            self._unfinished.discard()
+
+
+class _Steps:
+    """Steps that all processes carry out together, so that each learns of an error in any of them.
+
+    Args:
+        target: The path of the checkpoint, for messages.
+        exchange: Returns the values of all processes.
+    """
+
+    def __init__(self, target: Path, exchange: Exchange) -> None:
+        self._target = target
+        self._exchange = exchange
+
+    def run(self, compute: Callable[[], T]) -> list[T]:
+        """Return the results of all processes.
+
+        Args:
+            compute: The step of this process.
+
+        Raises:
+            CheckpointError: If it failed in any of them.
+        """
+        result: T | None = None
+        problem: str | None = None
+        cause: Exception | None = None
+        # 1. The step. The others wait for its result, also if it fails.
+        try:
+            result = compute()
+        except Exception as error:
+            problem = self._describe(error)
+            cause = error
+
+        # 2. The results, or the first problem.
+        results: list[Any] = []
+        outcomes = self._exchange((result, problem))
+        for result_of_process, problem_of_process in outcomes:
+            if problem_of_process is not None:
+                raise CheckpointError(problem_of_process) from cause
+            results.append(result_of_process)
+        return results
+
+    def _describe(self, error: Exception) -> str:
+        # Its message is meant for the user already.
+        if isinstance(error, CheckpointError):
+            return str(error)
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        if isinstance(error, FileNotFoundError):
+            reason = "a process does not see the folder that the first one has made. All machines need one file system"
+        return (
+            f"The checkpoint {str(self._target)!r} cannot be written: {reason}. Checkpoints that were there before are"
+            " unchanged."
+        )
+
+
+def _merge(written: list[WrittenFile]) -> Index:
+    """Return the index of what all processes have written."""
+    index = Index()
+    for name, file, tensors in written:
+        index.files[name] = file
+        for tensor_name, tensor in tensors.items():
+            together = index.tensors.setdefault(tensor_name, SavedTensor(tensor.dtype, tensor.shape))
+            together.chunks.extend(tensor.chunks)
+    return index
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

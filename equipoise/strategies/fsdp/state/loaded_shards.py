@@ -1,0 +1,36 @@
+"""Shards of this process, of tensors that are whole or lie in a sharded checkpoint."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from equipoise.parallel.shards.sources import source_of
+
+__all__ = ["shard_like"]
+
+
+def shard_like(like: Any, value: Any) -> Any:
+    """Return this process's shard of a tensor, where another tensor of the same shape is in shards.
+
+    Args:
+        like: The other tensor.
+        value: The tensor, or a placeholder for one in a sharded checkpoint, of which only what is needed is read.
+            Everything else is returned as it is.
+    """
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    # A scalar, or a statistic of rows, is whole in each process.
+    source = source_of(value)
+    is_cut = isinstance(like, DTensor) and value.shape == like.shape and value.ndim > 0
+    if source is not None and is_cut:
+        shard = torch.zeros_like(like.detach(), dtype=value.dtype)
+        source.fill(shard)
+        return shard
+    if source is not None:
+        value = source.whole()
+    if not is_cut:
+        return value
+    # Each process has the whole value, so nothing is sent.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,44 @@
+"""A sharded checkpoint, written as one file, which any strategy and Lightning load."""
+
+import os
+from pathlib import Path
+
+from equipoise.errors import CheckpointError
+from equipoise.parallel.shards.reading import is_sharded_checkpoint
+from equipoise.trainer.checkpointing.file import write_checkpoint
+from equipoise.trainer.checkpointing.reading import read_folder
+
+__all__ = ["merge_shards"]
+
+
+def merge_shards(
+    folder: str | os.PathLike[str], path: str | os.PathLike[str], *, weights_only: bool | None = None
+) -> Path:
+    """Write a sharded checkpoint as one file, by this process alone.
+
+    The file is that of a run with whole checkpoints: `load_from_checkpoint`, `ckpt_path` and Lightning take it.
+
+    Args:
+        folder: The checkpoint of a run with `FSDPStrategy(checkpoints="sharded")`.
+        path: The file to write; not the folder itself.
+        weights_only: See `Trainer.fit`; False for a checkpoint that holds objects, such as hyperparameters of classes.
+            Default: None.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: If the folder is not complete, of another format, or damaged; or the file cannot be written.
+
+    Example:
+        >>> merge_shards("last.ckpt", "last-whole.ckpt")  # doctest: +SKIP
+        PosixPath('last-whole.ckpt')
+    """
+    target = Path(path)
+    if target.resolve() == Path(folder).resolve():
+        raise CheckpointError(f"{str(target)!r} is the sharded checkpoint itself. Choose another path for the file.")
+    if Path(folder).is_file() and not is_sharded_checkpoint(folder):
+        raise CheckpointError(f"{os.fspath(folder)!r} is a file, so it is whole already.")
+    checkpoint = read_folder(folder, weights_only=weights_only is not False)
+    write_checkpoint(checkpoint, target)
+    return target

@@ -1,0 +1,333 @@
+"""Folders of shards: what was written is read, in any pieces; what is torn or tampered with is an error."""
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from equipoise import CheckpointError
+from equipoise.parallel.shards import folder as folder_module
+from equipoise.parallel.shards.background import InBackground
+from equipoise.parallel.shards.folder import remove_folder
+from equipoise.parallel.shards.index import can_be_saved
+from equipoise.parallel.shards.pieces import pieces_of
+from equipoise.parallel.shards.placeholders import make_placeholder
+from equipoise.parallel.shards.reading import ShardReader
+from equipoise.trainer.checkpointing.reading import load_checkpoint
+from tests.parallel.shards.folders import cut, save
+from tests.support.trainer_runs import refuses
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
+
+
+def tensors_of(seed: int) -> dict[str, Tensor]:
+    """Tensors of several dtypes and shapes; some have fewer rows than there are processes."""
+    draw = random.Random(seed)
+    tensors = {}
+    for number, dtype in enumerate(DTYPES):
+        shape = [draw.randrange(6) for _ in range(draw.randrange(1, 4))]
+        tensors[f"{number}/ö"] = torch.randint(0, 2, shape).to(dtype)
+    return tensors
+
+
+def test_read_in_any_pieces(tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    tensors = tensors_of(seed)
+    for count in (1, 2, 3, 5):
+        path = tmp_path / f"{count}.ckpt"
+        save(path, tensors, {"state_dict": {}}, count)
+        reader = ShardReader(path)
+        assert reader.tensors.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            whole = reader.whole(name)
+            assert whole.dtype == tensor.dtype
+            assert torch.equal(whole, tensor)
+    # Torch's own `load` reads by the same reader.
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(target, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(target[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A small checkpoint, with a tensor in shards."""
+    weight = torch.arange(12, dtype=torch.float64).reshape(4, 3)
+    rest = {"state_dict": {"weight": make_placeholder(weight, "w")}, "pair": (1, [2])}
+    save(tmp_path / "a.ckpt", {"w": weight}, rest)
+    return tmp_path / "a.ckpt"
+
+
+def test_a_checkpoint_comes_back(path: Path) -> None:
+    checkpoint = load_checkpoint(path)
+    assert torch.equal(checkpoint["state_dict"]["weight"], torch.arange(12, dtype=torch.float64).reshape(4, 3))
+    assert checkpoint["pair"] == (1, [2])
+    assert load_checkpoint(path, keep_shards=True)["state_dict"]["weight"].is_meta
+
+
+def test_another_takes_its_place_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for exchanges in (True, False):
+        if not exchanges:
+            monkeypatch.setattr(folder_module, "_exchange", lambda first, second: False)
+        save(path, {"w": torch.full((2, 2), 7.0)}, {"state_dict": {}}, 3)
+        assert ShardReader(path).whole("w").tolist() == [[7, 7], [7, 7]]
+        assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_folder_loses_its_name_before_its_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folder_module.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove_folder(path)
+    monkeypatch.undo()
+    assert not path.exists()
+    # The next checkpoint clears what is left.
+    save(path, {}, {"state_dict": {}})
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_an_earlier_one_stays_where_names_cannot_be_exchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment there is a whole one, also if the second of two steps fails, or the process is killed before it."""
+    monkeypatch.setattr(folder_module, "_exchange", lambda first, second: False)
+    rename = Path.rename
+    earlier = path.with_name("a.ckpt.replaced")
+
+    def failing(self: Path, target: Any) -> Path:
+        if self.suffix == ".part":
+            assert ShardReader(earlier).whole("w").sum() == 66
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(path, {"w": torch.ones(2)}, {"state_dict": {}})
+    assert os.listdir(path.parent) == [path.name]
+    assert ShardReader(path).whole("w").sum() == 66
+
+    # Killed: the next two find it under its other name.
+    monkeypatch.setattr(Path, "rename", rename)
+    path.rename(earlier)
+    save(path, {"w": torch.ones(2)}, {"state_dict": {}})
+    assert ShardReader(earlier).whole("w").sum() == 66
+    save(path, {"w": torch.ones(3)}, {"state_dict": {}})
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("name", ["index.json", "notes.txt"])
+def test_folders_with_other_files_are_not_replaced(name: str, path: Path) -> None:
+    own = path.with_name("site")
+    own.mkdir()
+    (own / name).write_text("mine")
+    (own / "page.html").write_text("mine")
+    (path / "notes.txt").write_text("mine")
+    for folder in (own, path):
+        with pytest.raises(CheckpointError, match="files that belong to no checkpoint"):
+            save(folder, {}, {"state_dict": {}})
+    assert (own / "page.html").read_text() == (path / "notes.txt").read_text() == "mine"
+
+
+def test_a_part_of_a_folder(path: Path) -> None:
+    refuses(lambda: load_checkpoint(path / "rest.pt"), "Pass the folder", error=CheckpointError)
+
+
+class Scaled(Tensor):
+    """A tensor whose values are more than its bytes."""
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    assert can_be_saved(torch.ones(2))
+    assert can_be_saved(torch.nn.Parameter(torch.ones(2)))
+    assert can_be_saved(torch.zeros(2).to(torch.float8_e5m2))
+    scaled = torch.ones(2).as_subclass(Scaled)
+    assert not can_be_saved(scaled)
+    assert not can_be_saved(torch.ones(2).to_sparse())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        plain = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        assert [piece.name for piece in pieces_of({"w": plain})] == ["w"]
+        refuses(
+            lambda: pieces_of({"w": DTensor.from_local(scaled, mesh, [Shard(0)])}),
+            *("'w' cannot be saved in shards: it is a Scaled of torch.float32", "checkpoints='full'"),
+            error=CheckpointError,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+# Damage.
+
+
+def edit_index(path: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:
+    file = path / "index.json"
+    outer = json.loads(file.read_text())
+    change(outer["content"])
+    if sign:
+        outer["crc32"] = zlib.crc32(json.dumps(outer["content"], sort_keys=True).encode())
+    file.write_text(json.dumps(outer))
+
+
+def chunk(content: dict[str, Any]) -> dict[str, Any]:
+    return content["tensors"]["w"]["chunks"][1]
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "of another format": lambda content: content.update(format="other"),
+    "has the version 2": lambda content: content.update(version=2),
+    "order of bytes": lambda content: content.update(byte_order="big"),
+    "names a file '../x'": lambda content: content["files"].update({"../x": {"size": 0, "crc32": 0}}),
+    "lacks 'rest.pt'": lambda content: content["files"].pop("rest.pt"),
+    "names a dtype": lambda content: content["tensors"]["w"].update(dtype="Tensor"),
+    "lacks shards of 'w'": lambda content: content["tensors"]["w"]["chunks"].pop(),
+    "has some of them twice": lambda content: chunk(content).update(offsets=[0, 0]),
+    "outside of the tensor": lambda content: chunk(content).update(offsets=[3, 0]),
+    "that it does not list": lambda content: chunk(content).update(file="rank-00007.shards"),
+    "overlap, or lie outside": lambda content: chunk(content).update(begin=8),
+    "is missing, or of another type": lambda content: chunk(content).update(begin=True),
+    "'begin' is -1": lambda content: chunk(content).update(begin=-1),
+    "no count": lambda content: chunk(content).update(sizes=[2, 3.0]),
+    "shape": lambda content: content["tensors"]["w"].update(shape=[2**70]),
+    "a dtype 'qint8'": lambda content: content["tensors"]["w"].update(dtype="qint8"),
+    "a shape of 'w'": lambda content: content["tensors"]["w"].update(shape=[0, 2**40, 2**40], chunks=[]),
+    "that no tensor has": lambda content: content["tensors"]["w"].update(shape=[0] * 65, chunks=[]),
+    "'tensors' is missing": lambda content: content.pop("tensors"),
+    "lacks the file 'rank-00002.shards'": lambda content: content["files"].update(
+        {"rank-00002.shards": {"size": 0, "crc32": 0}}
+    ),
+    "has 48 bytes, not 49": lambda content: content["files"]["rank-00000.shards"].update(size=49),
+    "'rest.pt' in it is not what": lambda content: content["files"]["rest.pt"].update(crc32=1),
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_a_tampered_index(message: str, path: Path) -> None:
+    edit_index(path, CHANGES[message])
+    refuses(lambda: load_checkpoint(path), "a.ckpt", message, error=CheckpointError)
+
+
+def test_a_changed_index(path: Path) -> None:
+    edit_index(path, lambda content: content["tensors"]["w"]["chunks"].reverse(), sign=False)
+    refuses(lambda: load_checkpoint(path), "its index is not what was written", error=CheckpointError)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 10_000, b'{"content": 1}'])
+def test_no_index(content: bytes, path: Path) -> None:
+    (path / "index.json").write_bytes(content)
+    refuses(lambda: load_checkpoint(path), "its index is damaged", error=CheckpointError)
+
+
+def test_an_index_that_is_nested_deeply(path: Path) -> None:
+    """Reading, comparing and printing each have a limit."""
+    for depth in (*range(700, 1000, 5), 5_000):
+        nested = b"[" * depth + b"]" * depth
+        for content in (b'{"content": %b}', b'{"content": {"format": %b}}', b'{"content": {"x": %b}, "crc32": 1}'):
+            (path / "index.json").write_bytes(content % nested)
+            refuses(lambda: load_checkpoint(path), "cannot be read: its index", error=CheckpointError)
+
+
+def test_a_changed_shard(path: Path) -> None:
+    file = path / "rank-00001.shards"
+    data = bytearray(file.read_bytes())
+    data[random.randrange(len(data))] ^= 1
+    file.write_bytes(data)
+    refuses(lambda: load_checkpoint(path), "a shard of 'w' in 'rank-00001.shards' is not what", error=CheckpointError)
+
+
+def test_other_shards(tmp_path: Path) -> None:
+    rest = {"state_dict": {"weight": make_placeholder(torch.ones(4), "w")}}
+    save(tmp_path / "a.ckpt", {"w": torch.ones(5)}, rest)
+    refuses(lambda: load_checkpoint(tmp_path / "a.ckpt"), "its shards are not those of 'w'", error=CheckpointError)
+
+
+@pytest.mark.parametrize("name", ["index.json", "rest.pt", "rank-00000.shards"])
+def test_a_torn_folder(name: str, path: Path) -> None:
+    (path / name).unlink()
+    refuses(lambda: load_checkpoint(path), name, error=CheckpointError)
+
+
+class Runs:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    """Neither torch's index, which is a pickle, nor an object in the file beside the shards."""
+    ran = tmp_path / "ran"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
+    refuses(lambda: load_checkpoint(foreign), "index is a pickle and could run code", error=CheckpointError)
+    save(tmp_path / "a.ckpt", {"w": torch.ones(2)}, {"state_dict": {}, "x": Runs(ran)})
+    with pytest.warns(UserWarning, match="objects that were not created"):
+        load_checkpoint(tmp_path / "a.ckpt")
+    assert not ran.exists()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import torch
+from equipoise.parallel.shards import saving
+from tests.parallel.shards.folders import save
+where, count = sys.argv[2], 0
+original = getattr(saving, where)
+def killed(*arguments):
+    os.kill(os.getpid(), 9)
+setattr(saving, where, killed)
+save(Path(sys.argv[1]), {"w": torch.ones(4)}, {"state_dict": {}})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["write_pieces", "write_index", "_write"])
+def test_killed(where: str, path: Path) -> None:
+    """The earlier checkpoint stays, and what is left is removed at the next one."""
+    script = [sys.executable, "-c", KILLED, str(path), where]
+    assert subprocess.run(script, timeout=300).returncode == -9
+    assert len(os.listdir(path.parent)) == 2
+    assert ShardReader(path).whole("w").sum() == 66
+    save(path, {}, {"state_dict": {}})
+    assert os.listdir(path.parent) == [path.name]
+
+
+# In the background.
+
+
+def test_errors_of_the_thread_come_at_the_next_call() -> None:
+    background = InBackground("test")
+
+    def fails() -> None:
+        raise CheckpointError("on purpose.")
+
+    background.start(fails)
+    with pytest.raises(CheckpointError, match="on purpose"):
+        background.start(fails)
+    background.wait()
+
+
+def test_pieces_cover_tensors() -> None:
+    tensor = torch.arange(7)
+    pieces = [part[0].tensor for part in cut({"x": tensor}, 3)]
+    assert torch.equal(torch.cat(pieces), tensor)
