@@ -223,3 +223,61 @@ def test_a_trace_keeps_no_tensor_of_the_call():
     del x
     assert alive() is None
     assert made.calls
+
+
+@dataclass
+class Halves:
+    """Two tensors and a number, on the way to a layer."""
+
+    first: Tensor
+    second: Tensor
+    factor: float
+
+
+Named = namedtuple("Named", ["first", "second", "factor"])
+
+
+class TakesPair(nn.Module):
+    """Stays whole, since it reads a value; its argument is a container that a graph cannot hold."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__()
+        self.parts = parts
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, pair: Any) -> Tensor:
+        first, second, factor = self.parts(pair)
+        sign = 1.0 if first.sum() > 0 else -1.0
+        return self.layer(first) * second * factor * sign
+
+
+class Packs(nn.Module):
+    def __init__(self, pack: Any, parts: Any) -> None:
+        super().__init__()
+        self.pack = pack
+        self.before = nn.Linear(3, 3)
+        self.whole = TakesPair(parts)
+        self.after = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        return self.after(self.whole(self.pack(hidden, hidden.tanh())))
+
+
+@pytest.mark.parametrize(
+    ("pack", "parts"),
+    [
+        (lambda a, b: Halves(a, b, 2.0), lambda pair: (pair.first, pair.second, pair.factor)),
+        (lambda a, b: Named(a, b, 2.0), tuple),
+        (lambda a, b: {1: a, 2: b, 3: 2.0}, lambda pair: tuple(pair.values())),
+        (lambda a, b: OrderedDict(a=a, b=b, c=2.0), lambda pair: tuple(pair.values())),
+    ],
+    ids=["data class", "named tuple", "keys that are no names", "ordered dictionary"],
+)
+def test_containers_reach_a_layer_that_stays_whole(pack: Any, parts: Any) -> None:
+    network = Packs(pack, parts).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    made = traced(network, x)
+    assert names(made) == ["before", "whole", "after"]
+    for batch in (x, torch.randn(5, 3, dtype=torch.float64)):
+        torch.testing.assert_close(run(made, batch), network(batch), rtol=1e-12, atol=1e-12)
