@@ -44,15 +44,24 @@ def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
     if file is not None:
         name = file[1]
         start = f"In {name}.yaml: "
-    link: BaseException | None = error
-    while link is not None:
+    for link in _causes(error):
         message = _explain_link(link, start, folders)
         if message is not None:
             return message
-        link = link.__cause__ or link.__context__
 
     # 3. Else the text does.
     return _explain_text(text, folders)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error, its cause, the cause of that, and so on."""
+    causes: list[BaseException] = []
+    link: BaseException | None = error
+    # An error that a handler raises again may be among its own causes.
+    while link is not None and all(link is not known for known in causes):
+        causes.append(link)
+        link = link.__cause__ or link.__context__
+    return causes
 
 
 def _explain_link(

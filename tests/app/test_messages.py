@@ -1,0 +1,10 @@
+"""Messages for errors of Hydra."""
+
+from equipoise.app.messages import explain
+
+
+def test_an_error_that_is_among_its_own_causes():
+    first, second = ValueError("first"), KeyError("second")
+    first.__cause__ = second
+    second.__context__ = first
+    assert "first" in explain(first)
