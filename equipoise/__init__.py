@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from equipoise.memory.out_of_memory import OutOfMemoryEvent as OutOfMemoryEvent
     from equipoise.memory.out_of_memory import Split as Split
     from equipoise.parallel.batches.calibration import SimulatedDevice as SimulatedDevice
+    from equipoise.planning import MemoryPrediction as MemoryPrediction
+    from equipoise.planning import predict_memory as predict_memory
     from equipoise.strategies import BalancedDataParallelStrategy as BalancedDataParallelStrategy
     from equipoise.strategies import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies import DDPStrategy as DDPStrategy

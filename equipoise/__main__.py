@@ -26,17 +26,19 @@ equipoise trains PyTorch models on the devices you have.
 
   equipoise fit [experiment=NAME] [key=value ...]    train
   equipoise validate|test|predict [key=value ...]    evaluate; name a checkpoint by ckpt_path=PATH, best or last
+  equipoise plan [key=value ...]                     predict memory under each strategy: what fits, the largest batch
   equipoise savings [key=value ...]                  measure a step of the module under each memory saver: peak, time
   equipoise compare [key=value ...]                  run the module under each strategy: speed, memory by device
   equipoise devices [--watch[=SECONDS]]              what devices there are, their memory, and under which index
   equipoise init FOLDER                              write a starter project that runs at once
   equipoise completion bash|zsh|fish                 print what to eval so that the shell completes commands and keys
 
-fit, validate, test, predict, savings and compare read the configuration in ./conf; --config-dir FOLDER names another
-folder; without either they run the digits example. Each run writes to a folder of its own, outputs/DATE/TIME.
+fit, validate, test, predict, plan, savings and compare read the configuration in ./conf; --config-dir FOLDER names
+another folder; without either they run the digits example. Each run writes to a folder of its own, outputs/DATE/TIME.
 
   equipoise fit --help       the groups, keys and flags of a run
   equipoise fit --help KEY   the type, default and meaning of a key, such as trainer.max_epochs
+  equipoise plan trainer.devices=2x24GiB    devices that are not here; --json, --html=FILE, --timeout=SECONDS
   equipoise savings --json   the table as JSON; --timeout=SECONDS bounds each measurement (600)
   equipoise compare --strategies=dp,ddp --steps=5 --largest[=N] --timeout=SECONDS --output=FOLDER --json
                              which ones; timed steps of each; look for the largest batch; the bound of each trial (600)
@@ -45,7 +47,7 @@ folder; without either they run the digits example. Each run writes to a folder 
 """
 
 # Commands that are no run stages.
-_OTHER_COMMANDS = ("savings", "compare", "devices", "init", "completion")
+_OTHER_COMMANDS = ("plan", "savings", "compare", "devices", "init", "completion")
 _SHELLS = ("bash", "zsh", "fish")
 _FLAGS = (
     *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
@@ -53,6 +55,7 @@ _FLAGS = (
 )
 # Flags of commands that are not Hydra's.
 _OWN_FLAGS = {
+    "plan": ("--config-dir", "--debug", "--help", "--html=", "--json", "--timeout="),
     "savings": ("--config-dir", "--debug", "--help", "--json", "--timeout="),
     "compare": (
         *("--config-dir", "--debug", "--help", "--json", "--largest", "--output=", "--steps=", "--strategies="),
@@ -136,6 +139,8 @@ def _run_command(command_line: Sequence[str]) -> None:
         _savings(arguments)
     elif command == "compare":
         _compare(arguments)
+    elif command == "plan":
+        _plan(arguments)
     elif command == "devices":
         show_devices(arguments)
     elif command == "init":
@@ -189,6 +194,15 @@ def _compare(arguments: Sequence[str]) -> None:
     from equipoise.app.comparison.command import show_comparison
 
     show_comparison([_quoted(argument) for argument in overrides], folders)
+
+
+def _plan(arguments: Sequence[str]) -> None:
+    """Predict the memory of what `fit` would run."""
+    overrides, folders = _take_folders(arguments)
+    _app()
+    from equipoise.app.planning.command import show_plan
+
+    show_plan([_quoted(argument) for argument in overrides], folders)
 
 
 def _check_argument(argument: str, stage: str) -> None:
@@ -322,7 +336,7 @@ def _complete(arguments: Sequence[str]) -> None:
         _print_beginning_with(word, STAGES + _OTHER_COMMANDS)
     elif word.startswith("-"):
         _print_beginning_with(word, _OWN_FLAGS.get(complete_words[1], _FLAGS))
-    elif complete_words[1] in (*STAGES, "savings", "compare"):
+    elif complete_words[1] in (*STAGES, "plan", "savings", "compare"):
         # An unfinished line may be wrong in any way, and a message would appear in the middle of it.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(Exception, SystemExit):
             _complete_key(arguments, complete_words[2:], word)

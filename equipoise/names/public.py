@@ -19,6 +19,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.errors": ("CheckpointError", "ConfigurationError", "StepError", "WorkerError"),
         "equipoise.memory.out_of_memory": ("OutOfMemoryEvent", "Split"),
         "equipoise.parallel.batches.calibration": ("SimulatedDevice",),
+        "equipoise.planning.prediction": ("MemoryPrediction", "predict_memory"),
         "lightning.pytorch": ("LightningDataModule", "LightningModule"),
     },
     "equipoise.callbacks": {
@@ -31,6 +32,14 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.callbacks.progress.progress_bar": ("ProgressBar",),
         "equipoise.report.run_report": ("RunReport",),
         "equipoise.report.run_summary": ("RunSummary",),
+    },
+    # What strategies and callbacks of others take part in plans with.
+    "equipoise.planning": {
+        "equipoise.planning.comparison": ("StrategyPlan", "plan_strategies", "recommend"),
+        "equipoise.planning.curve.parts": ("PredictedPeak",),
+        "equipoise.planning.description.devices": ("PlannedDevice", "describe_devices"),
+        "equipoise.planning.description.loads": ("Addition", "DeviceLoad", "PlannedLoads", "StepFacts"),
+        "equipoise.planning.prediction": ("MemoryPrediction", "predict_memory"),
     },
     "equipoise.report": {
         "equipoise.report.page.page": ("render_report", "write_report"),

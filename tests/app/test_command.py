@@ -232,7 +232,11 @@ def asked(equipoise, monkeypatch, line, point=None):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("equipoise ", ["fit", "validate", "test", "predict", "devices", "savings", "compare", "init", "completion"]),
+        (
+            "equipoise ",
+            ["fit", "validate", "test", "predict", "devices", "plan", "savings", "compare", "init", "completion"],
+        ),
+        ("equipoise plan --h", ["--help", "--html="]),
         ("equipoise f", ["fit"]),
         ("equipoise fit trainer.max_e", ["trainer.max_epochs="]),
         ("equipoise validate trainer.max_e", ["trainer.max_epochs="]),

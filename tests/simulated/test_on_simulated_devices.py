@@ -23,7 +23,7 @@ SIMULATED = "tests/simulated"
 GROUPS = {
     "simulation": [
         *(f"{SIMULATED}/test_{name}.py" for name in ("simulation", "streams", "replicas")),
-        *(f"{SIMULATED}/test_{name}.py" for name in ("recovery", "defects", "prefetch")),
+        *(f"{SIMULATED}/test_{name}.py" for name in ("recovery", "defects", "prefetch", "planning")),
     ],
     "steps": [
         *(f"{SIMULATED}/steps/test_{name}.py" for name in ("launches", "waits", "regions")),

@@ -22,7 +22,21 @@ from equipoise.interop.torch.dispatch import OperationWatch, tensor_in_memory, t
 from equipoise.memory.profile.attribution import Attribution
 from equipoise.memory.records import Category, Composition, TensorRecord
 
-__all__ = ["Ledger", "Places"]
+__all__ = ["Ledger", "LedgerEvent", "Places"]
+
+
+class LedgerEvent(NamedTuple):
+    """Allocation or release of a storage.
+
+    Attributes:
+        holder: Index of the storage among the records of `Ledger.history`.
+        is_allocation: True for an allocation, False for a release.
+        phase: The phase in which it happened.
+    """
+
+    holder: int
+    is_allocation: bool
+    phase: str
 
 
 class _Entry:
@@ -165,8 +179,8 @@ class Ledger:
         # Live storages by their ids, and those that were created before the start.
         self._entries: dict[int, _LiveEntry] = {}
         self._outside: dict[int, weakref.ref[Any]] = {}
-        # Allocations (True) and releases (False) in their order.
-        self._history: list[tuple[_Entry, bool]] = []
+        # Allocations (True) and releases (False) in their order, with their phases.
+        self._history: list[tuple[_Entry, bool, str]] = []
         # Live bytes by device.
         self._live: dict[str, int] = defaultdict(int)
         self._peaks: dict[tuple[str, str], _Peak] = {}
@@ -299,6 +313,35 @@ class Ledger:
             holders=tuple(records),
         )
 
+    @property
+    def num_events(self) -> int:
+        """Number of allocations and releases so far, on all devices."""
+        return len(self._history)
+
+    def history(self, device: str) -> tuple[list[TensorRecord], list[LedgerEvent]]:
+        """Return all storages of a device in the order of their allocation, and the events of their lives.
+
+        The records say what the storages are only after `stop`.
+
+        Args:
+            device: Name of the device in torch.
+        """
+        records: list[TensorRecord] = []
+        events: list[LedgerEvent] = []
+        indices: dict[int, int] = {}
+        for entry, is_allocation, phase in self._history:
+            if entry.device != device:
+                continue
+            if is_allocation:
+                indices[id(entry)] = len(records)
+                record = entry.record()
+                records.append(record)
+            # The history keeps the entries, so that their ids stay theirs.
+            holder = indices[id(entry)]
+            event = LedgerEvent(holder, is_allocation, phase)
+            events.append(event)
+        return records, events
+
     def _peaks_on(self, device: str, phase: str | None) -> dict[str, _Peak]:
         """Return the peaks of a device by phase, or that of one phase."""
         peaks = {}
@@ -310,7 +353,7 @@ class Ledger:
     def _live_at(self, peak: _Peak, device: str) -> list[_Entry]:
         """Replay allocations and releases up to a peak, and return the live entries of a device."""
         live: dict[int, _Entry] = {}
-        for entry, is_allocation in self._history[: peak.history_length]:
+        for entry, is_allocation, _ in self._history[: peak.history_length]:
             if entry.device != device:
                 continue
             if is_allocation:
@@ -402,7 +445,7 @@ class Ledger:
         key = id(storage)
         reference = weakref.ref(storage, lambda _: self._remove(key))
         self._entries[key] = (reference, entry)
-        self._history.append((entry, True))
+        self._history.append((entry, True, self.phase))
         self._live[entry.device] += entry.nbytes
 
     def _exclude_older(self, tensor: Tensor) -> None:
@@ -422,7 +465,7 @@ class Ledger:
         if reference_and_entry is not None:
             _, entry = reference_and_entry
             self._live[entry.device] -= entry.nbytes
-            self._history.append((entry, False))
+            self._history.append((entry, False, self.phase))
 
     def _update_peaks(self) -> None:
         for device, nbytes in self._live.items():

@@ -21,6 +21,8 @@ from equipoise.parallel.communication.process_group import another_group
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.parallel.workers.preloading import preload
+from equipoise.planning.description.devices import PlannedDevice
+from equipoise.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
@@ -33,6 +35,7 @@ from equipoise.strategies.fsdp.state.portable_state import BeforeSharding, Shard
 from equipoise.strategies.fsdp.stepped_by_hand import SteppedByHand
 from equipoise.strategies.fsdp.steps import ShardedSteps
 from equipoise.strategies.fsdp.units import choose_units, table_of
+from equipoise.strategies.planned_loads import bytes_of_parameters, sharded_loads
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
@@ -171,6 +174,21 @@ class FSDPStrategy(ProcessStrategy):
         self.checkpoints = checkpoints
         self.save_in_background = save_in_background
         self.compare_calls = compare_calls
+
+    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
+        """Return the loads of the processes: shards, and a unit that computes; see `Strategy.device_loads`."""
+        count = len(devices)
+        if count == 1:
+            return PlannedLoads(loads=[WHOLE_STEP])
+        if self.cpu_offload:
+            raise ConfigurationError("cpu_offload=True is not predicted; leave it out for a plan")
+        patterns = None
+        if not isinstance(self.units, str):
+            patterns = self.units
+        *units, _ = choose_units(module, patterns)
+        sizes = [bytes_of_parameters(unit.module) for unit in units]
+        root = bytes_of_parameters(module) - sum(sizes)
+        return sharded_loads(count, max(1, count // self.replicas), sizes, root)
 
     # Where it runs.
 

@@ -23,6 +23,8 @@ from equipoise.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.pipeline.processes.optimizers.process_optimizer import ProcessOptimizer
 from equipoise.pipeline.schedule.schedule import check_schedule, check_stages, splits
 from equipoise.pipeline.schedule.timeline import Timeline
+from equipoise.planning.description.devices import PlannedDevice
+from equipoise.planning.description.loads import PlannedLoads, StepFacts
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.loaders import refuse_missing_batch, shard_of_process
 from equipoise.strategies.distributed.sample_shares import ProcessShares
@@ -31,6 +33,7 @@ from equipoise.strategies.pipeline.pipelined_batch import PipelinedBatch
 from equipoise.strategies.pipeline.portable_state import PipelineState
 from equipoise.strategies.pipeline.recovery import FinerBatch, PipelineRecovery
 from equipoise.strategies.pipeline.run import PipelineRun, ProcessParts
+from equipoise.strategies.planned_loads import stage_loads
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
@@ -153,6 +156,30 @@ class PipelineStrategy(Strategy):
     def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
         """Return all devices; see `Strategy.default_devices`."""
         return available
+
+    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
+        """Return the loads of the stages; see `Strategy.device_loads`. All replicas have the same."""
+        # 1. The devices of a replica.
+        count = len(devices) // self.replicas
+        if count < 2:
+            raise ConfigurationError(f"a pipeline needs two devices or more, not {len(devices)}")
+
+        # 2. The cut, if it is known already.
+        cut_before = self.cut_before
+        if cut_before is None and callable(getattr(module, "pipeline_cuts", None)):
+            cut_before = list(module.pipeline_cuts())  # type: ignore[operator]
+        if cut_before is not None and len(cut_before) != count * self.stages_per_device - 1:
+            raise ConfigurationError(f"{count} devices need another number of names than cut_before={cut_before}")
+        planned = stage_loads(
+            count,
+            self.stages_per_device,
+            self._num_micro_batches(count),
+            self.schedule,
+            cut_before,
+            copies_inputs=devices[0].kind == "cuda",
+        )
+        loads = list(planned.loads) * self.replicas
+        return PlannedLoads(loads=loads, batches=self.replicas, note=planned.note)
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use the devices, each for one stage or for several; see `Strategy.connect`."""

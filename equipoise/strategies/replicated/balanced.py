@@ -17,6 +17,8 @@ from equipoise.parallel.batches.shares import (
     first_device_sizes,
     sizes_by_shares,
 )
+from equipoise.planning.description.devices import PlannedDevice
+from equipoise.planning.description.loads import StepFacts
 from equipoise.precision import Precision
 from equipoise.strategies.replicated.base import Parallelize, ReplicatedStrategy
 from equipoise.validation import is_whole
@@ -140,6 +142,25 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
             self._calibration = Calibration(self.devices, self.simulated, PeakWatch)
 
     # Where it runs.
+
+    def _planned_sizes(self, devices: Sequence[PlannedDevice], facts: StepFacts) -> Callable[[int], Sequence[int]]:
+        """Return the function that returns the samples of each planned device.
+
+        Shares that are to be measured follow from the memory that the module leaves on each device.
+        """
+        count = len(devices)
+        first = self.first_device_batch_size
+        if first is not None and self._shares is None:
+            return lambda batch_size: first_device_sizes(batch_size, count, first)[0]
+        shares = self._shares
+        if shares is None:
+            replica = facts.parameters + facts.buffers + facts.gradients
+            taken = [replica + facts.optimizer_state] + [replica] * (count - 1)
+            rooms = zip(devices, taken, strict=True)
+            shares = [float(max(0, device.usable - nbytes)) for device, nbytes in rooms]
+        if len(shares) != count or not any(shares):
+            return super()._planned_sizes(devices, facts)
+        return lambda batch_size: sizes_by_shares(batch_size, shares)
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use the devices; see `Strategy.connect`."""

@@ -176,7 +176,7 @@ def test_a_backward_belongs_to_the_modules_of_its_forward() -> None:
     ledger.begin("backward")
     loss.backward()
     ledger.stop()
-    for entry, came in ledger._history:
+    for entry, came, _ in ledger._history:
         if came and entry.phase == "backward" and len(entry.shape) == 2 and entry.shape[0] == 2:
             seen.setdefault(entry.shape[1], set()).add(entry.module)
     for index, size in enumerate(sizes[1:]):  # the gradient of a Tanh's input is as large as a Linear's output

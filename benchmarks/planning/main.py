@@ -1,0 +1,190 @@
+"""Predicted peaks against those of real steps, and the time of plans of large models.
+
+python benchmarks/planning/main.py                   the tables
+python benchmarks/planning/main.py --quick           one batch size for all variants but the first; no large models
+python benchmarks/planning/main.py --only unet gru   these networks
+python benchmarks/planning/main.py --large           the large models alone
+"""
+
+import argparse
+import random
+import resource
+import statistics
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from networks import LARGE, NETWORKS, Trained, large_language_model
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from equipoise import predict_memory
+from equipoise.formats import format_bytes, format_duration
+from equipoise.planning.description.settings import StepSettings
+from equipoise.planning.tracing.recording import record_step
+from equipoise.planning.tracing.step import PlannedStep
+from equipoise.planning.tracing.tracer import trace_step
+
+# Each network with all of these. "blocks" stands for the parts of the network that have several layers, or all.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("adamw", {}),
+    "SGD with momentum": ("momentum", {}),
+    "two optimisers, by hand": ("two", {}),
+    "RMSprop, bf16-mixed": ("rmsprop", {"precision": "bf16-mixed"}),
+    "AdamW, bf16-mixed, 2 accumulated": ("adamw", {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+    "AdamW, 3 accumulated": ("adamw", {"accumulate_grad_batches": 3}),
+    "AdamW, checkpointed": ("adamw", {"activation_checkpointing": "blocks"}),
+    "SGD, bf16-mixed, checkpointed": (
+        "momentum",
+        {"precision": "bf16-mixed", "activation_checkpointing": "blocks"},
+    ),
+}
+LARGEST_BATCH = 200
+# Batch sizes of each network and variant: the smallest, the largest, and some in between.
+SIZES = 3
+
+
+class Case(NamedTuple):
+    """A step of a real network, and its prediction."""
+
+    network: str
+    variant: str
+    batch_size: int
+    actual: int
+    predicted: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.actual - 1
+
+
+def settings_of(net: nn.Module, options: dict[str, Any]) -> StepSettings:
+    """Return the settings of a variant; the blocks of a network are its children with several layers, or else all."""
+    options = dict(options)
+    if options.get("activation_checkpointing"):
+        children = list(net.named_children())
+        blocks = [name for name, child in children if len(list(child.modules())) > 2]
+        blocks = blocks or [name for name, child in children if any(True for _ in child.parameters())]
+        lists = [name for name in blocks if isinstance(net.get_submodule(name), nn.ModuleList)]
+        options["activation_checkpointing"] = tuple(f"net.{name}{'.*' if name in lists else ''}" for name in blocks)
+    return StepSettings(**options)
+
+
+def really(name: str, optimizer: str, settings: StepSettings, batch_size: int) -> int:
+    """Return the peak of a real step, as the ledger records it."""
+    build, example = NETWORKS[name]
+    step = PlannedStep(Trained(build(), optimizer), settings)
+    recorded = record_step(step, example(), batch_size, settings.accumulate_grad_batches)
+    running = most = 0
+    for event in recorded.events:
+        nbytes = recorded.records[event.holder].nbytes
+        running += nbytes if event.is_allocation else -nbytes
+        most = max(most, running)
+    return most
+
+
+def cases_of(name: str, generator: random.Random, *, quick: bool) -> Iterator[Case]:
+    """Yield the steps of a network under all variants, at several batch sizes."""
+    build, example = NETWORKS[name]
+    for number, (variant, (optimizer, options)) in enumerate(VARIANTS.items()):
+        settings = settings_of(build(), options)
+        found = trace_step(lambda optimizer=optimizer: Trained(build(), optimizer), example(), settings)
+        if found.method != "traced":
+            print(f"{name}, {variant}: {found.method}", file=sys.stderr)
+        batch_sizes = [1, LARGEST_BATCH, *generator.sample(range(2, LARGEST_BATCH), SIZES - 2)]
+        if quick and number:
+            batch_sizes = batch_sizes[-1:]
+        for batch_size in batch_sizes:
+            # Statistics of a batch need two samples.
+            batch_size = max(2, batch_size) if has_statistics(build()) else batch_size
+            actual = really(name, optimizer, settings, batch_size)
+            yield Case(name, variant, batch_size, actual, found.curve.peak(batch_size).nbytes)
+
+
+def has_statistics(net: nn.Module) -> bool:
+    return any(isinstance(module, nn.BatchNorm1d) for module in net.modules())
+
+
+def accuracy(only: list[str] | None, seed: int, console: Console, *, quick: bool) -> None:
+    """Print the errors of each network, and of each variant."""
+    generator = random.Random(seed)
+    cases: list[Case] = []
+    for name in NETWORKS:
+        if only is None or name in only:
+            of_network = list(cases_of(name, generator, quick=quick))
+            cases += of_network
+            print(name, *summary(of_network), sep=" | ", file=sys.stderr, flush=True)
+    for head in ("network", "variant"):
+        groups: dict[str, list[Case]] = defaultdict(list)
+        for case in cases:
+            groups[getattr(case, head)].append(case)
+        table = Table(head, "steps", "median error", "largest error")
+        for name, group in [*groups.items(), ("all", cases)]:
+            table.add_row(name, *summary(group))
+        console.print(table)
+    for case in sorted(cases, key=lambda case: -abs(case.error))[:5]:
+        print(f"{case.error:+.3%}  {case.network}, {case.variant}, {case.batch_size} samples", file=sys.stderr)
+
+
+def processor_seconds() -> float:
+    """Return the time that the processor has spent on this process and on those that it has started."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def summary(cases: list[Case]) -> tuple[str, str, str]:
+    """Return the number of cases, their median error, and the largest one."""
+    median = statistics.median(abs(case.error) for case in cases)
+    largest = max((case.error for case in cases), key=abs)
+    return str(len(cases)), f"{median:.3%}", f"{largest:+.3%}"
+
+
+def large_models(console: Console) -> None:
+    """Print time and memory of the plans of large models, each with the process that makes it."""
+    table = Table(
+        *("model", "parameters", "plan", "processor time"),
+        *("peak with 1 sample", "largest batch in 80 GiB", "resident set"),
+    )
+    for name in LARGE:
+        module, example = large_language_model(name)
+        begin = time.perf_counter()
+        busy = processor_seconds()
+        prediction = predict_memory(module, example, precision="bf16-mixed", device="cuda")
+        largest = prediction.largest_batch(80 * 2**30)
+        seconds = time.perf_counter() - begin
+        resident = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
+        cells = (
+            format_bytes(prediction.facts.parameters),
+            format_duration(seconds),
+            format_duration(processor_seconds() - busy),
+            format_bytes(prediction.peak(1).nbytes),
+            str(largest),
+            format_bytes(1024 * resident),
+        )
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(NETWORKS), nargs="+", help="these networks")
+    parser.add_argument("--quick", action="store_true", help="one batch size for all variants but the first")
+    parser.add_argument("--large", action="store_true", help="the large models alone")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the batch sizes")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(arguments.seed)
+    console = Console(width=140)
+    if not arguments.large:
+        accuracy(arguments.only, arguments.seed, console, quick=arguments.quick)
+    if arguments.large or not (arguments.only or arguments.quick):
+        large_models(console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`equipoise plan`: which strategy fits on which devices, before anything is trained."""

@@ -1,0 +1,273 @@
+"""The process of a plan: `python -m equipoise.app.planning.trial RESULT`, with the request as JSON on its input.
+
+The data are real, and the first batch is read. The module is built and traced without memory.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import seed_everything
+from torch import nn
+
+from equipoise.app.build import build
+from equipoise.app.savings.blocks import repeated_blocks
+from equipoise.errors import ConfigurationError
+from equipoise.names.public import public_classes
+from equipoise.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
+from equipoise.planning.description.devices import PlannedDevice
+from equipoise.planning.description.settings import StepSettings
+from equipoise.planning.prediction import MemoryPrediction, check_real_steps, predicted
+from equipoise.planning.process.worker import write_result
+from equipoise.planning.tracing.batches import size_of_batch
+from equipoise.planning.tracing.obstacles import reason_of
+from equipoise.planning.tracing.tracer import measure_step, trace_step
+from equipoise.strategies import Strategy
+
+__all__ = ["main"]
+
+# Arguments of the trainer that change the memory of a step in a way that a trace does not follow.
+_NOT_PLANNED = ("step_in_backward", "offload_activations", "compile", "capture")
+# Strategies whose devices hold something else than a step of the module.
+_OTHER_STRATEGIES = ("ensemble", "hogwild")
+# Batch sizes of a picture: their number, and the largest one in multiples of the configured batch.
+_STRETCHES = 16
+_FARTHEST = 8
+
+
+def main(result_file: Path, request: Mapping[str, Any]) -> None:
+    """Make the plan, and write it as JSON; an error becomes its reason.
+
+    Args:
+        result_file: The file for the result.
+        request: The values of the configuration, the devices, and `with_curves`: True to add the peaks of each
+            strategy over the batch size.
+    """
+    torch.set_num_threads(1)
+    try:
+        devices = [PlannedDevice(**device) for device in request["devices"]]
+        result = _plan(request["values"], devices, with_curves=request["with_curves"])
+    except Exception as error:
+        result = {"reason": reason_of(error)}
+    write_result(result_file, result)
+
+
+def _plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], *, with_curves: bool) -> dict[str, Any]:
+    # 1. A batch, and the settings.
+    seed_everything(values["seed"] or 0, workers=True, verbose=False)
+    example = _first_batch(values)
+    batch_size = size_of_batch(example)
+    settings = _settings(values["trainer"], devices)
+    planner = _Planner(values, example, _strategies(values["strategy"]), devices)
+
+    # 2. The plans.
+    prediction, module = planner.predict(settings)
+    plans = planner.plans(prediction, module)
+    result = {
+        "title": type(module).__name__,
+        "batch_size": batch_size,
+        "method": prediction.method,
+        "notes": [*prediction.notes, *_notes(values["trainer"])],
+        "strategies": [plain_plan(plan) for plan in plans],
+        "alternatives": [],
+        "curves": {},
+    }
+
+    # 3. If nothing fits, what helps: smaller batches that are accumulated, and other settings.
+    accumulated: list[StrategyPlan] = []
+    if not any(plan.fits for plan in plans):
+        if settings.accumulate_grad_batches == 1:
+            accumulated = planner.plans(*planner.predict(replace(settings, accumulate_grad_batches=2)))
+        result["alternatives"] = _alternatives(planner, settings, module)
+    advice = recommend(plans, devices, batch_size, accumulated, settings.accumulate_grad_batches)
+    result["recommendation"] = asdict(_with_known_keys(advice, values))
+
+    # 4. What the picture needs.
+    if with_curves:
+        result["curves"] = _curves(plans, batch_size)
+    return result
+
+
+class _Planner:
+    """Makes plans of the configured step with other settings.
+
+    Args:
+        values: The configuration.
+        example: A batch.
+        strategies: The strategies.
+        devices: The devices.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        example: Any,
+        strategies: Sequence[Strategy],
+        devices: Sequence[PlannedDevice],
+    ) -> None:
+        self._values = values
+        self._example = example
+        self._strategies = strategies
+        self._devices = devices
+
+    def plans(self, prediction: MemoryPrediction, module: nn.Module) -> list[StrategyPlan]:
+        """Return the plan of each strategy."""
+        return plan_strategies(prediction, module, self._strategies, self._devices)
+
+    def predict(self, settings: StepSettings) -> tuple[MemoryPrediction, nn.Module]:
+        """Return the prediction of a step, and the module of which it was made.
+
+        A step that cannot be traced runs with parts of the batch, if the module is small.
+        """
+        modules: list[nn.Module] = []
+
+        def build_module() -> nn.Module:
+            module: nn.Module = build(self._values["module"], "module")
+            modules.append(module)
+            return module
+
+        try:
+            found = trace_step(build_module, self._example, settings)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            # Without a module, there is nothing to run.
+            if not modules:
+                raise
+            reason = reason_of(error)
+            check_real_steps(modules[0], reason)
+            modules.clear()
+            measured = measure_step(build_module, self._example, settings)
+            found = replace(measured, notes=[f"{reason}, so real steps were run."])
+        return predicted(found, size_of_batch(self._example), settings), modules[0]
+
+
+def _with_known_keys(advice: Recommendation, values: Mapping[str, Any]) -> Recommendation:
+    """Return a recommendation without overrides of keys that the data do not have."""
+    overrides = []
+    for override in advice.overrides:
+        key = override.partition("=")[0].removeprefix("data.")
+        if not override.startswith("data.") or key in values["data"]:
+            overrides.append(override)
+    return replace(advice, overrides=overrides)
+
+
+def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[int, int]]:
+    """Return for each strategy the peak of its fullest device by batch size."""
+    # 1. From one sample to a little more than what fits.
+    most = 2 * batch_size
+    for plan in plans:
+        if plan.largest_batch <= _FARTHEST * batch_size:
+            most = max(most, round(1.2 * plan.largest_batch))
+    sizes = sorted({1 + (most - 1) * index // _STRETCHES for index in range(_STRETCHES + 1)})
+
+    # 2. The peaks.
+    curves = {}
+    for plan in plans:
+        if plan.peaks is not None:
+            curves[plan.strategy] = {size: plan.peaks.fullest(size) for size in sizes}
+    return curves
+
+
+def _first_batch(values: Mapping[str, Any]) -> Any:
+    """Return the first batch of the training loader."""
+    if not values.get("data"):
+        raise ConfigurationError("equipoise plan reads one batch of the data; choose them by data=NAME.")
+    data = build(values["data"], "data")
+    data.prepare_data()
+    data.setup("fit")
+    for batch in data.train_dataloader():
+        return batch
+    raise ConfigurationError("equipoise plan reads one batch of the data, but the training loader is empty.")
+
+
+def _settings(trainer: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> StepSettings:
+    kinds = [device.kind for device in devices]
+    device: Literal["cpu", "cuda"] = "cpu"
+    if "cuda" in kinds:
+        device = "cuda"
+    batches = trainer.get("accumulate_grad_batches") or 1
+    if isinstance(batches, Mapping):
+        batches = max(batches.values(), default=1)
+    return StepSettings(
+        precision=trainer.get("precision") or "32-true",
+        accumulate_grad_batches=batches,
+        activation_checkpointing=tuple(trainer.get("activation_checkpointing") or ()),
+        device=device,
+    )
+
+
+def _notes(trainer: Mapping[str, Any]) -> list[str]:
+    notes = []
+    for name in _NOT_PLANNED:
+        if trainer.get(name):
+            notes.append(f"trainer.{name} is not part of the prediction.")
+    return notes
+
+
+def _strategies(configured: Any) -> list[Strategy]:
+    """Return a strategy of each kind; the configured one with its options."""
+    chosen = None
+    if isinstance(configured, Mapping):
+        chosen = build(configured, "strategy")
+    strategies: list[Strategy] = []
+    for kind in public_classes("equipoise.strategies", Strategy):
+        if chosen is not None and type(chosen) is kind:
+            strategies.append(chosen)
+        elif kind.name and kind.name not in _OTHER_STRATEGIES:
+            strategies.append(kind())
+    return strategies
+
+
+def _alternatives(planner: _Planner, settings: StepSettings, module: nn.Module) -> list[dict[str, Any]]:
+    """Return the plans with what needs less memory: activation checkpointing, bf16-mixed, both."""
+    # 1. The overrides to try.
+    blocks = tuple(settings.activation_checkpointing or repeated_blocks(module))
+    half = settings.precision
+    if half in ("32-true", "32", 32):
+        half = "bf16-mixed"
+    variants = {(half, settings.activation_checkpointing), (settings.precision, blocks), (half, blocks)}
+    variants.discard((settings.precision, settings.activation_checkpointing))
+
+    # 2. The plan with each.
+    alternatives = []
+    for precision, patterns in sorted(variants, key=lambda variant: (str(variant[0]), len(variant[1]))):
+        changed = replace(settings, precision=precision, activation_checkpointing=patterns)
+        plans = planner.plans(*planner.predict(changed))
+        overrides = []
+        if precision != settings.precision:
+            overrides.append(f"trainer.precision={precision}")
+        if patterns != settings.activation_checkpointing:
+            overrides.append(f"trainer.activation_checkpointing=[{','.join(patterns)}]")
+        alternatives.append({"overrides": overrides, "strategies": [plain_plan(plan) for plan in plans]})
+    return alternatives
+
+
+def plain_plan(plan: StrategyPlan) -> dict[str, Any]:
+    """Return a plan as values that JSON can hold.
+
+    Args:
+        plan: The plan.
+    """
+    devices = []
+    for device in plan.devices:
+        values = asdict(device)
+        values["fits"] = device.room >= 0
+        devices.append(values)
+    return {
+        "strategy": plan.strategy,
+        "fits": plan.fits,
+        "largest_batch": plan.largest_batch,
+        "batches": plan.batches,
+        "note": plan.note,
+        "reason": plan.reason,
+        "devices": devices,
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.stdin.buffer.read()))

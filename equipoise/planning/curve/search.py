@@ -1,0 +1,34 @@
+"""The largest batch size that fits."""
+
+from collections.abc import Callable
+
+__all__ = ["MOST_SAMPLES", "largest_size"]
+
+# The largest answer, for steps whose memory hardly grows with the batch.
+MOST_SAMPLES = 2**24
+
+
+def largest_size(fits: Callable[[int], bool], start: int, most: int = MOST_SAMPLES) -> int:
+    """Return the largest batch size that fits; 0 if none does.
+
+    Args:
+        fits: Returns True for a batch size that fits. Every smaller one fits, too.
+        start: The size to begin with, from 1.
+        most: The largest answer. Default: 16.8 million.
+
+    Example:
+        >>> largest_size(lambda size: size * 3 <= 100, 8)
+        33
+    """
+    largest = 0
+    too_large = most + 1
+    while too_large - largest > 1:
+        # Double from the start on, then halve the interval.
+        halved = (largest + too_large) // 2
+        doubled = max(2 * largest, start)
+        middle = min(halved, doubled)
+        if fits(middle):
+            largest = middle
+        else:
+            too_large = middle
+    return largest

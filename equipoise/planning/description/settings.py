@@ -1,0 +1,42 @@
+"""Settings of a planned step: what of a trainer's arguments decides about its memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from equipoise.errors import ConfigurationError
+from equipoise.precision import make_precision
+from equipoise.validation import check_whole
+
+__all__ = ["StepSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Settings of a step, with the names of the trainer's arguments.
+
+    Attributes:
+        precision: The precision; see `Trainer`. Default: "32-true".
+        accumulate_grad_batches: Batches of an accumulation window. Default: 1.
+        activation_checkpointing: Patterns of submodules that compute their activations twice. Default: none.
+        device: "cuda" for optimisers that step all parameters together, as they do on GPUs by default. Default: "cpu".
+
+    Raises:
+        ConfigurationError: If a value is out of range.
+    """
+
+    precision: str | int = "32-true"
+    accumulate_grad_batches: int = 1
+    activation_checkpointing: Sequence[str] = ()
+    device: Literal["cpu", "cuda"] = "cpu"
+
+    def __post_init__(self) -> None:
+        make_precision(self.precision, "cpu")
+        check_whole("accumulate_grad_batches", self.accumulate_grad_batches, least=1)
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigurationError(f"device must be 'cpu' or 'cuda' for a plan, not {self.device!r}.")
+        if isinstance(self.activation_checkpointing, str):
+            raise ConfigurationError(
+                "activation_checkpointing is a list of patterns, such as ['encoder.*'], not"
+                f" {self.activation_checkpointing!r}."
+            )

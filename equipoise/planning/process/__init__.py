@@ -1,0 +1,1 @@
+"""Traces in a process of their own, which may end without harm."""

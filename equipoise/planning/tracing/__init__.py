@@ -1,0 +1,1 @@
+"""A step that runs on tensors without memory, recorded."""

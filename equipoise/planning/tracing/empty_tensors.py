@@ -1,0 +1,64 @@
+"""The parameters and buffers of a module exchanged for others of the same shape, without memory."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.interop.torch.fake_tensors import is_fake, usual_tensors
+
+__all__ = ["convert_without_memory", "empty_like_real", "exchange_tensors", "has_fake_tensors"]
+
+
+def has_fake_tensors(module: nn.Module) -> bool:
+    """Return True if a parameter or buffer of a module has no memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return any(is_fake(tensor) for tensor in tensors)
+
+
+def exchange_tensors(module: nn.Module, exchange: Callable[[Tensor], Tensor]) -> None:
+    """Exchange the parameters and buffers of a module; what several submodules share stays shared.
+
+    Args:
+        module: The module.
+        exchange: Returns the tensor in place of another.
+    """
+    exchanged: dict[int, Tensor] = {}
+    # The old tensors, whose ids must not be used again meanwhile.
+    old: list[Tensor] = []
+    # Each submodule registers its own, also those that others register as well.
+    for submodule in module.modules():
+        for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
+            old.append(parameter)
+            if id(parameter) not in exchanged:
+                data = exchange(parameter.detach())
+                exchanged[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            setattr(submodule, name, exchanged[id(parameter)])
+        for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
+            old.append(buffer)
+            if id(buffer) not in exchanged:
+                exchanged[id(buffer)] = exchange(buffer)
+            setattr(submodule, name, exchanged[id(buffer)])
+
+
+def empty_like_real(tensor: Tensor) -> Tensor:
+    """Return a tensor of the CPU with shape, strides and dtype of another; without memory among fake tensors."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+
+
+def convert_without_memory(module: nn.Module, convert: Callable[[nn.Module], None]) -> None:
+    """Convert a module of tensors without memory, which `module.to(dtype)` refuses to convert as they are.
+
+    Args:
+        module: The module.
+        convert: Converts a module in place.
+    """
+    with usual_tensors():
+        exchange_tensors(module, _on_meta)
+        convert(module)
+    exchange_tensors(module, empty_like_real)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor of the device "meta", of which torch knows the shape only."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -1,0 +1,122 @@
+"""Stand-ins for the trainer and its loggers, for a step that runs without either."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["SilentLogger", "TrainerStandIn", "attach"]
+
+# Values that a module may compute with before it knows the length of a run.
+_STEPS = 1000
+
+
+class SilentLogger:
+    """Logger that takes every call and does nothing, and so do its attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a logger again, for `self.logger.experiment.add_scalar(...)`."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return SilentLogger()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing."""
+        return SilentLogger()
+
+
+class TrainerStandIn:
+    """What modules read from a trainer during a step, as it is in the first epoch of a run on one device.
+
+    Args:
+        accumulate_grad_batches: Batches of an accumulation window.
+        precision: Name of the precision.
+
+    Attributes:
+        optimizers: The optimisers, once they exist.
+    """
+
+    def __init__(self, accumulate_grad_batches: int = 1, precision: str = "32-true") -> None:
+        self.optimizers: list[Optimizer] = []
+        self.accumulate_grad_batches = accumulate_grad_batches
+        self.precision = precision
+
+        # Where the run is.
+        self.current_epoch = 0
+        self.global_step = 1
+        self.is_last_batch = False
+        self.training = True
+        self.validating = False
+        self.testing = False
+        self.predicting = False
+        self.sanity_checking = False
+
+        # How long it takes.
+        self.max_epochs = 10
+        self.min_epochs = None
+        self.max_steps = -1
+        self.num_training_batches = _STEPS // self.max_epochs
+        self.estimated_stepping_batches = _STEPS
+
+        # Where it computes.
+        self.world_size = 1
+        self.num_devices = 1
+        self.num_nodes = 1
+        self.global_rank = 0
+        self.local_rank = 0
+        self.is_global_zero = True
+
+        # What it keeps.
+        self.logger = SilentLogger()
+        self.loggers = [self.logger]
+        self.callbacks: list[Any] = []
+        self.callback_metrics: dict[str, Tensor] = {}
+        self.logged_metrics: dict[str, Tensor] = {}
+        self.datamodule = None
+
+
+def attach(module: nn.Module, trainer: TrainerStandIn, on_backward: Callable[..., None]) -> None:
+    """Give a module a stand-in for its trainer, and methods that need no other.
+
+    The module is not used afterwards, so nothing is put back.
+
+    Args:
+        module: The user's module.
+        trainer: The stand-in, which must live as long as the module is used.
+        on_backward: Called as `manual_backward(loss)`.
+    """
+    methods: dict[str, Any] = {
+        "log": _ignore,
+        "log_dict": _ignore,
+        "print": _ignore,
+        "manual_backward": on_backward,
+        "optimizers": lambda use_pl_optimizer=True: _one_or_all(trainer.optimizers),
+        "lr_schedulers": _ignore,
+        "clip_gradients": _ignore,
+        "all_gather": lambda data, *args, **kwargs: data,
+    }
+    for name, method in methods.items():
+        # A method of the user's own stays.
+        if _is_inherited(module, name):
+            vars(module)[name] = method
+    if hasattr(type(module), "trainer"):
+        module.trainer = trainer  # type: ignore[assignment]
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
+
+
+def _one_or_all(optimizers: list[Optimizer]) -> Any:
+    """Return the only optimiser, or the list of all."""
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return optimizers
+
+
+def _is_inherited(module: nn.Module, name: str) -> bool:
+    """Return True for a method that the class has from Lightning, or does not have."""
+    method = getattr(type(module), name, None)
+    package = getattr(method, "__module__", "lightning")
+    return package.partition(".")[0] in ("lightning", "pytorch_lightning")

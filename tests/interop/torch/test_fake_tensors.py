@@ -1,0 +1,85 @@
+"""Tensors without memory: what they are used for, and the guesses where values are missing."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.interop.torch.fake_tensors import fake_tensors, is_fake, usual_tensors
+from equipoise.memory.profile.ledger import Ledger
+
+
+def test_nothing_is_allocated_and_nothing_is_guessed() -> None:
+    guesses: list[str] = []
+    with fake_tensors(guesses.append):
+        layer = copy.deepcopy(nn.Linear(2**18, 2**18))
+        loss = layer(torch.ones(4, 2**18)).mean()
+        loss.backward()
+    assert is_fake(layer.weight)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.untyped_storage().nbytes() == 2**38
+    assert guesses == []
+
+
+def test_values_are_guessed() -> None:
+    guesses: list[str] = []
+    with fake_tensors(guesses.append):
+        total = torch.ones(3).sum()
+        assert total.item() == 1.0
+        assert not bool(total > 5)
+        assert (torch.arange(3).sum()).item() == 1
+    assert len(guesses) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "select"),
+    [
+        ((12,), lambda values: values[values > 0]),
+        ((3, 4), lambda values: values[:, torch.ones(4) > 0]),
+        ((12, 2), lambda values: (values > 0).nonzero()),
+        ((12,), lambda values: torch.masked_select(values, values > 0)),
+        ((12,), torch.unique),
+    ],
+)
+def test_shapes_are_the_largest(shape: tuple[int, ...], select: Callable[[Tensor], Tensor]) -> None:
+    guesses: list[str] = []
+    with fake_tensors(guesses.append):
+        result = select(torch.ones(3, 4))
+    assert result.shape == shape
+    assert "as large as it can be" in guesses[0]
+
+
+def test_usual_tensors_within() -> None:
+    with fake_tensors(print):
+        with usual_tensors():
+            real = torch.ones(2)
+        assert is_fake(torch.ones(2))
+    assert not is_fake(real)
+    assert is_fake(torch.ones(2, device="meta"))
+
+
+def test_results_are_those_of_the_kernels() -> None:
+    """A workspace, and dtypes under autocast, of which torch's shapes without memory know less than the kernels."""
+
+    def sizes_of(layer: nn.Module, values: Tensor) -> list[int]:
+        ledger = Ledger(layer)
+        ledger.start()
+        with torch.autocast("cpu", torch.bfloat16, enabled=isinstance(layer, nn.Sequential)):
+            output = layer(values)
+        (output[0] if isinstance(output, tuple) else output).float().sum().backward()
+        ledger.stop()
+        records, _ = ledger.history("cpu")
+        return [record.nbytes for record in records if record.nbytes > 100]
+
+    builds = {
+        "lstm": (lambda: nn.LSTM(16, 48), (20, 24, 16)),
+        "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16)), (8, 3, 9, 9)),
+    }
+    for name, (build, shape) in builds.items():
+        real = sizes_of(build(), torch.zeros(shape))
+        with fake_tensors(print):
+            fake = sizes_of(build(), torch.zeros(shape))
+        assert sum(fake) == pytest.approx(sum(real), rel=0.03), name
+        assert len(fake) == pytest.approx(len(real), abs=2), name

@@ -1,0 +1,95 @@
+"""Predicted peaks of each device against those of the devices' allocators."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, PipelineStrategy, SingleDeviceStrategy
+from equipoise.planning.comparison import plan_strategies
+from equipoise.planning.description.devices import PlannedDevice
+from equipoise.planning.description.settings import StepSettings
+from equipoise.planning.prediction import predicted
+from equipoise.planning.tracing.tracer import trace_step
+from equipoise.strategies import Strategy
+from tests.conftest import ignoring
+from tests.planning.steps import Step
+from tests.support.pipelines import quiet
+
+pytestmark = ignoring()
+
+WIDTH = 48
+BATCH_SIZE = 240
+TOLERANCE = 0.05
+
+STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any], int]] = {
+    "one device": (SingleDeviceStrategy, {}, 1),
+    "dp": (DataParallelStrategy, {}, 2),
+    "balanced": (BalancedDataParallelStrategy, {"shares": [3, 1]}, 2),
+    "1f1b": (PipelineStrategy, {"micro_batches": 4, "cut_before": ["net.3"]}, 2),
+    "gpipe": (
+        PipelineStrategy,
+        {"micro_batches": 4, "cut_before": ["net.3"], "schedule": "gpipe"},
+        2,
+    ),
+}
+
+
+class Block(nn.Module):
+    """A part that computes the same tensors on every device; dropout and attention do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.dense = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.dense(self.norm(values))
+
+
+def module_of(optimizer: str) -> Step:
+    return Step(nn.Sequential(nn.Embedding(100, WIDTH), *(Block() for _ in range(5)), nn.Linear(WIDTH, 100)), optimizer)
+
+
+class Peaks(L.Callback):
+    """The peak of each device in the third step."""
+
+    def __init__(self) -> None:
+        self.nbytes: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.nbytes = [torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_each_device(name: str, optimizer: str) -> None:
+    kind, options, count = STRATEGIES[name]
+    # 1. A run.
+    before = [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
+    peaks = Peaks()
+    data = torch.randint(0, 100, (4 * BATCH_SIZE, 3))
+    trainer = quiet(
+        strategy=kind(**options), devices=["cpu"] * count, max_steps=4, precision="32-true", callbacks=[peaks]
+    )
+    trainer.fit(module_of(optimizer), DataLoader(data, BATCH_SIZE))
+    actual = [peak - nbytes for peak, nbytes in zip(peaks.nbytes, before, strict=True)][:count]
+
+    # 2. The prediction, as for GPUs.
+    settings = StepSettings(device="cuda")
+    found = trace_step(lambda: module_of(optimizer), data[:4], settings)
+    devices = [PlannedDevice(name="gpu", kind="cuda", memory=2**40)] * count
+    module = module_of(optimizer)
+    prediction = predicted(found, BATCH_SIZE, settings)
+    (plan,) = plan_strategies(prediction, module, [kind(**options)], devices)
+    expected = [device.peak.nbytes for device in plan.devices]
+    print(name, optimizer, actual, expected)
+    assert expected == pytest.approx(actual, rel=TOLERANCE)
