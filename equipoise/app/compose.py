@@ -46,10 +46,10 @@ from equipoise.errors import ConfigurationError
 
 __all__ = ["complete", "compose_values", "explain_keys", "main", "run"]
 
-# Base classes, one that takes functions, and one that works on the inside of Lightning's loops.
+# Base classes, and one that takes functions.
 _NOT_OFFERED = {
     *("BaseFinetuning", "BasePredictionWriter", "Callback", "Checkpoint", "ProgressBar", "WeightAveraging"),
-    *("LambdaCallback", "BatchSizeFinder"),
+    "LambdaCallback",
 }
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, se
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from equipoise.app.batch_size import with_batch_size
 from equipoise.app.build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
 from equipoise.app.launched import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.app.messages import explain
@@ -61,7 +62,7 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         output = Path(values.get("output_dir") or ".")
         launcher = None
         with without_empty_folder(output):
-            check_values(values)
+            check_values(with_batch_size(values)[0])
             rank = launched_rank(values)
             if rank is not None:
                 check_can_share(values, rank)
@@ -119,6 +120,7 @@ def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) ->
         ConfigurationError: If an object cannot be built, or there are no data.
     """
     # 1. Build the objects.
+    values, finders = with_batch_size(values)
     data = None
     if values["seed"] is not None:
         seed_everything(values["seed"], workers=True)
@@ -126,7 +128,7 @@ def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) ->
         if values.get("data"):
             data = build(values["data"], "data")
         module = build(values["module"], "module")
-        trainer = build_trainer(values, callbacks)
+        trainer = build_trainer(values, [*callbacks, *finders])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(explain(error)) from error
     loader = _LOADERS[values["stage"]]

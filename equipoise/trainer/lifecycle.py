@@ -45,7 +45,7 @@ from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.runtime.signals import signals_noted, uninterrupted
-from equipoise.trainer.settings.refused_callbacks import refuse_tuner
+from equipoise.trainer.settings.refused_callbacks import refuse_finders
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
@@ -64,7 +64,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     """
     # 1. The state of the run.
     state = parts.state
-    refuse_tuner(state)
+    refuse_finders(state)
     # A subclass of the Trainer may override the property.
     state.set_root_dir(parts.trainer.default_root_dir)
     state.begin(request.fn)

@@ -17,7 +17,7 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpoint import save_checkpoint
 from equipoise.trainer.lifecycle import run
 from equipoise.trainer.logging.results_table import to_scalars
-from equipoise.trainer.optimization.learning_rate.search import find_learning_rates
+from equipoise.trainer.optimization.tuning.tune import tune
 from equipoise.trainer.preparation import make_context
 from equipoise.trainer.runtime.preflight import as_module, data_of
 from equipoise.trainer.runtime.request import Request
@@ -379,7 +379,7 @@ class Trainer(PublicState):
         if module is None:
             raise ConfigurationError(f"`{fn.value}` needs a module: none was passed, and there was no run before.")
         request = Request(fn, module, model is not None, datamodule, loaders, ckpt_path, weights_only)
-        if request.fitting and not find_learning_rates(self, Trainer, request):
+        if not tune(self, Trainer, request):
             return None
         return run(self.parts, request)
 

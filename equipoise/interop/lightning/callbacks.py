@@ -19,10 +19,9 @@ def cannot_fire(callback: Callback, hook: str) -> bool:
     """Return True if a callback's hook has nothing to do here.
 
     A checkpoint callback's per-batch hook needs 14 µs to do nothing; the intervals at which it saves have only private
-    names. A LearningRateFinder searches in `on_fit_start`, inside Lightning's own loops; here it searches before the
-    fit.
+    names. Lightning's finders search in their hooks, inside Lightning's own loops; here they search before the fit.
     """
-    if hook == "on_fit_start" and is_stock_finder(callback):
+    if is_stock_finder(callback):
         return True
     if hook != "on_train_batch_end" or not is_a(callback, ModelCheckpoint):
         return False

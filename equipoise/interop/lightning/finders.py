@@ -13,13 +13,17 @@ from lightning.pytorch.tuner.lr_finder import _LRFinder
 from equipoise.interop.lightning.classes import base_of, is_a
 
 __all__ = [
+    "BatchSizeSettings",
     "LearningRateSettings",
+    "batch_size_settings",
     "ends_after_search",
     "is_finder",
     "is_stock_finder",
-    "keep_results",
+    "keep_batch_size",
+    "keep_learning_rates",
+    "learning_rate_settings",
     "results_of",
-    "settings_of",
+    "searches_learning_rate",
     "suggested_rate",
 ]
 
@@ -50,19 +54,48 @@ class LearningRateSettings:
     attribute: str
 
 
+@dataclass(frozen=True)
+class BatchSizeSettings:
+    """Arguments of a BatchSizeFinder.
+
+    Attributes:
+        doubles: True for "power": the result is the first size times a power of two. False for "binsearch".
+        steps: Number of steps with which a size is confirmed.
+        first: The first size.
+        most_trials: Largest number of sizes to try.
+        attribute: Name of the attribute or hyperparameter of the module or data module.
+        margin: Part by which the largest size is reduced, if it is no power of two.
+        largest: Largest size to find.
+    """
+
+    doubles: bool
+    steps: int
+    first: int
+    most_trials: int
+    attribute: str
+    margin: float
+    largest: int
+
+
 def is_finder(callback: Any) -> bool:
     """Return True for a callback of Lightning's tuner."""
     return is_a(callback, BatchSizeFinder, LearningRateFinder)
 
 
 def is_stock_finder(callback: Any) -> bool:
-    """Return True for a LearningRateFinder itself; a class derived from it may search at other times."""
-    if not is_a(callback, LearningRateFinder):
-        return False
-    return type(callback) is base_of(callback, LearningRateFinder)
+    """Return True for one of Lightning's finders itself; a class derived from it may search at other times."""
+    for kind in (BatchSizeFinder, LearningRateFinder):
+        if is_a(callback, kind):
+            return type(callback) is base_of(callback, kind)
+    return False
 
 
-def settings_of(finder: Any) -> LearningRateSettings:
+def searches_learning_rate(finder: Any) -> bool:
+    """Return True for a LearningRateFinder, False for a BatchSizeFinder."""
+    return is_a(finder, LearningRateFinder)
+
+
+def learning_rate_settings(finder: Any) -> LearningRateSettings:
     """Return the arguments of a LearningRateFinder."""
     return LearningRateSettings(
         smallest=finder._min_lr,
@@ -76,7 +109,7 @@ def settings_of(finder: Any) -> LearningRateSettings:
 
 
 def ends_after_search(finder: Any) -> bool:
-    """Return True if `Tuner.lr_find` has added the finder, which wants the search alone."""
+    """Return True if a method of the Tuner has added the finder, which wants the search alone."""
     return bool(finder._early_exit)
 
 
@@ -93,9 +126,27 @@ def results_of(settings: LearningRateSettings, rates: list[float], losses: list[
     return results
 
 
-def keep_results(finder: Any, results: Any) -> None:
+def keep_learning_rates(finder: Any, results: Any) -> None:
     """Set what a LearningRateFinder offers after its search."""
     finder.optimal_lr = results
+
+
+def batch_size_settings(finder: Any) -> BatchSizeSettings:
+    """Return the arguments of a BatchSizeFinder."""
+    return BatchSizeSettings(
+        doubles=finder._mode == "power",
+        steps=finder._steps_per_trial,
+        first=finder._init_val,
+        most_trials=finder._max_trials,
+        attribute=finder._batch_arg_name,
+        margin=finder._margin,
+        largest=finder._max_val,
+    )
+
+
+def keep_batch_size(finder: Any, batch_size: int) -> None:
+    """Set what a BatchSizeFinder offers after its search."""
+    finder.optimal_batch_size = batch_size
 
 
 def suggested_rate(results: Any) -> float | None:

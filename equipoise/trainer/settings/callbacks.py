@@ -19,7 +19,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.settings.arguments import Duration, seconds_of
-from equipoise.trainer.settings.refused_callbacks import refuse_finder
+from equipoise.trainer.settings.refused_callbacks import refuse_finder, refuse_finder_of_module
 
 __all__ = ["merge_callbacks", "select_callbacks"]
 
@@ -181,6 +181,7 @@ def merge_callbacks(callbacks: list[Callback], module_callbacks: list[Callback])
         return callbacks
     for callback in module_callbacks:
         _check_callback(callback)
+        refuse_finder_of_module(callback)
     kept_callbacks = [callback for callback in callbacks if not _is_replaced(callback, module_callbacks)]
     return _order(kept_callbacks + module_callbacks)
 

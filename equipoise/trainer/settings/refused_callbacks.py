@@ -1,7 +1,7 @@
-"""Refuse callbacks of Lightning's tuner that need Lightning's own loops.
+"""Refuse callbacks that need Lightning's own loops: finders that may search within a run.
 
-`Tuner(trainer)` adds its callback to `trainer.callbacks` after the constructor has checked them, so the check runs
-again when a run begins.
+Lightning's finders themselves search before a fit. The check runs again when a run begins, since users may add
+callbacks after the constructor has checked them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,43 +15,43 @@ from equipoise.interop.lightning.finders import is_finder, is_stock_finder
 if TYPE_CHECKING:
     from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["refuse_finder", "refuse_tuner"]
-
-# The tuner's callbacks, with the method that adds each, and the way out.
-_FINDERS = {
-    BatchSizeFinder: (
-        "Tuner.scale_batch_size",
-        "raise the batch size by hand until memory is full, and keep accumulate_grad_batches for the rest",
-    ),
-    # A LearningRateFinder itself searches before a fit; classes derived from it may search within.
-    LearningRateFinder: (
-        "Tuner.lr_find",
-        "pass a LearningRateFinder itself, which searches before the fit",
-    ),
-}
+__all__ = ["refuse_finder", "refuse_finder_of_module", "refuse_finders"]
 
 
 def refuse_finder(callback: Any) -> None:
-    """Check that a callback is none of Lightning's tuner.
+    """Check that a callback is not derived from one of Lightning's finders.
 
     Raises:
-        ConfigurationError: If it is one; the message names the way out.
+        ConfigurationError: If it is; the message names the way out.
     """
     if is_stock_finder(callback):
         return
-    for kind, (call, way_out) in _FINDERS.items():
+    for kind in (BatchSizeFinder, LearningRateFinder):
         if is_a(callback, kind):
             raise ConfigurationError(
-                f"{type(callback).__name__}, which `{call}` uses, works inside Lightning's own loops and cannot run"
-                f" here. Instead, {way_out}."
+                f"{type(callback).__name__} is derived from {kind.__name__}, and may search within a run, in"
+                f" Lightning's own loops. Instead, pass a {kind.__name__} itself, which searches before the fit."
             )
 
 
-def refuse_tuner(state: "RunState") -> None:
+def refuse_finder_of_module(callback: Any) -> None:
+    """Check that a callback that the module brings is no finder: it comes when the search is over.
+
+    Raises:
+        ConfigurationError: If it is one.
+    """
+    if is_finder(callback):
+        raise ConfigurationError(
+            f"`configure_callbacks` returned a {type(callback).__name__}, which searches before the run that calls"
+            " `configure_callbacks`. Instead, pass it to Trainer(callbacks=...)."
+        )
+
+
+def refuse_finders(state: "RunState") -> None:
     """Check the callbacks when a run begins, and remove finders, so that the trainer can still be used.
 
     Raises:
-        ConfigurationError: If the tuner has added one of its callbacks.
+        ConfigurationError: If a callback has been added that is derived from a finder.
     """
     finders = [callback for callback in state.callbacks if is_finder(callback) and not is_stock_finder(callback)]
     if finders:

@@ -149,8 +149,8 @@ def test_only_one_of_each_kind_whatever_its_package() -> None:
     refuses(lambda: Trainer(accelerator="cpu", callbacks=bars, logger=False), "one progress bar", "2")
     stop = older.callbacks.ModelCheckpoint()
     refuses(lambda: Trainer(enable_checkpointing=False, callbacks=[stop], logger=False), "enable_checkpointing=False")
-    finder = older.callbacks.BatchSizeFinder()
-    refuses(lambda: Trainer(callbacks=[finder], logger=False), "BatchSizeFinder", "Instead")
+    finder = type("Finder", (older.callbacks.BatchSizeFinder,), {})()
+    refuses(lambda: Trainer(callbacks=[finder], logger=False), "derived from BatchSizeFinder", "Instead")
     refuses_fit(older.LightningDataModule(), "takes a LightningModule")
 
 

@@ -9,9 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     EarlyStopping,
-    LearningRateFinder,
     ModelCheckpoint,
     RichProgressBar,
     TQDMProgressBar,
@@ -243,19 +241,6 @@ def test_manual_optimisation_clips_and_accumulates_by_hand(option: dict[str, Any
     module.automatic_optimization = False
     (name,) = option
     refuses_fit(module, "automatic_optimization=False", f"Trainer({name}={option[name]})", "Leave it out", **option)
-
-
-@pytest.mark.parametrize(
-    ("finder", "instead"),
-    [
-        (BatchSizeFinder, "raise the batch size by hand"),
-        (type("Milestones", (LearningRateFinder,), {}), "which searches before the fit"),
-    ],
-)
-def test_finders(finder: type, instead: str) -> None:
-    refuses(lambda: trainer(callbacks=[finder()]), finder.__name__, "cannot run here", "Instead", instead)
-    module = type("Module", (Small,), {"configure_callbacks": lambda self: finder()})()
-    refuses_fit(module, finder.__name__, instead)
 
 
 def test_scaled_losses_and_lbfgs() -> None:

@@ -1,48 +1,63 @@
-"""Lightning's tuner is refused in the same words wherever its callbacks come from."""
+"""Finders that may search within a run are refused wherever they come from."""
 
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 
 from tests.conftest import ignoring
-from tests.support.trainer_runs import Small, loader, refuses, trainer
+from tests.support.trainer_runs import Small, loader, refuses, refuses_fit, trainer
 
 pytestmark = ignoring()
-BY_HAND = "raise the batch size by hand"
 
 
-class Tuned(Small):
-    """A module with the attributes that the tuner sets."""
+class Milestones(LearningRateFinder):
+    """Searches again within a fit."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.1
-        self.batch_size = 2
-
-    def train_dataloader(self) -> Any:
-        return loader(batch_size=self.batch_size)
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.lr_find(trainer, pl_module)
 
 
-def test_the_tuner_is_refused_before_anything_runs() -> None:
-    run = trainer()
-    module = Tuned()
-    refuses(
-        lambda: Tuner(run).scale_batch_size(module), "BatchSizeFinder", "`Tuner.scale_batch_size`", "Instead", BY_HAND
-    )
-    assert module.ran == []
+class OfTests(BatchSizeFinder):
+    """Searches before a test."""
+
+
+@pytest.mark.parametrize("finder", [Milestones, OfTests])
+def test_a_derived_finder(finder: type[Callback]) -> None:
+    base = finder.__mro__[1].__name__
+    refuses(lambda: trainer(callbacks=[finder()]), finder.__name__, "is derived from", f"pass a {base} itself")
 
 
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
 def test_a_finder_that_was_added_later(entry: str) -> None:
     run = trainer()
-    run.callbacks.append(BatchSizeFinder())
-    refuses(lambda: getattr(run, entry)(Small(), loader()), "BatchSizeFinder", BY_HAND)
+    run.callbacks.append(OfTests())
+    refuses(lambda: getattr(run, entry)(Small(), loader()), "OfTests", "is derived from")
 
 
 def test_the_trainer_can_go_on_to_be_used() -> None:
     run = trainer()
-    refuses(lambda: Tuner(run).scale_batch_size(Tuned()), "BatchSizeFinder")
-    run.fit(module := Tuned())
+    run.callbacks.append(Milestones())
+    refuses(lambda: run.fit(Small(), loader()), "Milestones")
+    run.fit(module := Small(), loader())
     assert module.ran == ["training"] * 3
+
+
+@pytest.mark.parametrize("finder", [BatchSizeFinder, LearningRateFinder])
+def test_a_finder_of_the_module(finder: type[Callback]) -> None:
+    module = type("Module", (Small,), {"configure_callbacks": lambda self: finder()})()
+    refuses_fit(module, "configure_callbacks", finder.__name__, "Trainer(callbacks=...)")
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_a_search_for_an_evaluation(method: str) -> None:
+    module = Small()
+    module.batch_size = 2
+    refuses(
+        lambda: Tuner(trainer()).scale_batch_size(module, dataloaders=loader(), method=method),
+        "BatchSizeFinder searches for a fit",
+        f"`{method}`",
+    )
+    assert module.ran == []

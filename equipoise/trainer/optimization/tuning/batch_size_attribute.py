@@ -1,0 +1,84 @@
+"""The attribute of a module or data module from which its loaders take their batch size."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from equipoise.errors import ConfigurationError
+
+__all__ = ["BatchSizeAttribute"]
+
+
+class BatchSizeAttribute:
+    """An attribute or hyperparameter with the batch size.
+
+    Args:
+        name: Its name.
+        module: The user's module.
+        datamodule: The user's data module, or None.
+
+    Raises:
+        ConfigurationError: If neither has it.
+    """
+
+    def __init__(self, name: str, module: LightningModule, datamodule: Any) -> None:
+        self._name = name
+        self._datamodule = datamodule
+        if not self._holders(module):
+            raise ConfigurationError(
+                f"BatchSizeFinder: neither {type(module).__name__} nor a data module has an attribute or hyperparameter"
+                f" `{name}`. Let train_dataloader() read its batch size there, or name another one by batch_arg_name."
+            )
+
+    def set(self, module: LightningModule, size: int) -> None:
+        """Set the batch size.
+
+        Args:
+            module: The user's module, or a copy of it.
+            size: The batch size.
+        """
+        for holder in self._holders(module):
+            if isinstance(holder, dict):
+                holder[self._name] = size
+            else:
+                setattr(holder, self._name, size)
+
+    @contextmanager
+    def set_for_trial(self, module: LightningModule, size: int) -> Iterator[None]:
+        """Set the batch size of a copy of the module; at the end the data module has its own again.
+
+        Args:
+            module: The copy.
+            size: The batch size.
+        """
+        holders = self._holders_in(self._datamodule)
+        before = [self._value_in(holder) for holder in holders]
+        self.set(module, size)
+        try:
+            yield
+        finally:
+            for holder, value in zip(holders, before, strict=True):
+                if isinstance(holder, dict):
+                    holder[self._name] = value
+                else:
+                    setattr(holder, self._name, value)
+
+    def _holders(self, module: LightningModule) -> list[Any]:
+        return [*self._holders_in(module), *self._holders_in(self._datamodule)]
+
+    def _holders_in(self, owner: Any) -> list[Any]:
+        """Return an object itself and its hyperparameters, as far as they have the attribute."""
+        holders = []
+        if hasattr(owner, self._name):
+            holders.append(owner)
+        hyperparameters = getattr(owner, "hparams", None)
+        if isinstance(hyperparameters, dict) and self._name in hyperparameters:
+            holders.append(hyperparameters)
+        return holders
+
+    def _value_in(self, holder: Any) -> Any:
+        if isinstance(holder, dict):
+            return holder[self._name]
+        return getattr(holder, self._name)

@@ -1,0 +1,203 @@
+"""The search for the largest batch size before a fit: predicted first, then confirmed by real steps.
+
+Lightning doubles the size until a step runs out of memory. Here two traces without memory predict the peak of every
+device for every size, so the first size of which real steps run is one that should fit.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from equipoise.errors import ConfigurationError
+from equipoise.formats import format_bytes, format_count
+from equipoise.interop.lightning.finders import BatchSizeSettings, batch_size_settings, keep_batch_size
+from equipoise.memory.out_of_memory import is_out_of_memory
+from equipoise.planning.comparison import StrategyPlan, plan_strategies
+from equipoise.planning.description.devices import PlannedDevice, describe_devices
+from equipoise.planning.prediction import predict_memory
+from equipoise.trainer.optimization.tuning.batch_size_attribute import BatchSizeAttribute
+from equipoise.trainer.optimization.tuning.trial import MakeTrainer, copy_of, run_trial
+from equipoise.trainer.runtime.request import Request
+
+__all__ = ["find_batch_size"]
+
+_FINDER = "BatchSizeFinder"
+# Part of a size that did not fit with which the search goes on.
+_NEXT = 0.9
+
+
+class _FirstBatch(Callback):
+    """Keeps the first batch, and the number of samples of the training set.
+
+    Attributes:
+        batch: The batch, on the CPU.
+        samples: Number of samples; None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.samples: int | None = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the first batch."""
+        if batch_idx:
+            return
+        self.batch = move_data_to_device(batch, "cpu")
+        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        if hasattr(sampler, "__len__"):
+            self.samples = len(sampler)
+
+
+def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: Any) -> None:
+    """Search the largest batch size, give it to the module or data module, and keep it in the finder.
+
+    Args:
+        trainer: The trainer.
+        make: Makes the trainers of the trials.
+        request: The fit before which the search runs.
+        finder: A BatchSizeFinder.
+
+    Raises:
+        ConfigurationError: If there is no attribute for the size, if loaders were passed, if the memory of a step
+            cannot be predicted, or if not even the first size fits.
+    """
+    # 1. Everything that can be wrong without a step.
+    settings = batch_size_settings(finder)
+    _check(trainer, request)
+    attribute = BatchSizeAttribute(settings.attribute, request.module, request.datamodule)
+
+    def try_size(size: int, steps: int, callbacks: list[Callback]) -> None:
+        module = copy_of(request.module, _FINDER)
+        with attribute.set_for_trial(module, size):
+            run_trial(trainer, make, request, module, steps=steps, callbacks=callbacks)
+
+    # 2. A small step, whose batch is traced.
+    rank_zero_info("Searching the largest batch size that fits ...")
+    first = _FirstBatch()
+    try_size(settings.first, 1, [first])
+    plan = _predicted(trainer, request, first.batch)
+
+    # 3. Real steps with sizes that should fit, the largest first.
+    sizes = _sizes_to_try(settings, plan, first.samples)
+    size = _first_that_fits(sizes, lambda size: try_size(size, settings.steps, []))
+    attribute.set(request.module, size)
+    keep_batch_size(finder, size)
+    rank_zero_info(
+        f"Batch size set to {size}. The prediction: {format_count(plan.largest_batch)} samples fit ({_room(plan)})."
+        f" {settings.steps} real steps ran with {size}."
+    )
+
+
+def _check(trainer: Any, request: Request) -> None:
+    if request.loaders.get("train") is not None:
+        raise ConfigurationError(
+            f"{_FINDER} sets the batch size of loaders that the module or data module makes, but loaders were passed to"
+            " `fit`. Make them in train_dataloader()."
+        )
+    processes = trainer.strategy.processes
+    if processes.world_size > 1 and not processes.spawns:
+        raise ConfigurationError(
+            f"{_FINDER} cannot search in processes that torchrun, Slurm or Ray have started. Search in one process of"
+            " the machine with the least memory, or call `equipoise plan`."
+        )
+
+
+def _predicted(trainer: Any, request: Request, batch: Any) -> StrategyPlan:
+    """Return the predicted memory of a step under the trainer's strategy."""
+    prediction = predict_memory(
+        request.module,
+        batch,
+        precision=trainer.precision,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        activation_checkpointing=trainer.run_state.activation_checkpointing or (),
+    )
+    (plan,) = plan_strategies(prediction, request.module, [trainer.connected_strategy], devices_of(trainer))
+    if plan.reason is not None:
+        raise ConfigurationError(f"{_FINDER}: {plan.reason}. Set the batch size by hand.")
+    return plan
+
+
+def devices_of(trainer: Any) -> list[PlannedDevice]:
+    """Return the devices of a trainer as a plan describes them.
+
+    Args:
+        trainer: The trainer.
+    """
+    devices = list(trainer.connected_strategy.devices)
+    if trainer.connected_strategy.processes.spawns:
+        devices = devices * trainer.world_size
+    # Workers on the CPU share its memory.
+    if all(device.type == "cpu" for device in devices):
+        return describe_devices(f"{len(devices)}xcpu")
+    return describe_devices([str(device) for device in devices])
+
+
+def _sizes_to_try(settings: BatchSizeSettings, plan: StrategyPlan, samples: int | None) -> list[int]:
+    """Return the sizes that may be confirmed, the largest first.
+
+    Raises:
+        ConfigurationError: If the first size of the search does not fit.
+    """
+    # 1. The largest size.
+    largest = min(plan.largest_batch, settings.largest)
+    if samples is not None:
+        largest = min(largest, samples)
+    if largest < settings.first:
+        raise ConfigurationError(
+            f"{_FINDER}: {plan.largest_batch} samples are predicted to fit ({_room(plan)}), fewer than init_val="
+            f"{settings.first}. See what helps: `equipoise plan`."
+        )
+
+    # 2. Powers of two of the first one, or ever smaller ones.
+    sizes = _powers(settings.first, largest)
+    if not settings.doubles:
+        if largest == plan.largest_batch:
+            largest = int(largest * (1 - settings.margin))
+        sizes = _falling(largest)
+    return [*sizes][: settings.most_trials]
+
+
+def _powers(first: int, largest: int) -> Iterator[int]:
+    size = first
+    while 2 * size <= largest:
+        size *= 2
+    while size >= first:
+        yield size
+        size //= 2
+
+
+def _falling(largest: int) -> Iterator[int]:
+    size = largest
+    while size >= 1:
+        yield size
+        size = int(size * _NEXT)
+
+
+def _first_that_fits(sizes: list[int], run: Callable[[int], None]) -> int:
+    """Return the first size with which real steps run.
+
+    Raises:
+        ConfigurationError: If none does.
+    """
+    for size in sizes:
+        try:
+            run(size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            rank_zero_info(f"A batch of {size} was predicted to fit, but ran out of memory.")
+        else:
+            return size
+    raise ConfigurationError(
+        f"{_FINDER}: real steps ran out of memory with each of {len(sizes)} sizes, down to {sizes[-1]}. Other programs"
+        " may use the memory; set the batch size by hand."
+    )
+
+
+def _room(plan: StrategyPlan) -> str:
+    """Return the memory of the devices in words."""
+    rooms = [f"{device.name}: {format_bytes(device.usable)}" for device in plan.devices]
+    return ", ".join(rooms)

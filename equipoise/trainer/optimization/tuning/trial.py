@@ -1,0 +1,128 @@
+"""Short fits of a copy of the module, of which the module, the trainer and all random generators notice nothing."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+
+from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.classes import is_a
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.data.loader_state import load_random_state, random_state_of
+from equipoise.trainer.runtime.request import Request
+
+__all__ = ["MakeTrainer", "copy_of", "run_trial"]
+
+# Makes a trainer from its arguments.
+MakeTrainer = Callable[..., Any]
+
+# The logger of `rank_zero_info`.
+_LOGGER = "lightning.pytorch.utilities.rank_zero"
+
+# All that is no part of a training step is left out.
+_WITHOUT = {
+    "max_epochs": -1,
+    "min_epochs": None,
+    "min_steps": None,
+    "max_time": None,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "fast_dev_run": False,
+    "barebones": False,
+    "logger": False,
+    "profiler": None,
+    "plugins": None,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    # A large learning rate is meant to make losses that are not finite.
+    "detect_anomaly": False,
+    "detect_nonfinite": False,
+}
+
+
+def run_trial(
+    trainer: Any,
+    make: MakeTrainer,
+    request: Request,
+    module: LightningModule,
+    *,
+    steps: int,
+    callbacks: list[Callback],
+) -> None:
+    """Train a copy of the module for some steps, as the trainer would.
+
+    Args:
+        trainer: The trainer.
+        make: Makes the trainer of the trial.
+        request: The fit before which the trial runs.
+        module: The copy.
+        steps: Number of optimiser steps.
+        callbacks: Callbacks of the trial.
+    """
+    options = {**trainer.arguments, **_WITHOUT, "max_steps": steps, "callbacks": callbacks}
+    strategy = options.get("strategy")
+    # A strategy belongs to one trainer.
+    if isinstance(strategy, Strategy):
+        options["strategy"] = copy.deepcopy(strategy)
+    # The user may have set these since.
+    options["accumulate_grad_batches"] = trainer.accumulate_grad_batches
+    options["gradient_clip_val"] = trainer.gradient_clip_val
+    options["gradient_clip_algorithm"] = trainer.gradient_clip_algorithm
+
+    train = request.loaders.get("train")
+    with _generators_kept(_loaders_in(train)), _quiet():
+        make(**options).fit(module, train, datamodule=request.datamodule)
+
+
+def copy_of(module: LightningModule, finder: str) -> LightningModule:
+    """Return a copy of the module.
+
+    Args:
+        module: The module.
+        finder: Name of the callback that trains the copy.
+
+    Raises:
+        ConfigurationError: If the module cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{finder} trains a copy of the module, but {type(module).__name__} cannot be copied:"
+            f" {type(error).__name__}: {error}. Create such objects in `setup`."
+        ) from error
+
+
+@contextmanager
+def _generators_kept(loaders: list[Any]) -> Iterator[None]:
+    """Put all random generators back at the end, those of the loaders included."""
+    state = random_state_of(loaders)
+    try:
+        yield
+    finally:
+        load_random_state(loaders, state)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what every fit says of itself, such as the reason why it ended; warnings remain."""
+    logger = logging.getLogger(_LOGGER)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _loaders_in(train: Any) -> list[Any]:
+    """Return the loaders of training that were passed."""
+    if train is None:
+        return []
+    combined = train if is_a(train, CombinedLoader) else CombinedLoader(train)
+    return list(combined.flattened)

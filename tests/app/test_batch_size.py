@@ -1,0 +1,58 @@
+"""`data.batch_size=auto`: the largest batch that fits, or one clear line."""
+
+import pytest
+
+from tests.app.conftest import write
+
+FILES = {
+    "conf/data/sized.yaml": """
+        _target_: tiny.sized.Sized
+        batch_size: 4
+        """,
+    "tiny/sized.py": """
+        from torch.utils.data import DataLoader
+        from tiny.data import Points
+
+        class Sized(Points):
+            def __init__(self, *, batch_size: int) -> None:
+                super().__init__(count=24)
+                self.batch_size = batch_size
+
+            def loader(self):
+                print("batches of", self.batch_size)
+                return DataLoader(self.points, batch_size=self.batch_size)
+
+            train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+        """,
+}
+
+
+@pytest.fixture
+def sized(project):
+    write(project, FILES)
+    return project
+
+
+@pytest.mark.slow
+def test_a_fit_takes_the_largest_size(sized, equipoise):
+    code, out, err = equipoise("fit", "data=sized", "data.batch_size=auto", "seed=3")
+    assert code == 0, err
+    # The small step, the real ones, and then the fit with all samples in one batch.
+    sizes = [line for line in out.splitlines() if line.startswith("batches of")]
+    assert sizes[0] == "batches of 2"
+    assert set(sizes[1:]) == {"batches of 24"}
+
+
+def test_only_a_new_fit_searches(sized, equipoise):
+    code, _, err = equipoise("test", "data=sized", "data.batch_size=auto")
+    assert code == 2
+    assert "data.batch_size=auto searches for a fit, not for test" in err
+    code, _, err = equipoise("fit", "data=sized", "data.batch_size=auto", "ckpt_path=last")
+    assert code == 2
+    assert "ckpt_path goes on from a checkpoint" in err
+
+
+def test_another_word_is_no_size(sized, equipoise):
+    code, _, err = equipoise("fit", "data=sized", "data.batch_size=largest")
+    assert code == 2
+    assert "data.batch_size" in err
