@@ -18,7 +18,16 @@ from equipoise.trainer.settings import defaults
 MEMBERS = {
     *("name", "devices", "dim", "keeps_batches_whole", "backward_per_micro_batch"),
     *("processes", "recovery", "portable"),
-    *("default_devices", "root_device", "connect", "check_module", "setup", "share_batch_statistics", "teardown"),
+    *(
+        "default_devices",
+        "device_loads",
+        "root_device",
+        "connect",
+        "check_module",
+        "setup",
+        "share_batch_statistics",
+        "teardown",
+    ),
     *("shard", "sync_buffers", "batch_to_devices"),
     *("forward_backward", "evaluate", "await_others", "backward", "collect_gradients"),
     *("setup_optimizer", "finish_gradients", "clip_gradients"),

@@ -46,7 +46,7 @@ class _FirstBatch(Callback):
         if batch_idx:
             return
         self.batch = move_data_to_device(batch, "cpu")
-        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
         if hasattr(sampler, "__len__"):
             self.samples = len(sampler)
 
@@ -113,6 +113,7 @@ def _predicted(trainer: Any, request: Request, batch: Any) -> StrategyPlan:
         precision=trainer.precision,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         activation_checkpointing=trainer.run_state.activation_checkpointing or (),
+        device=trainer.connected_strategy.root_device.type,
     )
     (plan,) = plan_strategies(prediction, request.module, [trainer.connected_strategy], devices_of(trainer))
     if plan.reason is not None:
