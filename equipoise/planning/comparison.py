@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from equipoise.planning.prediction import MemoryPrediction
 __all__ = [
     "DevicePeaks",
     "DevicePlan",
+    "NamedStrategy",
     "PlannedStrategy",
     "Recommendation",
     "StrategyPlan",
@@ -25,15 +26,29 @@ __all__ = [
 ]
 
 
-class PlannedStrategy(Protocol):
-    """The part of a strategy that a plan needs; see `Strategy`."""
+class NamedStrategy(Protocol):
+    """A strategy of which a plan has a line, with or without a prediction."""
 
     @property
     def name(self) -> str:
         """Name of the strategy."""
 
+
+@runtime_checkable
+class PlannedStrategy(NamedStrategy, Protocol):
+    """A strategy that says what its devices hold."""
+
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the devices."""
+        """Return what each device would hold of a step; the strategy is not connected then.
+
+        Args:
+            devices: The devices, which need not exist.
+            module: The user's module, whose parameters may have no memory.
+            facts: Bytes of the step on one device.
+
+        Raises:
+            ConfigurationError: If the strategy cannot say.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +182,7 @@ class Recommendation:
 def plan_strategies(
     prediction: MemoryPrediction,
     module: nn.Module,
-    strategies: Iterable[PlannedStrategy],
+    strategies: Iterable[NamedStrategy],
     devices: Sequence[PlannedDevice],
     batch_size: int | None = None,
 ) -> list[StrategyPlan]:
@@ -188,11 +203,14 @@ def plan_strategies(
 def _plan(
     prediction: MemoryPrediction,
     module: nn.Module,
-    strategy: PlannedStrategy,
+    strategy: NamedStrategy,
     devices: Sequence[PlannedDevice],
     batch_size: int,
 ) -> StrategyPlan:
     # 1. What the devices hold, and their peaks with the batch. A strategy may refuse both.
+    if not isinstance(strategy, PlannedStrategy):
+        reason = f"strategy={strategy.name!r} does not say what its devices hold"
+        return StrategyPlan(strategy=strategy.name, reason=reason)
     try:
         planned = strategy.device_loads(devices, module, prediction.facts)
         peaks = DevicePeaks(prediction, devices, planned)

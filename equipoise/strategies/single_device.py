@@ -43,7 +43,7 @@ class SingleDeviceStrategy(Strategy):
         self.independent = independent
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return all of the step for the first device; see `Strategy.device_loads`."""
+        """Return all of the step for the first device; see `PlannedStrategy.device_loads`."""
         return PlannedLoads(loads=[WHOLE_STEP])
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:

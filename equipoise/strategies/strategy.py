@@ -26,8 +26,6 @@ from equipoise.parallel.communication.processes import Processes, SingleProcess
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
-from equipoise.planning.description.devices import PlannedDevice
-from equipoise.planning.description.loads import PlannedLoads, StepFacts
 from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
@@ -103,19 +101,6 @@ class Strategy:
             available: All devices of this machine of the chosen kind; one for the CPU.
         """
         return available[:1]
-
-    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return what each device would hold of a step, for a plan; the strategy is not connected then.
-
-        Args:
-            devices: The devices, which need not exist.
-            module: The user's module, whose parameters may have no memory.
-            facts: Bytes of the step on one device.
-
-        Raises:
-            ConfigurationError: If the strategy cannot say, as by default.
-        """
-        raise ConfigurationError(f"strategy={self.name!r} does not say what its devices hold")
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use the devices that the user has chosen, for this process alone.

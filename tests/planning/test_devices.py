@@ -14,7 +14,6 @@ from equipoise.strategies import (
     BalancedDataParallelStrategy,
     DataParallelStrategy,
     DDPStrategy,
-    EnsembleStrategy,
     FSDPStrategy,
     SingleDeviceStrategy,
 )
@@ -117,7 +116,7 @@ def test_shards_share_the_weights() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [EnsembleStrategy(members=2), DataParallelStrategy(parallelize="forward"), FSDPStrategy(cpu_offload=True)],
+    [DataParallelStrategy(parallelize="forward"), FSDPStrategy(cpu_offload=True)],
 )
 def test_what_is_not_predicted_says_so(strategy: Any) -> None:
     with pytest.raises(ConfigurationError):

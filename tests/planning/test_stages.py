@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise import ConfigurationError, PipelineStrategy
+from equipoise import ConfigurationError, EnsembleStrategy, PipelineStrategy
 from equipoise.planning.comparison import plan_strategies
 from equipoise.planning.curve.curve import MemoryCurve
 from equipoise.planning.description.devices import PlannedDevice
@@ -111,6 +111,12 @@ def test_what_cannot_be_cut_says_so() -> None:
     assert plan.reason == "the network has too few parts for 5 stages"
     with pytest.raises(ConfigurationError, match="two devices"):
         PipelineStrategy().device_loads([DEVICE], layers(), prediction().facts)
+
+
+def test_a_strategy_that_does_not_say_what_its_devices_hold() -> None:
+    (plan,) = plan_strategies(prediction(), layers(), [EnsembleStrategy(members=2)], [DEVICE])
+    assert plan.reason == "strategy='ensemble' does not say what its devices hold"
+    assert not plan.fits
 
 
 def test_every_replica_has_the_same() -> None:

@@ -20,7 +20,6 @@ MEMBERS = {
     *("processes", "recovery", "portable"),
     *(
         "default_devices",
-        "device_loads",
         "root_device",
         "connect",
         "check_module",

@@ -117,7 +117,7 @@ class DDPStrategy(ProcessStrategy):
     # Where it runs, and with which share of the samples.
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the processes, with their buckets; see `Strategy.device_loads`."""
+        """Return the loads of the processes, with their buckets; see `PlannedStrategy.device_loads`."""
         if len(devices) == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
         is_automatic = getattr(module, "automatic_optimization", True)

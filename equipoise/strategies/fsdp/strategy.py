@@ -176,7 +176,7 @@ class FSDPStrategy(ProcessStrategy):
         self.compare_calls = compare_calls
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the processes: shards, and a unit that computes; see `Strategy.device_loads`."""
+        """Return the loads of the processes: shards, and a unit that computes; see `PlannedStrategy.device_loads`."""
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])

@@ -158,7 +158,7 @@ class PipelineStrategy(Strategy):
         return available
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the stages; see `Strategy.device_loads`. All replicas have the same."""
+        """Return the loads of the stages; see `PlannedStrategy.device_loads`. All replicas have the same."""
         # 1. The devices of a replica.
         count = len(devices) // self.replicas
         if count < 2:

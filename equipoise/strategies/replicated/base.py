@@ -126,7 +126,7 @@ class ReplicatedStrategy(Strategy):
         return available
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the module and its replicas; see `Strategy.device_loads`."""
+        """Return the loads of the module and its replicas; see `PlannedStrategy.device_loads`."""
         if self.parallelize == "forward":
             raise ConfigurationError("parallelize='forward' is not predicted; take parallelize='step' for a plan")
         if len(devices) == 1:
