@@ -35,7 +35,11 @@ def read_flags(arguments: Sequence[str], readers: Mapping[str, Reader], takes: s
         name, equals, text = argument.partition("=")
         if name not in readers:
             raise ConfigurationError(f"{takes}, not {argument}.")
-        flags[name] = readers[name](name, text if equals else None)
+        read = readers[name]
+        value = None
+        if equals:
+            value = text
+        flags[name] = read(name, value)
     return overrides, flags
 
 
@@ -67,7 +71,8 @@ def whole_number(name: str, text: str | None) -> int:
 
 def list_of_names(name: str, text: str | None) -> list[str]:
     """Read names that are separated by commas."""
-    names = [part.strip() for part in (text or "").split(",")]
+    parts = (text or "").split(",")
+    names = [part.strip() for part in parts]
     if not all(names):
         raise ConfigurationError(f"{name} takes names, separated by commas, such as {name}=dp,ddp, not {text!r}.")
     return names

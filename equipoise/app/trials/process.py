@@ -31,13 +31,19 @@ def run_in_process(program: str, request: Mapping[str, Any], folder: Path, timeo
     """
     # 1. The request.
     folder.mkdir()
-    (folder / REQUEST).write_text(json.dumps(request, default=str), encoding="utf-8")
+    text = json.dumps(request, default=str)
+    (folder / REQUEST).write_text(text, encoding="utf-8")
 
     # 2. The process, in a session of its own: Ctrl-C reaches it through this process alone.
     command = [sys.executable, "-m", program, str(folder)]
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment(), start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=_environment(),
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout)
@@ -49,7 +55,8 @@ def run_in_process(program: str, request: Mapping[str, Any], folder: Path, timeo
     # 3. The result.
     result_file = folder / RESULT
     if result_file.is_file():
-        result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+        text = result_file.read_text(encoding="utf-8")
+        result: dict[str, Any] = json.loads(text)
         return result
     return {"reason": _why_ended(code)}
 

@@ -10,28 +10,13 @@ from lightning.pytorch import seed_everything
 
 from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
+from equipoise.trainer.optimization.tuning.trial import ONLY_STEPS
 
 __all__ = ["REQUEST", "RESULT", "answer", "build_data_and_module", "limit_to_steps"]
 
 # Names of the files.
 REQUEST = "request.json"
 RESULT = "result.json"
-
-# All that is no part of a training step is left out.
-_ONLY_STEPS = {
-    "max_epochs": -1,
-    "min_epochs": None,
-    "min_steps": None,
-    "max_time": None,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "fast_dev_run": False,
-    "barebones": False,
-    "profiler": None,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def answer(folder: Path, run: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
@@ -42,12 +27,14 @@ def answer(folder: Path, run: Callable[[dict[str, Any], Path], dict[str, Any]]) 
             from which the user's modules are imported.
         run: Function that takes the request and the folder, and returns the measurements.
     """
-    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    text = (folder / REQUEST).read_text(encoding="utf-8")
+    request = json.loads(text)
     sys.path[:0] = request["paths"]
     try:
         result = run(request, folder)
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
+        message = str(error).strip()
+        first_line, _, _ = message.partition("\n")
         is_wrong_input = isinstance(error, ConfigurationError)
         reason = first_line
         if not is_wrong_input:
@@ -72,7 +59,8 @@ def build_data_and_module(values: dict[str, Any]) -> tuple[Any, Any]:
     data = None
     if values.get("data"):
         data = build(values["data"], "data")
-    return data, build(values["module"], "module")
+    module = build(values["module"], "module")
+    return data, module
 
 
 def limit_to_steps(values: dict[str, Any], steps: int, folder: Path) -> None:
@@ -83,6 +71,6 @@ def limit_to_steps(values: dict[str, Any], steps: int, folder: Path) -> None:
         steps: Number of steps of the optimiser.
         folder: Folder for files of the trainer.
     """
-    values["trainer"] |= _ONLY_STEPS
+    values["trainer"] |= ONLY_STEPS
     values["trainer"]["max_steps"] = steps
     values["trainer"]["default_root_dir"] = str(folder)

@@ -1,7 +1,8 @@
 """Private names of Lightning's finders: the settings of a search, and the object that shows its results.
 
-Lightning's `LearningRateFinder` keeps its arguments under private names and offers nothing else. The object of its
-results, with `suggestion` and `plot`, has a private class. A test notices when one of these names changes.
+Both of Lightning's finders keep their arguments under private names and offer nothing else. The object with the results
+of a search for a learning rate, with `suggestion` and `plot`, has a private class. A test notices when one of these
+names changes.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from equipoise.memory.records import CATEGORIES, Category
 from equipoise.planning.curve.parts import Holder, PhaseStart, PredictedPeak
-from equipoise.planning.curve.search import largest_size
+from equipoise.planning.curve.search import largest_within
 from equipoise.planning.curve.sizes import Growth, Size, Span
 from equipoise.planning.curve.stages import StagesOfStep, StepTrace
 from equipoise.planning.description.loads import WHOLE_STEP, DeviceLoad, Part, StageWork
@@ -124,11 +124,10 @@ class MemoryCurve:
             The number of samples, at most 16.8 million.
         """
 
-        def fits(size: int) -> bool:
-            peak = self.peak(size, load, rounding)
-            return peak.nbytes <= limit
+        def nbytes_at(size: int) -> int:
+            return self.peak(size, load, rounding).nbytes
 
-        return largest_size(fits, self.span.second)
+        return largest_within(limit, nbytes_at, self.span.second)
 
     @cached_property
     def totals(self) -> Mapping[Category, int]:

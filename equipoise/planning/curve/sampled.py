@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from equipoise.planning.curve.curve import MemoryCurve
 from equipoise.planning.curve.fitting import RecordedStep, fit_curve
 from equipoise.planning.curve.parts import PredictedPeak
-from equipoise.planning.curve.search import largest_size
+from equipoise.planning.curve.search import largest_within
 from equipoise.planning.description.loads import WHOLE_STEP, DeviceLoad, Part
 
 __all__ = ["SampledCurve", "SampledStep", "sample_of"]
@@ -85,11 +85,10 @@ class SampledCurve:
         """Return the largest batch size whose peak stays within a limit; see `MemoryCurve.largest_batch`."""
         start = self.points[-1].batch_size
 
-        def fits(size: int) -> bool:
-            peak = self.peak(size, load, rounding)
-            return peak.nbytes <= limit
+        def nbytes_at(size: int) -> int:
+            return self.peak(size, load, rounding).nbytes
 
-        return largest_size(fits, start)
+        return largest_within(limit, nbytes_at, start)
 
     @property
     def totals(self) -> Mapping[Any, int]:

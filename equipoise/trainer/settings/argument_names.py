@@ -17,7 +17,8 @@ R = TypeVar("R")
 def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
     """Decorate a constructor so that an unknown keyword is refused with the nearest known one.
 
-    The object keeps the arguments that were given as `arguments`: another object like it can be made of them.
+    The object keeps the arguments that were given as `constructor_arguments`: another object like it can be built from
+    them.
 
     Python's own message names the unknown keyword alone. The error is a TypeError, as Python's is, and a
     ConfigurationError.
@@ -48,7 +49,7 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
                 hint = f"did you mean {matches[0]!r}?"
             raise ConfigurationTypeError(f"{name_of_owner} takes no argument {name!r}; {hint}")
         owner = arguments[0]
-        vars(owner)["arguments"] = options
+        vars(owner)["constructor_arguments"] = options
         return constructor(*arguments, **options)
 
     return checked

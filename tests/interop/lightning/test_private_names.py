@@ -16,10 +16,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -28,6 +29,16 @@ from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from equipoise import Trainer
 from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, load_saving_states, saving_states
+from equipoise.interop.lightning.finders import (
+    BatchSizeSettings,
+    LearningRateSettings,
+    batch_size_settings,
+    ends_after_search,
+    keep_learning_rates,
+    learning_rate_settings,
+    results_of,
+    suggested_rate,
+)
 from equipoise.interop.lightning.loaders import combine, combined_mode
 from equipoise.interop.lightning.loggers import continue_csv, csv_writer
 from equipoise.interop.lightning.modules import (
@@ -391,3 +402,50 @@ def test_a_profiler_knows_its_module_without_keeping_it() -> None:
     del module
     with pytest.raises(ReferenceError):
         _ = profiler._lightning_module.layer
+
+
+# Finders
+
+
+def test_the_settings_of_a_batch_size_finder() -> None:
+    finder = BatchSizeFinder(
+        mode="binsearch", steps_per_trial=4, init_val=3, max_trials=7, batch_arg_name="size", margin=0.1, max_val=99
+    )
+    assert batch_size_settings(finder) == BatchSizeSettings(
+        doubles=False, steps=4, first=3, most_trials=7, attribute="size", margin=0.1, largest=99
+    )
+    assert batch_size_settings(BatchSizeFinder()).doubles
+
+
+def test_the_settings_of_a_learning_rate_finder() -> None:
+    finder = LearningRateFinder(1e-5, 0.5, 30, "linear", early_stop_threshold=None, update_attr=False, attr_name="rate")
+    assert learning_rate_settings(finder) == LearningRateSettings(
+        smallest=1e-5,
+        largest=0.5,
+        steps=30,
+        mode="linear",
+        divergence=None,
+        updates_attribute=False,
+        attribute="rate",
+    )
+
+
+def test_a_search_of_the_tuner_ends_before_the_fit() -> None:
+    added: list[Any] = []
+    ours = Trainer(logger=False, enable_checkpointing=False)
+    with mock.patch.object(Trainer, "fit", lambda self, *args, **options: added.extend(self.callbacks)):
+        Tuner(ours).scale_batch_size(Small())
+    assert [ends_after_search(finder) for finder in added if isinstance(finder, BatchSizeFinder)] == [True]
+    assert not ends_after_search(BatchSizeFinder())
+
+
+def test_the_results_of_a_search_for_a_learning_rate() -> None:
+    finder = LearningRateFinder()
+    losses = [1.0] * 12 + [0.9, 0.1, 0.05, 0.04]
+    rates = [10.0 ** (step - 16) for step in range(16)]
+    results = results_of(learning_rate_settings(finder), rates, losses)
+    assert suggested_rate(results) == results.suggestion() == 1e-4
+    keep_learning_rates(finder, results)
+    assert finder.optimal_lr is results
+    few = results_of(learning_rate_settings(finder), rates[:12], losses[:12])
+    assert suggested_rate(few) is None

@@ -40,10 +40,7 @@ class BatchSizeAttribute:
             size: The batch size.
         """
         for holder in self._holders(module):
-            if isinstance(holder, dict):
-                holder[self._name] = size
-            else:
-                setattr(holder, self._name, size)
+            self._put(holder, size)
 
     @contextmanager
     def set_for_trial(self, module: LightningModule, size: int) -> Iterator[None]:
@@ -60,10 +57,7 @@ class BatchSizeAttribute:
             yield
         finally:
             for holder, value in zip(holders, before, strict=True):
-                if isinstance(holder, dict):
-                    holder[self._name] = value
-                else:
-                    setattr(holder, self._name, value)
+                self._put(holder, value)
 
     def _holders(self, module: LightningModule) -> list[Any]:
         return [*self._holders_in(module), *self._holders_in(self._datamodule)]
@@ -77,6 +71,12 @@ class BatchSizeAttribute:
         if isinstance(hyperparameters, dict) and self._name in hyperparameters:
             holders.append(hyperparameters)
         return holders
+
+    def _put(self, holder: Any, value: Any) -> None:
+        if isinstance(holder, dict):
+            holder[self._name] = value
+        else:
+            setattr(holder, self._name, value)
 
     def _value_in(self, holder: Any) -> Any:
         if isinstance(holder, dict):

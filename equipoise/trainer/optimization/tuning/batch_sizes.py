@@ -61,12 +61,13 @@ def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: A
         finder: A BatchSizeFinder.
 
     Raises:
-        ConfigurationError: If there is no attribute for the size, if loaders were passed, if the memory of a step
-            cannot be predicted, or if not even the first size fits.
+        ConfigurationError: If a setting is impossible, if there is no attribute for the size, if loaders were passed,
+            if the memory of a step cannot be predicted, or if not even the first size fits.
     """
     # 1. Everything that can be wrong without a step.
     settings = batch_size_settings(finder)
-    _check(trainer, request)
+    _check_settings(settings)
+    _check_run(trainer, request)
     attribute = BatchSizeAttribute(settings.attribute, request.module, request.datamodule)
 
     def try_size(size: int, steps: int, callbacks: list[Callback]) -> None:
@@ -91,7 +92,22 @@ def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: A
     )
 
 
-def _check(trainer: Any, request: Request) -> None:
+def _check_settings(settings: BatchSizeSettings) -> None:
+    counts = {
+        "init_val": settings.first,
+        "steps_per_trial": settings.steps,
+        "max_trials": settings.most_trials,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigurationError(f"{_FINDER}: {name}={count}, but it must be at least 1.")
+    if settings.largest < settings.first:
+        raise ConfigurationError(
+            f"{_FINDER}: max_val={settings.largest} is smaller than init_val={settings.first}, so no size is left."
+        )
+
+
+def _check_run(trainer: Any, request: Request) -> None:
     if request.loaders.get("train") is not None:
         raise ConfigurationError(
             f"{_FINDER} sets the batch size of loaders that the module or data module makes, but loaders were passed to"
@@ -146,6 +162,11 @@ def _sizes_to_try(settings: BatchSizeSettings, plan: StrategyPlan, samples: int 
     largest = min(plan.largest_batch, settings.largest)
     if samples is not None:
         largest = min(largest, samples)
+    if samples is not None and samples < settings.first:
+        raise ConfigurationError(
+            f"{_FINDER}: the training set has {samples} samples, fewer than init_val={settings.first}. Choose a smaller"
+            " init_val."
+        )
     if largest < settings.first:
         raise ConfigurationError(
             f"{_FINDER}: {plan.largest_batch} samples are predicted to fit ({_room(plan)}), fewer than init_val="
@@ -156,7 +177,8 @@ def _sizes_to_try(settings: BatchSizeSettings, plan: StrategyPlan, samples: int 
     sizes = _powers(settings.first, largest)
     if not settings.doubles:
         if largest == plan.largest_batch:
-            largest = int(largest * (1 - settings.margin))
+            # One sample fits, so the margin leaves at least that.
+            largest = max(1, int(largest * (1 - settings.margin)))
         sizes = _falling(largest)
     return [*sizes][: settings.most_trials]
 

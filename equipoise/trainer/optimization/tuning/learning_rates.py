@@ -36,10 +36,12 @@ def find_learning_rate(trainer: Any, make: MakeTrainer, request: Request, finder
         finder: A LearningRateFinder.
 
     Raises:
-        ConfigurationError: If the module has no attribute for the rate or manual optimisation, or cannot be copied.
+        ConfigurationError: If a setting is impossible, or if the module has no attribute for the rate, has manual
+            optimisation, or cannot be copied.
     """
     # 1. Everything that can be wrong without a step.
     settings = learning_rate_settings(finder)
+    _check_settings(settings)
     module = request.module
     attribute = _attribute_of(module, settings)
     if not module.automatic_optimization:
@@ -58,6 +60,22 @@ def find_learning_rate(trainer: Any, make: MakeTrainer, request: Request, finder
     keep_learning_rates(finder, results)
     if attribute is not None:
         _apply(module, attribute, suggested_rate(results), len(sweep.rates))
+
+
+def _check_settings(settings: LearningRateSettings) -> None:
+    if settings.steps < 1:
+        raise ConfigurationError(f"{_FINDER}: num_training_steps={settings.steps}, but it must be at least 1.")
+    if settings.smallest >= settings.largest:
+        raise ConfigurationError(
+            f"{_FINDER}: min_lr={settings.smallest} must be smaller than max_lr={settings.largest}."
+        )
+    if settings.smallest < 0:
+        raise ConfigurationError(f"{_FINDER}: min_lr={settings.smallest}, but a learning rate cannot be negative.")
+    if settings.mode == "exponential" and settings.smallest == 0:
+        raise ConfigurationError(
+            f"{_FINDER}: min_lr={settings.smallest}, but an exponential search begins above 0. Choose a small rate such"
+            ' as 1e-8, or mode="linear".'
+        )
 
 
 def _apply(module: LightningModule, attribute: str, rate: float | None, steps: int) -> None:

@@ -15,7 +15,7 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.runtime.request import Request
 
-__all__ = ["MakeTrainer", "copy_of", "run_trial"]
+__all__ = ["ONLY_STEPS", "MakeTrainer", "copy_of", "run_trial"]
 
 # Makes a trainer from its arguments.
 MakeTrainer = Callable[..., Any]
@@ -23,8 +23,8 @@ MakeTrainer = Callable[..., Any]
 # The logger of `rank_zero_info`.
 _LOGGER = "lightning.pytorch.utilities.rank_zero"
 
-# All that is no part of a training step is left out.
-_WITHOUT = {
+# Arguments of a trainer that takes steps and does nothing else: no evaluation, no files, no display.
+ONLY_STEPS = {
     "max_epochs": -1,
     "min_epochs": None,
     "min_steps": None,
@@ -33,12 +33,16 @@ _WITHOUT = {
     "num_sanity_val_steps": 0,
     "fast_dev_run": False,
     "barebones": False,
-    "logger": False,
     "profiler": None,
-    "plugins": None,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
+}
+
+# What the trial of a search changes beside them.
+_OF_A_TRIAL = {
+    "logger": False,
+    "plugins": None,
     # A large learning rate is meant to make losses that are not finite.
     "detect_anomaly": False,
     "detect_nonfinite": False,
@@ -64,7 +68,9 @@ def run_trial(
         steps: Number of optimiser steps.
         callbacks: Callbacks of the trial.
     """
-    options = {**trainer.arguments, **_WITHOUT, "max_steps": steps, "callbacks": callbacks}
+    options = {**trainer.constructor_arguments, **ONLY_STEPS, **_OF_A_TRIAL}
+    options["max_steps"] = steps
+    options["callbacks"] = callbacks
     strategy = options.get("strategy")
     # A strategy belongs to one trainer.
     if isinstance(strategy, Strategy):

@@ -201,3 +201,26 @@ def test_what_cannot_be_searched(room: Any, monkeypatch: pytest.MonkeyPatch) -> 
     room(bytes_for(100))
     monkeypatch.setattr(Bounded, "most", 2)
     refuses(fit(Bounded(), max_trials=3), "ran out of memory with each of 3 sizes", "down to 16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"init_val": 0}, ["init_val=0", "at least 1"]),
+        ({"steps_per_trial": 0}, ["steps_per_trial=0", "at least 1"]),
+        ({"max_trials": 0}, ["max_trials=0", "at least 1"]),
+        ({"init_val": 8, "max_val": 4}, ["max_val=4", "smaller than init_val=8"]),
+        ({"init_val": 2 * SAMPLES}, [f"the training set has {SAMPLES} samples", f"fewer than init_val={2 * SAMPLES}"]),
+    ],
+    ids=["first size", "steps", "trials", "bounds", "samples"],
+)
+def test_impossible_settings(settings: dict[str, Any], words: list[str], room: Any) -> None:
+    room(bytes_for(4 * SAMPLES))
+    refuses(lambda: Trainer(**OPTIONS, callbacks=[BatchSizeFinder(**settings)]).fit(Sized()), *words)
+
+
+def test_a_margin_leaves_one_sample(room: Any) -> None:
+    room(bytes_for(1))
+    module = Sized()
+    Trainer(**OPTIONS, callbacks=[BatchSizeFinder(mode="binsearch", init_val=1, margin=0.5)]).fit(module)
+    assert module.batch_size == 1

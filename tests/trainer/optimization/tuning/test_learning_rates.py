@@ -248,3 +248,24 @@ def test_the_report_draws_the_curve(tmp_path: Any) -> None:
     assert "The learning rate" in page
     assert "suggested: " in page
     assert 'data-log="yes"' in page
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_training_steps": 0}, ["num_training_steps=0", "at least 1"]),
+        ({"min_lr": 1.0, "max_lr": 1.0}, ["min_lr=1.0", "smaller than max_lr=1.0"]),
+        ({"min_lr": -1.0}, ["min_lr=-1.0", "cannot be negative"]),
+        ({"min_lr": 0.0}, ["min_lr=0.0", 'mode="linear"']),
+    ],
+    ids=["steps", "bounds", "negative", "exponential from 0"],
+)
+def test_impossible_settings(settings: dict[str, Any], words: list[str]) -> None:
+    refuses(lambda: Trainer(**OPTIONS, callbacks=[LearningRateFinder(**settings)]).fit(Fitted(), data()), *words)
+
+
+def test_a_linear_search_from_0() -> None:
+    finder = LearningRateFinder(min_lr=0.0, max_lr=1.0, mode="linear", num_training_steps=15)
+    Trainer(**OPTIONS, callbacks=[finder]).fit(Fitted(), data())
+    assert finder.optimal_lr is not None
+    assert finder.optimal_lr.results["lr"][0] == 0
