@@ -64,9 +64,12 @@ def seconds(name: str, text: str | None) -> float:
 
 def whole_number(name: str, text: str | None) -> int:
     """Read a whole number from 1."""
-    if text is None or not text.isdecimal() or int(text) == 0:
+    number = 0
+    if text is not None and text.isdecimal():
+        number = int(text)
+    if number == 0:
         raise ConfigurationError(f"{name} takes a whole number from 1, such as {name}=10, not {text!r}.")
-    return int(text)
+    return number
 
 
 def list_of_names(name: str, text: str | None) -> list[str]:

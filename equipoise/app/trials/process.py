@@ -63,14 +63,18 @@ def run_in_process(program: str, request: Mapping[str, Any], folder: Path, timeo
 
 def _environment() -> dict[str, str]:
     """Return the environment of the process, which imports this package as this process does."""
-    paths = [str(Path(equipoise.__file__).parents[1])]
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    package = Path(equipoise.__file__).parent
+    paths = [str(package.parent)]
+    present = os.environ.get("PYTHONPATH")
+    if present:
+        paths.append(present)
+    joined = os.pathsep.join(paths)
+    return os.environ | {"PYTHONPATH": joined}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process, and the processes that it has started and that are still there."""
+    # Data loaders and processes of a strategy belong to the same group.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

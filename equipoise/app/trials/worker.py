@@ -29,6 +29,7 @@ def answer(folder: Path, run: Callable[[dict[str, Any], Path], dict[str, Any]]) 
     """
     text = (folder / REQUEST).read_text(encoding="utf-8")
     request = json.loads(text)
+    # A process that was started by -m looks in other folders than the command.
     sys.path[:0] = request["paths"]
     try:
         result = run(request, folder)
@@ -41,8 +42,9 @@ def answer(folder: Path, run: Callable[[dict[str, Any], Path], dict[str, Any]]) 
             reason = f"{type(error).__name__}: {first_line}"
         result = {"reason": reason, "is_configuration": is_wrong_input, "is_error": True}
     # A file that is there is complete.
+    text = json.dumps(result)
     unfinished = folder / f"{RESULT}.part"
-    unfinished.write_text(json.dumps(result), encoding="utf-8")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.rename(folder / RESULT)
 
 
@@ -71,6 +73,7 @@ def limit_to_steps(values: dict[str, Any], steps: int, folder: Path) -> None:
         steps: Number of steps of the optimiser.
         folder: Folder for files of the trainer.
     """
-    values["trainer"] |= ONLY_STEPS
-    values["trainer"]["max_steps"] = steps
-    values["trainer"]["default_root_dir"] = str(folder)
+    arguments = values["trainer"]
+    arguments |= ONLY_STEPS
+    arguments["max_steps"] = steps
+    arguments["default_root_dir"] = str(folder)
