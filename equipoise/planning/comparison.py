@@ -21,6 +21,7 @@ __all__ = [
     "PlannedStrategy",
     "Recommendation",
     "StrategyPlan",
+    "from_simplest",
     "plan_strategies",
     "recommend",
 ]
@@ -264,7 +265,7 @@ def recommend(
         accumulate_grad_batches: Batches of an accumulation window in `plans`. Default: 1.
     """
     # 1. The first one that fits.
-    for plan in _in_order(plans, devices):
+    for plan in from_simplest(plans, devices):
         if plan.fits:
             room = format_bytes(plan.fullest.room)
             reason = (
@@ -274,7 +275,7 @@ def recommend(
             return Recommendation(strategy=plan.strategy, reason=reason, overrides=[f"strategy={plan.strategy}"])
 
     # 2. Smaller batches, accumulated.
-    ordered = _in_order(accumulated or plans, devices)
+    ordered = from_simplest(accumulated or plans, devices)
     largest = max(ordered, key=lambda plan: plan.largest_batch * plan.batches, default=None)
     # A step with one sample may be too large already.
     if largest is None or not largest.largest_batch:
@@ -294,8 +295,15 @@ def recommend(
     return Recommendation(strategy=largest.strategy, reason=reason, overrides=overrides)
 
 
-def _in_order(plans: Sequence[StrategyPlan], devices: Sequence[PlannedDevice]) -> list[StrategyPlan]:
-    """Return the strategies, the simplest first. Unequal devices are best used in unequal parts."""
+def from_simplest(plans: Sequence[StrategyPlan], devices: Sequence[PlannedDevice]) -> list[StrategyPlan]:
+    """Return the strategies that a user would take, the simplest first.
+
+    Unequal devices are best used in unequal parts, so strategies that can do so come first there.
+
+    Args:
+        plans: The strategies.
+        devices: The devices.
+    """
     order: Sequence[str] = ["single_device"]
     if len(devices) > 1:
         order = _FOR_EQUAL

@@ -17,6 +17,7 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpoint import save_checkpoint
 from equipoise.trainer.lifecycle import run
 from equipoise.trainer.logging.results_table import to_scalars
+from equipoise.trainer.optimization.tuning.strategy_choice import choose_strategy
 from equipoise.trainer.optimization.tuning.tune import tune
 from equipoise.trainer.preparation import make_context
 from equipoise.trainer.runtime.preflight import as_module, data_of
@@ -42,7 +43,8 @@ class Trainer(PublicState):
         accelerator: "cpu", "gpu", "cuda" or "mps". "auto": GPUs if the machine has any, else the CPU. Default: "auto".
         strategy: How a step is computed on the devices: a name ("single_device", "dp", "balanced", "ddp", "pipeline")
             or a Strategy. "auto": `single_device` for one device; `ddp` for several devices, or if torchrun, Slurm or
-            Ray have started several processes. Default: "auto".
+            Ray have started several processes. On several GPUs the memory of a step is predicted before the first fit;
+            if it does not fit under `ddp`, the simplest strategy takes its place with which it does. Default: "auto".
         devices: A number of devices, -1 for all, indices ([0, 2] or "0,2") or torch devices. "auto": all GPUs of the
             machine, or the CPU; one device for each process, if torchrun, Slurm or Ray have started the processes.
             Default: "auto".
@@ -131,6 +133,11 @@ class Trainer(PublicState):
         >>> trainer = Trainer(max_epochs=3, gradient_clip_val=1.0)
         >>> trainer.fit(module, train_dataloaders=train_loader, val_dataloaders=val_loader)  # doctest: +SKIP
     """
+
+    # Arguments of the constructor, which `suggests_arguments` keeps.
+    constructor_arguments: dict[str, Any]
+    # False until the first fit: strategy="auto" is chosen then.
+    _has_strategy = False
 
     @suggests_arguments
     def __init__(
@@ -381,6 +388,10 @@ class Trainer(PublicState):
         request = Request(fn, module, model is not None, datamodule, loaders, ckpt_path, weights_only)
         if not tune(self, Trainer, request):
             return None
+        if request.fitting and not self._has_strategy:
+            self._has_strategy = True
+            if self.constructor_arguments.get("strategy", "auto") == "auto":
+                self._replace_strategy(choose_strategy(self, request))
         return run(self.parts, request)
 
     # What users call in the course of a run.

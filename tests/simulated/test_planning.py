@@ -5,6 +5,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -15,6 +16,9 @@ from equipoise.planning.description.settings import StepSettings
 from equipoise.planning.prediction import predicted
 from equipoise.planning.tracing.tracer import trace_step
 from equipoise.strategies import Strategy
+from equipoise.trainer.optimization.tuning import strategy_choice
+from equipoise.trainer.optimization.tuning.strategy_choice import choose_strategy
+from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
 from tests.planning.steps import Step
 from tests.support.pipelines import quiet
@@ -93,3 +97,14 @@ def test_each_device(name: str, optimizer: str) -> None:
     expected = [device.peak.nbytes for device in plan.devices]
     print(name, optimizer, actual, expected)
     assert expected == pytest.approx(actual, rel=TOLERANCE)
+
+
+def test_auto_reads_the_memory_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(strategy_choice, "rank_zero_info", told.append)
+    data = torch.randint(0, 100, (BATCH_SIZE, 3))
+    request = Request(TrainerFn.FITTING, module_of("adam"), loaders={"train": DataLoader(data, BATCH_SIZE)})
+    trainer = quiet(devices=["cpu", "cpu"], precision="32-true")
+    assert choose_strategy(trainer, request) is trainer.connected_strategy
+    (line,) = told
+    assert line.startswith(f'strategy="auto" is ddp: a batch of {BATCH_SIZE} is predicted to fit on each of 2 devices')

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 __all__ = ["Processes", "SingleProcess"]
 
 T = TypeVar("T")
@@ -18,6 +20,8 @@ class Processes(ABC):
         local_rank: Number of this process on its machine.
         node_rank: Number of this machine.
         world_size: Number of processes that share the data.
+        devices: Devices of the processes on this machine, by local rank; empty for a single process, whose devices are
+            those of its strategy.
     """
 
     spawns: bool = False
@@ -25,6 +29,7 @@ class Processes(ABC):
     local_rank: int = 0
     node_rank: int = 0
     world_size: int = 1
+    devices: Sequence[torch.device] = ()
 
     @property
     def is_main(self) -> bool:

@@ -45,7 +45,7 @@ class ProcessGroup(ConnectedProcesses):
         on_joined: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._devices = tuple(devices)
+        self.devices = tuple(devices)
         self._timeout = timeout
         self._backend = backend
         self._on_joined = on_joined
@@ -53,11 +53,11 @@ class ProcessGroup(ConnectedProcesses):
         self._launched_rank = find_rank()
         if self._launched_rank is None:
             check_alone(num_nodes)
-            self.world_size = len(self._devices)
+            self.world_size = len(self.devices)
             self.spawns = self.world_size > 1
-            self.device = self._devices[0]
+            self.device = self.devices[0]
         else:
-            check_count(self._launched_rank, self._devices, num_nodes)
+            check_count(self._launched_rank, self.devices, num_nodes)
             self._take_rank(self._launched_rank)
 
     def _take_rank(self, rank: Rank) -> None:
@@ -66,8 +66,8 @@ class ProcessGroup(ConnectedProcesses):
         self.local_rank = rank.local_rank
         self.node_rank = rank.node_rank
         self.world_size = rank.world_size
-        index = rank.local_rank % len(self._devices)
-        self.device = self._devices[index]
+        index = rank.local_rank % len(self.devices)
+        self.device = self.devices[index]
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Run a function in every process; see `Processes.launch`."""
@@ -93,8 +93,8 @@ class ProcessGroup(ConnectedProcesses):
             port: Port of the store where the processes meet.
         """
         # 1. This object is a copy from the main process, so it has no rank yet.
-        rank = place_of_worker(index, self.world_size, self._devices[0])
-        check_count(rank, self._devices, 1)
+        rank = place_of_worker(index, self.world_size, self.devices[0])
+        check_count(rank, self.devices, 1)
         self._take_rank(rank)
         self._on_joined()
         # 2. The strategy knows its device now.

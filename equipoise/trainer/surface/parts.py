@@ -65,6 +65,15 @@ class TrainerParts:
     _wrapped_optimizers: WrappedOptimizers = field(init=False)
 
     def __post_init__(self) -> None:
+        self.replace_strategy(self.strategy)
+
+    def replace_strategy(self, strategy: Strategy) -> None:
+        """Carry out the next runs under a strategy.
+
+        Args:
+            strategy: The strategy, connected to its devices.
+        """
+        self.strategy = strategy
         self.strategy_view = StrategyView(self.strategy, self.state, self)
         self._wrapped_optimizers = WrappedOptimizers(self.state, self.strategy_view)
 

@@ -77,9 +77,18 @@ class PublicState(StateFields, LightningNames):
         # 3. Lightning's names for all this.
         super().__init__(parts)
         self.accelerator: Accelerator = accelerator_of(strategy.root_device)
-        self.precision_plugin: LightningPrecision = precision_plugin(
-            precision.name, strategy.root_device.type, precision.scaler, partial(_clip, strategy)
-        )
+        self.precision_plugin = self._precision_plugin()
+
+    def _precision_plugin(self) -> LightningPrecision:
+        precision = self.precision_in_use
+        strategy = self.connected_strategy
+        return precision_plugin(precision.name, strategy.root_device.type, precision.scaler, partial(_clip, strategy))
+
+    def _replace_strategy(self, strategy: Strategy) -> None:
+        """Run under another strategy from now on, which is connected to the same devices."""
+        self.connected_strategy = strategy
+        self.parts.replace_strategy(strategy)
+        self.precision_plugin = self._precision_plugin()
 
     # The module.
 

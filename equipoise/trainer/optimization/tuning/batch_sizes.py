@@ -16,9 +16,8 @@ from equipoise.formats import format_bytes, format_count
 from equipoise.interop.lightning.finders import BatchSizeSettings, batch_size_settings, keep_batch_size
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.planning.comparison import StrategyPlan, plan_strategies
-from equipoise.planning.description.devices import PlannedDevice, describe_devices
-from equipoise.planning.prediction import predict_memory
 from equipoise.trainer.optimization.tuning.batch_size_attribute import BatchSizeAttribute
+from equipoise.trainer.optimization.tuning.step_prediction import devices_of, predict_step
 from equipoise.trainer.optimization.tuning.trial import MakeTrainer, copy_of, run_trial
 from equipoise.trainer.runtime.request import Request
 
@@ -123,33 +122,11 @@ def _check_run(trainer: Any, request: Request) -> None:
 
 def _predicted(trainer: Any, request: Request, batch: Any) -> StrategyPlan:
     """Return the predicted memory of a step under the trainer's strategy."""
-    prediction = predict_memory(
-        request.module,
-        batch,
-        precision=trainer.precision,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        activation_checkpointing=trainer.run_state.activation_checkpointing or (),
-        device=trainer.connected_strategy.root_device.type,
-    )
+    prediction = predict_step(trainer, request.module, batch, measure=True)
     (plan,) = plan_strategies(prediction, request.module, [trainer.connected_strategy], devices_of(trainer))
     if plan.reason is not None:
         raise ConfigurationError(f"{_FINDER}: {plan.reason}. Set the batch size by hand.")
     return plan
-
-
-def devices_of(trainer: Any) -> list[PlannedDevice]:
-    """Return the devices of a trainer as a plan describes them.
-
-    Args:
-        trainer: The trainer.
-    """
-    devices = list(trainer.connected_strategy.devices)
-    if trainer.connected_strategy.processes.spawns:
-        devices = devices * trainer.world_size
-    # Workers on the CPU share its memory.
-    if all(device.type == "cpu" for device in devices):
-        return describe_devices(f"{len(devices)}xcpu")
-    return describe_devices([str(device) for device in devices])
 
 
 def _sizes_to_try(settings: BatchSizeSettings, plan: StrategyPlan, samples: int | None) -> list[int]:

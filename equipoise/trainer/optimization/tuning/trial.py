@@ -72,9 +72,9 @@ def run_trial(
     options["max_steps"] = steps
     options["callbacks"] = callbacks
     strategy = options.get("strategy")
-    # A strategy belongs to one trainer.
-    if isinstance(strategy, Strategy):
-        options["strategy"] = copy.deepcopy(strategy)
+    # A strategy belongs to one trainer. "auto" has been chosen already.
+    if strategy is None or strategy == "auto" or isinstance(strategy, Strategy):
+        options["strategy"] = copy.deepcopy(trainer.connected_strategy)
     # The user may have set these since.
     options["accumulate_grad_batches"] = trainer.accumulate_grad_batches
     options["gradient_clip_val"] = trainer.gradient_clip_val

@@ -95,7 +95,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def give(nbytes: int) -> None:
         device = PlannedDevice(name="cpu", kind="cpu", memory=nbytes)
         monkeypatch.setattr(batch_sizes, "devices_of", lambda trainer: [device] * len(trainer.strategy.devices))
-        monkeypatch.setattr(batch_sizes, "predict_memory", lambda *args, **options: predicted())
+        monkeypatch.setattr(batch_sizes, "predict_step", lambda *args, **options: predicted())
 
     return give
 

@@ -1,0 +1,114 @@
+"""The first batch of a fit, before the fit begins: read by a copy of this process, so that nothing here changes."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch.utils.data import DataLoader
+
+from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.loaders import combine
+from equipoise.trainer.runtime.request import Request
+
+__all__ = ["read_first_batch"]
+
+_SECONDS = 60.0
+
+
+def read_first_batch(request: Request, seconds: float = _SECONDS) -> Any:
+    """Return the first batch of the training loader, on the CPU.
+
+    A copy of this process calls `setup` and `train_dataloader`, and reads. Loaders, samplers, files and random numbers
+    of this process stay as they are. `prepare_data` is not called: it writes files, which a copy shares.
+
+    Args:
+        request: The fit.
+        seconds: Time after which the copy is ended. Default: 60.
+
+    Raises:
+        ConfigurationError: If the batch cannot be read in this way.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise ConfigurationError("this system cannot copy a process")
+    # 1. The copy, which writes its answer into a pipe.
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(request, sender))
+    with warnings.catch_warnings():
+        # Python warns of threads, which a copy lacks. Loaders start their workers in the same way.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    sender.close()
+
+    # 2. Its answer.
+    try:
+        content = None
+        if receiver.poll(seconds):
+            with contextlib.suppress(EOFError):
+                content = receiver.recv_bytes()
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+        process.close()
+    if content is None:
+        raise ConfigurationError(f"the first batch was not read within {seconds:.0f} seconds")
+    # It comes from a copy of this process.
+    batch, reason = pickle.loads(content)  # noqa: S301
+    if reason is not None:
+        raise ConfigurationError(reason)
+    return batch
+
+
+def _answer(request: Request, sender: Connection) -> None:
+    """Send the batch, or the reason why there is none; the body of the copy."""
+    _be_silent()
+    # A copy lacks the threads of torch, and would wait for them.
+    torch.set_num_threads(1)
+    try:
+        batch = _read(request)
+        content = pickle.dumps((batch, None))
+    except Exception as error:
+        first_line, _, _ = str(error).partition("\n")
+        reason = f"its first batch cannot be read ahead ({type(error).__name__}: {first_line})"
+        content = pickle.dumps((None, reason))
+    sender.send_bytes(content)
+
+
+def _be_silent() -> None:
+    """Write nothing to the terminal, and leave Ctrl-C to the process that waits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+
+
+def _read(request: Request) -> Any:
+    # 1. The loaders.
+    loaders = request.loaders.get("train")
+    if loaders is None:
+        owner: Any = request.module
+        if request.datamodule is not None:
+            owner = request.datamodule
+        owner.setup("fit")
+        loaders = owner.train_dataloader()
+
+    # 2. A batch of them, without further processes, and without pinned memory, for which a copy cannot use the GPU.
+    combined = combine(loaders, "max_size_cycle")
+    for loader in combined.flattened:
+        if isinstance(loader, DataLoader):
+            loader.num_workers = 0
+            loader.timeout = 0
+            loader.pin_memory = False
+    if combined.iterables is combined.flattened[0]:
+        batch = next(iter(combined.flattened[0]))
+    else:
+        batch, _, _ = next(iter(combined))
+    return move_data_to_device(batch, "cpu")
