@@ -7,6 +7,7 @@ from typing import Any
 
 from equipoise.app.comparison.candidates.candidate import Attempt, Candidate, batch_size_of
 from equipoise.app.comparison.measuring.largest import largest_that_runs
+from equipoise.app.comparison.measuring.predicted_peaks import predict_peaks
 from equipoise.app.comparison.measuring.trial import request_of, run_attempt
 from equipoise.app.comparison.options import Options
 from equipoise.app.comparison.results.comparison import Comparison, Row
@@ -78,18 +79,30 @@ class Trials:
         """
         display = ComparisonDisplay(self.comparison)
         with display.shown():
+            predicted = self._predict()
             for attempt, row in self._attempts:
                 if attempt.reason is not None:
                     row.refuse(attempt.reason)
                 else:
                     display.begin(row)
+                    row.begin(predicted.get(row.label))
                     self._run_one(attempt, row)
                 display.end(row)
+
+    def _predict(self) -> dict[str, dict[str, int]]:
+        """Return the predicted peaks of the strategies that run, by label; empty if there is no prediction."""
+        attempts = [attempt for attempt, _ in self._attempts if attempt.reason is None]
+        result = predict_peaks(self._values, attempts, self._paths, self._folder / "prediction", self._options.timeout)
+        if "reason" in result:
+            note = f"Peaks are not predicted: {result['reason'].rstrip('.')}."
+            self.comparison.notes = [*self.comparison.notes, note]
+            return {}
+        peaks: dict[str, dict[str, int]] = result["peaks"]
+        return peaks
 
     def _run_one(self, attempt: Attempt, row: Row) -> None:
         """Run a strategy, and search its largest batch."""
         # 1. The configured batch. Steps of other sizes lead to other weights.
-        row.begin()
         measured = self._measure(attempt, self._options.steps, self._folder / "weights.pt")
         if attempt.candidate.name == "single_device":
             _raise_error(measured)

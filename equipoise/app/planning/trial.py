@@ -8,24 +8,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
 from torch import nn
 
 from equipoise.app.build import build
+from equipoise.app.planning.configured_step import first_batch, predict_configured, settings_of
 from equipoise.app.savings.blocks import repeated_blocks
-from equipoise.errors import ConfigurationError
 from equipoise.names.public import public_classes
 from equipoise.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
 from equipoise.planning.description.devices import PlannedDevice
 from equipoise.planning.description.settings import StepSettings
-from equipoise.planning.prediction import MemoryPrediction, check_real_steps, predicted
+from equipoise.planning.prediction import MemoryPrediction
 from equipoise.planning.process.worker import write_result
 from equipoise.planning.tracing.batches import size_of_batch
 from equipoise.planning.tracing.obstacles import reason_of
-from equipoise.planning.tracing.tracer import measure_step, trace_step
 from equipoise.strategies import Strategy
 
 __all__ = ["main"]
@@ -59,9 +58,9 @@ def main(result_file: Path, request: Mapping[str, Any]) -> None:
 def _plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], *, with_curves: bool) -> dict[str, Any]:
     # 1. A batch, and the settings.
     seed_everything(values["seed"] or 0, workers=True, verbose=False)
-    example = _first_batch(values)
+    example = first_batch(values)
     batch_size = size_of_batch(example)
-    settings = _settings(values["trainer"], devices)
+    settings = settings_of(values["trainer"], devices)
     planner = _Planner(values, example, _strategies(values["strategy"]), devices)
 
     # 2. The plans.
@@ -119,31 +118,8 @@ class _Planner:
         return plan_strategies(prediction, module, self._strategies, self._devices)
 
     def predict(self, settings: StepSettings) -> tuple[MemoryPrediction, nn.Module]:
-        """Return the prediction of a step, and the module of which it was made.
-
-        A step that cannot be traced runs with parts of the batch, if the module is small.
-        """
-        modules: list[nn.Module] = []
-
-        def build_module() -> nn.Module:
-            module: nn.Module = build(self._values["module"], "module")
-            modules.append(module)
-            return module
-
-        try:
-            found = trace_step(build_module, self._example, settings)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            # Without a module, there is nothing to run.
-            if not modules:
-                raise
-            reason = reason_of(error)
-            check_real_steps(modules[0], reason)
-            modules.clear()
-            measured = measure_step(build_module, self._example, settings)
-            found = replace(measured, notes=[f"{reason}, so real steps were run."])
-        return predicted(found, size_of_batch(self._example), settings), modules[0]
+        """Return the prediction of a step, and the module of which it was made."""
+        return predict_configured(self._values, self._example, settings)
 
 
 def _with_known_keys(advice: Recommendation, values: Mapping[str, Any]) -> Recommendation:
@@ -171,34 +147,6 @@ def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[in
         if plan.peaks is not None:
             curves[plan.strategy] = {size: plan.peaks.fullest(size) for size in sizes}
     return curves
-
-
-def _first_batch(values: Mapping[str, Any]) -> Any:
-    """Return the first batch of the training loader."""
-    if not values.get("data"):
-        raise ConfigurationError("equipoise plan reads one batch of the data; choose them by data=NAME.")
-    data = build(values["data"], "data")
-    data.prepare_data()
-    data.setup("fit")
-    for batch in data.train_dataloader():
-        return batch
-    raise ConfigurationError("equipoise plan reads one batch of the data, but the training loader is empty.")
-
-
-def _settings(trainer: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> StepSettings:
-    kinds = [device.kind for device in devices]
-    device: Literal["cpu", "cuda"] = "cpu"
-    if "cuda" in kinds:
-        device = "cuda"
-    batches = trainer.get("accumulate_grad_batches") or 1
-    if isinstance(batches, Mapping):
-        batches = max(batches.values(), default=1)
-    return StepSettings(
-        precision=trainer.get("precision") or "32-true",
-        accumulate_grad_batches=batches,
-        activation_checkpointing=tuple(trainer.get("activation_checkpointing") or ()),
-        device=device,
-    )
 
 
 def _notes(trainer: Mapping[str, Any]) -> list[str]:

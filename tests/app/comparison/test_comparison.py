@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from equipoise.app.comparison import command as command_module
 from equipoise.app.comparison import trials as trials_module
 from equipoise.app.comparison.candidates.candidates import CANDIDATES, chosen_candidates
+from equipoise.app.comparison.measuring import predicted_peaks as predicted_peaks_module
 from equipoise.app.comparison.measuring import trial as trial_module
 from equipoise.app.comparison.measuring.largest import largest_that_runs
 from equipoise.app.comparison.measuring.order import read_as_processes
@@ -121,9 +122,19 @@ def in_this_process(request: dict[str, Any], folder: Path, timeout: float) -> di
     return result
 
 
+def predict_in_this_process(program: str, request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
+    """Predict peaks as the process for it would."""
+    folder.mkdir()
+    (folder / REQUEST).write_text(json.dumps(request, default=str))
+    predicted_peaks_module.main(folder)
+    result: dict[str, Any] = json.loads((folder / RESULT).read_text())
+    return result
+
+
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials_module, "run_attempt", in_this_process)
+    monkeypatch.setattr(predicted_peaks_module, "run_in_process", predict_in_this_process)
 
 
 # What is measured.
@@ -159,6 +170,13 @@ def test_the_imbalance_of_gathered_scores(little: Path, equipoise: Any) -> None:
         assert 0 <= row["idle"] < 1
     assert one["idle"] is None
     assert one["imbalance"] is None
+
+    # 4. What was predicted. Gathered outputs are not.
+    for row in (one, step, balanced):
+        assert row["predicted_peaks"].keys() == row["peaks"].keys()
+        for name, nbytes in row["peaks"].items():
+            assert row["predicted_peaks"][name] == pytest.approx(nbytes, rel=0.02)
+    assert "predicted_peaks" not in forward
 
 
 @pytest.mark.slow
@@ -242,8 +260,20 @@ def test_what_the_user_sees(little: Path, equipoise: Any) -> None:
     page = parse((little / "here" / "compare.html").read_text())
     assert page.one("h1").text.startswith("Net")
     assert len(page.all("svg", "bars")) == 2
-    # A bar for each device that was measured, and one for each rate.
-    assert len(page.all("g", "bar")) == (1 + 2 + 2) + 3
+    # A bar for each device that was measured, one for each that was predicted, and one for each rate.
+    assert len(page.all("g", "bar")) == (1 + 2 + 2) + (1 + 2) + 3
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_a_step_that_cannot_be_predicted_is_measured(little: Path, equipoise: Any) -> None:
+    flags = ("--strategies=single_device", "--steps=1", "--json")
+    code, out, err = equipoise("compare", *flags, "data.ragged=true", "trainer.devices=[cpu]")
+    assert code == 0, err
+    result = json.loads(out)
+    assert [note for note in result["notes"] if note.startswith("Peaks are not predicted: ")]
+    (row,) = result["rows"]
+    assert "predicted_peaks" not in row
+    assert row["peaks"]["cpu"] > 0
 
 
 @pytest.mark.usefixtures("without_processes")
