@@ -1,4 +1,4 @@
-"""Networks of the usual kinds, each with a batch, and two large ones."""
+"""Networks of the usual kinds, each with a batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["LARGE", "NETWORKS", "Trained", "large_language_model"]
+__all__ = ["NETWORKS", "GatedBlock", "Language", "Trained"]
 
 
 class Trained(LightningModule):
@@ -264,24 +264,3 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mixture, one expert unused": (Mixture, _values),
     "pairs of samples": (Pairs, _values),
 }
-
-
-def large_language_model(name: str) -> tuple[nn.Module, Tensor]:
-    """Return a large module without memory, and a batch of 1 sample.
-
-    Args:
-        name: One of `LARGE`.
-    """
-    return Trained(None, build=LARGE[name]), torch.zeros(1, 1024, dtype=torch.int64)
-
-
-def _gpt2_xl() -> nn.Module:
-    return Language(48, 1600, 25, 50257, 1024)
-
-
-def _seven_billion() -> nn.Module:
-    blocks = (GatedBlock(4096, 32, 11008) for _ in range(32))
-    return nn.Sequential(nn.Embedding(32000, 4096), *blocks, nn.RMSNorm(4096), nn.Linear(4096, 32000, bias=False))
-
-
-LARGE = {"GPT-2 XL, 1.6 billion": _gpt2_xl, "like Llama, 6.7 billion": _seven_billion}
