@@ -7,10 +7,9 @@ Hydra looks for configurations in the user's folders, then in `equipoise/conf`, 
 are derived here from the constructors of the trainer, the strategies, the callbacks and the launchers.
 """
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 import equipoise
 from equipoise.app.build import check_values, plain_values
 from equipoise.app.config.checks import GROUPS, did_you_mean
+from equipoise.app.config.import_paths import import_paths
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.help import describe_key
@@ -215,7 +215,7 @@ def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequenc
     """
     _SearchPath.folders = folders[1:]
     try:
-        with _paths_of(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
+        with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
             config = hydra.compose("config", overrides=list(arguments))
             descriptions = [describe_key(config, key) for key in keys]
             print("\n\n".join(descriptions))
@@ -237,7 +237,7 @@ def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Pa
     arguments = [*translate(arguments, folders), f"output_dir='{output}'"]
     _SearchPath.folders = folders[1:]
     try:
-        with _paths_of(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
+        with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
             config = hydra.compose("config", overrides=arguments)
             values = plain_values(config)
             values["stage"] = "fit"
@@ -252,7 +252,7 @@ def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Pa
 def _check_first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """Check a sweep before it begins."""
     _SearchPath.folders = folders[1:]
-    with _paths_of(folders):
+    with import_paths(folders):
         config = first_trial(arguments, str(folders[0]), "config")
         if config.get("launcher"):
             launcher_of(config).check_sweep(config)
@@ -267,7 +267,7 @@ def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_
         sys.argv = ["equipoise", *arguments]
         # Hydra raises its errors then, instead of printing them.
         os.environ["HYDRA_FULL_ERROR"] = "1"
-        with _paths_of(folders):
+        with import_paths(folders):
             decorate = hydra.main(version_base="1.3", config_path=str(folders[0]), config_name=config_name)
             run_task = decorate(task)
             run_task()
@@ -276,14 +276,3 @@ def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_
         del os.environ["HYDRA_FULL_ERROR"]
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-
-
-@contextlib.contextmanager
-def _paths_of(folders: Sequence[Path]) -> Iterator[None]:
-    """Put the parents of the folders on Python's path, so that a `_target_` can be imported from there."""
-    path = sys.path.copy()
-    sys.path[:0] = [str(folder.parent) for folder in folders]
-    try:
-        yield
-    finally:
-        sys.path[:] = path

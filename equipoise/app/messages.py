@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 import equipoise
-from equipoise.app.config.checks import GROUPS, KEYS, did_you_mean
+from equipoise.app.config.checks import GROUPS, KEYS, did_you_mean, takes_argument
+from equipoise.app.config.import_paths import import_paths
 
 __all__ = ["explain", "options"]
 
@@ -149,7 +150,7 @@ def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) 
     names = [str(name) for name in mapping]
     parent, _, name = key.rpartition(".")
     if parent:
-        return _unknown_key_in(parent, name, names, folders)
+        return _unknown_key_in(parent, name, mapping, folders)
     names += GROUPS
     path = _path_below(name, mapping, names)
     if path is not None:
@@ -161,11 +162,12 @@ def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) 
 def _unknown_key_in(
     parent: str,
     name: str,
-    names: Sequence[str],
+    mapping: Mapping[Any, Any],
     folders: Sequence[Path],
 ) -> str:
     """Return the message for a key that its mapping, which is not the outermost one, does not have."""
     key = f"{parent}.{name}"
+    names = [str(present) for present in mapping]
     # 1. An option that is not chosen.
     if parent in _GROUPS_OF_MAPPINGS and name in options(parent, folders):
         return f"{key!r} is not part of the configuration: choose it first, by {parent}=[{name}]."
@@ -179,7 +181,14 @@ def _unknown_key_in(
     if parent == "trainer" and name in GROUPS:
         return f"{key!r} is not a key of the trainer: {name} is a group of its own, given by {name}=NAME."
 
-    # 4. Any other key.
+    # 4. An argument that the file leaves at its default.
+    target = mapping.get("_target_")
+    with import_paths(folders):
+        is_argument = isinstance(target, str) and takes_argument(target, name)
+    if is_argument:
+        return f"{key!r} is not part of the configuration, but {target} takes it: add it by +{key}=VALUE."
+
+    # 5. Any other key.
     prefix = f"{parent}."
     hint = did_you_mean(name, names, prefix)
     return f"There is no key {key!r} in the configuration{hint}"

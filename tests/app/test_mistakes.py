@@ -28,6 +28,8 @@ MISTAKES = [
     ("fit logger=tensorbord", "no 'tensorbord' in the group 'logger'", "did you mean 'tensorboard'?"),
     ("fit callbacks=[early_stoping]", "no 'early_stoping' in the group 'callbacks'", "did you mean 'early_stopping'?"),
     ("fit callbacks.early_stopping.patience=3", "not part of the configuration", "callbacks=[early_stopping]"),
+    ("fit module=wide module.width=3", "but tiny.wide.Wide takes it", "add it by +module.width=VALUE"),
+    ("fit module=wide module.widht=3", "no key 'module.widht'", "there are: lr, settings, sizes."),
     ("fit precision=17", "no 17 in the group 'precision'", "16-mixed, 16-true"),
     ("fit strategy=deepspeed", "strategy='deepspeed' is not supported", "strategy='fsdp'"),
     ("fit data=null", "no null in the group 'data'", "~data leaves the group out"),
@@ -112,6 +114,17 @@ def test_one_message(project, equipoise, line, what, way_out):
             "conf/experiment/group.yaml": "# @package _global_\ndefaults: [override /modul: line]\n",
             "conf/experiment/torn.yaml": "# @package _global_\ntrainer: {\n  max_epochs: 3\n",
             "tiny/broken.py": "import not_installed\n",
+            "tiny/wide.py": """
+                from tiny.module import Line
+
+                class Wide(Line):
+                    def __init__(self, *, width=2, **options):
+                        super().__init__(**options)
+                """,
+            "conf/module/wide.yaml": """
+                defaults: [line]
+                _target_: tiny.wide.Wide
+                """,
         },
     )
     code, _, err = equipoise(*line.split())

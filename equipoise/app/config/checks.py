@@ -21,6 +21,7 @@ __all__ = [
     "constructor_default",
     "did_you_mean",
     "locate",
+    "takes_argument",
 ]
 
 STAGES = ("fit", "validate", "test", "predict")
@@ -158,6 +159,25 @@ def locate(path: str, key: str) -> Callable[..., Any]:
     if not callable(value):
         raise ConfigurationError(f"{key}._target_={path!r} must be a class or a function; it is {value!r}.")
     return value  # type: ignore[no-any-return]
+
+
+def takes_argument(path: str, name: str) -> bool:
+    """Return True if a class or function has a parameter of this name; False if it cannot be imported.
+
+    Args:
+        path: The dotted path of the class or function.
+        name: The name.
+
+    Example:
+        >>> takes_argument("fractions.Fraction", "numerator")
+        True
+    """
+    try:
+        parameters = inspect.signature(locate(path, "")).parameters
+    except (ConfigurationError, ValueError):
+        # Some builtins have no signature.
+        return False
+    return name in parameters
 
 
 def constructor_default(path: str, parameter: str) -> Any:

@@ -164,7 +164,18 @@ def select_loggers(logger: bool | Logger | Iterable[Logger] | None, root_dir: st
                 "logger must be True, False, or one or several of Lightning's loggers, such as CSVLogger('logs'), or"
                 f" objects with their methods ({', '.join(_LOGGER_METHODS)}), not {item!r}."
             )
+        _check_attributes(item)
     return loggers
+
+
+def _check_attributes(logger: Any) -> None:
+    """Check that a logger names a place for checkpoints."""
+    missing = [name for name in _LOGGER_ATTRIBUTES if not hasattr(logger, name)]
+    if missing:
+        raise ConfigurationError(
+            f"The logger {type(logger).__name__} has no {', '.join(missing)}, which name the folder of checkpoints:"
+            " derive it from lightning.pytorch.loggers.Logger, or give it these attributes (save_dir may be None)."
+        )
 
 
 def _default_logger(root_dir: str) -> Logger:
@@ -179,6 +190,7 @@ def _default_logger(root_dir: str) -> Logger:
 
 
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "save", "finalize")
+_LOGGER_ATTRIBUTES = ("save_dir", "name", "version")
 
 
 def _looks_like_a_logger(candidate: Any) -> bool:

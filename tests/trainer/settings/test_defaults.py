@@ -28,7 +28,7 @@ from equipoise.precision import make_precision
 from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.callbacks import select_callbacks
 from tests.conftest import ignoring
-from tests.support.trainer_runs import Small, loader, trainer
+from tests.support.trainer_runs import Small, loader, refuses, trainer
 
 pytestmark = ignoring()
 CPU = torch.device("cpu")
@@ -241,3 +241,15 @@ def test_modules_are_made_where_they_will_be(precision: str, empty: bool) -> Non
     with select.module_init_context(torch.device("meta"), make_precision(None, "cpu"), empty=empty):
         assert torch.nn.Linear(2, 2).weight.device.type == "meta"
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_logger_without_a_place_for_checkpoints() -> None:
+    class OnlyMethods:
+        """Has the methods of a logger and nothing else."""
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
+
+        log_hyperparams = save = finalize = log_metrics
+
+    logger: Any = OnlyMethods()
+    refuses(lambda: Trainer(logger=logger), "OnlyMethods has no save_dir, name, version", "derive it from")
