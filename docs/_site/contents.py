@@ -1,0 +1,93 @@
+"""The table of contents: which page stands in which group.
+
+The pages themselves are plain Markdown, which a forge shows as well. So the table is added to the first page when it is
+read, instead of standing in it.
+"""
+
+from fnmatch import fnmatchcase
+
+from sphinx.application import Sphinx
+
+__all__ = ["GROUPS", "pages_by_group", "setup"]
+
+# Names of pages, as paths in the repository without ".md"; `*` stands for those that no other entry names.
+GROUPS = {
+    "Start": ["docs/start", "docs/from_*", "docs/differences", "docs/troubleshooting"],
+    "Strategies": [
+        "docs/choosing",
+        "docs/data_parallel",
+        "docs/ddp",
+        "docs/fsdp",
+        "docs/pipeline",
+        "docs/pipeline_processes",
+        "docs/ensemble",
+        "docs/hogwild",
+    ],
+    "Memory and recovery": ["docs/memory", "docs/memory_savers", "docs/checkpoints"],
+    "Data and evaluation": ["docs/loaders", "docs/evaluation"],
+    "Configuration, sweeps, several machines": [
+        "docs/configuration",
+        "docs/sweeps",
+        "docs/several_machines",
+        "docs/ray",
+        "docs/security",
+    ],
+    "Measuring: plan, compare, tuning": [
+        "docs/planning",
+        "docs/compare",
+        "docs/tuning",
+        "docs/compile",
+        "docs/capture",
+    ],
+    "Techniques and experiments": ["docs/techniques/*", "docs/experiments", "examples/*/README", "benchmarks/README"],
+    "Extending": ["docs/extending", "docs/writing_*"],
+    "Reference": ["docs/reference/*"],
+    "Design": ["docs/design", "CONTRIBUTING", "tests/simulated/README", "CHANGELOG"],
+}
+
+# A page that lists others itself.
+_BENCHMARKS = "benchmarks/README"
+
+
+def pages_by_group(pages: set[str]) -> dict[str, list[str]]:
+    """Return the pages of each group in their order.
+
+    Args:
+        pages: All pages, as paths in the repository without ".md".
+    """
+    named = {entry for entries in GROUPS.values() for entry in entries}
+    groups = {}
+    for group, entries in GROUPS.items():
+        groups[group] = [page for entry in entries for page in _matches(entry, pages, named)]
+    return groups
+
+
+def _matches(entry: str, pages: set[str], named: set[str]) -> list[str]:
+    """Return the pages of an entry, an index before the others."""
+    if entry in pages:
+        return [entry]
+    found = [page for page in pages if fnmatchcase(page, entry) and page not in named]
+    return sorted(found, key=lambda page: (not page.endswith("/index"), page))
+
+
+def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+    """Add the table to the text of the first page, and to that of the benchmarks."""
+    pages = set(app.env.found_docs)
+    if page == app.config.root_doc:
+        groups = pages_by_group(pages)
+        source[0] += "".join(_directive(group, names) for group, names in groups.items() if names)
+    elif page == _BENCHMARKS:
+        others = [name for name in pages if name.startswith("benchmarks/") and name != page]
+        source[0] += _directive("", sorted(others))
+
+
+def _directive(caption: str, pages: list[str]) -> str:
+    lines = ["", "```{toctree}", ":hidden:", f":caption: {caption}" if caption else ":maxdepth: 1"]
+    lines += [f"/{page}" for page in pages]
+    return "\n".join([*lines, "```", ""])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Add the table when pages are read."""
+    app.connect("source-read", _add_contents)
+    return {"parallel_read_safe": True}
