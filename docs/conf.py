@@ -1,7 +1,7 @@
 """Settings of the documentation site, which `make docs` builds with Sphinx.
 
-The sources begin at the root of the repository, so that links from a page to a benchmark or an example lead the same way
-on the site as in the repository.
+The sources begin at the root of the repository, so that links from a page to a benchmark or an example lead the same
+way on the site as in the repository.
 """
 
 import sys
