@@ -46,6 +46,8 @@ myst_heading_anchors = 4
 # The reference. Docstrings put code between single backticks.
 
 default_role = "code"
+smartquotes = False
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
@@ -54,8 +56,8 @@ python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-# Types of other projects have no page here.
-nitpick_ignore_regex = [("py:.*", r"(?!equipoise\b).*")]
+# Only the public names of the package have entries here, not those of other projects or of inner modules.
+nitpick_ignore_regex = [("py:.*", r"(?!equipoise\.\w+$).*")]
 
 # The look
 

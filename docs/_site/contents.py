@@ -45,6 +45,21 @@ GROUPS = {
     "Design": ["docs/design", "CONTRIBUTING", "tests/simulated/README", "CHANGELOG"],
 }
 
+# Titles in the table, where that of the page is long or does not name what one searches for.
+TITLES = {
+    "docs/data_parallel": "dp and balanced: replicas",
+    "docs/ddp": "ddp: a process per device",
+    "docs/fsdp": "fsdp: weights in shards",
+    "docs/pipeline": "pipeline: a model in stages",
+    "docs/pipeline_processes": "pipeline over processes",
+    "docs/ensemble": "ensemble: several members",
+    "docs/hogwild": "hogwild: shared weights",
+    "docs/evaluation": "Evaluations",
+    "docs/several_machines": "Several machines",
+    "docs/tuning": "Batch size and learning rate",
+    "tests/simulated/README": "Simulated devices",
+}
+
 # A page that lists others itself.
 _BENCHMARKS = "benchmarks/README"
 
@@ -83,7 +98,8 @@ def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 
 def _directive(caption: str, pages: list[str]) -> str:
     lines = ["", "```{toctree}", ":hidden:", f":caption: {caption}" if caption else ":maxdepth: 1"]
-    lines += [f"/{page}" for page in pages]
+    for page in pages:
+        lines.append(f"{TITLES[page]} </{page}>" if page in TITLES else f"/{page}")
     return "\n".join([*lines, "```", ""])
 
 
