@@ -46,7 +46,8 @@ myst_heading_anchors = 4
 # The reference. Docstrings put code between single backticks.
 
 default_role = "code"
-smartquotes = False
+# Dashes only: quotes stand around values of Python.
+smartquotes_action = "D"
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -70,4 +71,4 @@ html_extra_path = ["_site/index.html"]
 html_copy_source = False
 html_show_sphinx = False
 pygments_style = "friendly"
-pygments_dark_style = "native"
+pygments_dark_style = "github-dark"

@@ -22,7 +22,7 @@ from tests.docs.blocks.python_blocks import check_python, run_python
 from tests.docs.blocks.shell_words import commands_in
 
 # Pages without commands that run, which take many seconds all the same.
-SLOW = {"docs/fsdp.md", "docs/planning.md", "docs/tuning.md"}
+SLOW = {"docs/fsdp.md", "docs/pipeline_processes.md", "docs/planning.md", "docs/tuning.md"}
 
 PARSERS = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
 

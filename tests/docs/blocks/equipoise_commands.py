@@ -28,13 +28,21 @@ def check_equipoise(arguments: Sequence[str]) -> None:
     """
     command, *rest = arguments
     if command in ("init", "--version") or "--help" in arguments:
-        assert main(arguments) == 0
+        assert _exit_code(arguments) == 0
     elif command in STAGES or command in _OWN_FLAGS:
         _check_configured(command, rest)
     elif command == "completion":
         assert rest[0] in _SHELLS
     else:
         assert command in _OTHER_COMMANDS, f"there is no command {command}"
+
+
+def _exit_code(arguments: Sequence[str]) -> int | str | None:
+    """Return the exit code of a command that runs in this process; Hydra exits after its help."""
+    try:
+        return main(arguments)
+    except SystemExit as exit_:
+        return exit_.code
 
 
 def _check_configured(command: str, arguments: Sequence[str]) -> None:
