@@ -41,7 +41,15 @@ GROUPS = {
     ],
     "Techniques and experiments": ["docs/techniques/*", "docs/experiments", "examples/*/README", "benchmarks/README"],
     "Extending": ["docs/extending", "docs/writing_*"],
-    "Reference": ["docs/reference/*"],
+    "Reference": [
+        "docs/reference/index",
+        "docs/reference/trainer",
+        "docs/reference/strategies",
+        "docs/reference/callbacks",
+        "docs/reference/functions",
+        "docs/reference/interfaces",
+        "docs/reference/errors",
+    ],
     "Design": ["docs/design", "CONTRIBUTING", "tests/simulated/README", "CHANGELOG"],
 }
 

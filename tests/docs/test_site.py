@@ -22,10 +22,10 @@ def test_each_page_is_in_one_group() -> None:
 
 
 def test_a_group_takes_pages_in_the_order_of_its_entries() -> None:
-    pages = {"docs/from_b", "docs/start", "docs/from_a", "docs/reference/b", "docs/reference/index", "docs/unknown"}
+    pages = {"docs/from_b", "docs/start", "docs/from_a", "docs/techniques/b", "docs/techniques/index", "docs/unknown"}
     groups = CONTENTS["pages_by_group"](pages)
     assert groups["Start"] == ["docs/start", "docs/from_a", "docs/from_b"]
-    assert groups["Reference"] == ["docs/reference/index", "docs/reference/b"]
+    assert groups["Techniques and experiments"] == ["docs/techniques/index", "docs/techniques/b"]
     assert not any("docs/unknown" in members for members in groups.values())
 
 
