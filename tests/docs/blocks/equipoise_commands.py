@@ -7,6 +7,7 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from equipoise.__main__ import _FLAGS, _OTHER_COMMANDS, _OWN_FLAGS, _SHELLS, _take_folders, main
+from equipoise.app.comparison.candidates.candidates import chosen_candidates
 from equipoise.app.comparison.options import Options
 from equipoise.app.compose import compose_values
 from equipoise.app.config.checks import STAGES
@@ -51,7 +52,8 @@ def _check_configured(command: str, arguments: Sequence[str]) -> None:
     for flag in flags:
         assert flag.startswith(tuple(_OWN_FLAGS.get(command, _FLAGS))), f"equipoise {command} has no flag {flag}"
     if command == "compare":
-        _, rest = Options.read(rest)
+        options, rest = Options.read(rest)
+        chosen_candidates(options.strategies)
     overrides = [argument for argument in rest if argument not in flags]
     with tempfile.TemporaryDirectory() as output:
         values = compose_values(list(_first_of_sweep(overrides)), folders, Path(output, "run"))
