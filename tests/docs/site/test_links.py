@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks.pages import ROOT, name_of
-from tests.docs.links import broken_links, slugs
+from tests.docs.site.links import broken_links, slugs
 
 FOLDERS = ("benchmarks", "docs", "examples", "tests")
 PAGES = sorted(
