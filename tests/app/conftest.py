@@ -107,7 +107,7 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("tiny", "digits", "mnist", "broken", "my_project"):
+        if name.partition(".")[0] in ("tiny", "digits", "mnist", "broken"):
             del sys.modules[name]
     os.environ.clear()
     os.environ.update(environment)

@@ -16,6 +16,9 @@ __all__ = ["page_folder"]
 def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in which the process stands and from which it imports, with an environment of its own."""
     environment = os.environ.copy()
+    # Other tests have a project of this name as well.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_project"]:
+        monkeypatch.delitem(sys.modules, name)
     modules = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
