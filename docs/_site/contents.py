@@ -8,11 +8,18 @@ from fnmatch import fnmatchcase
 
 from sphinx.application import Sphinx
 
-__all__ = ["GROUPS", "pages_by_group", "setup"]
+__all__ = ["CHILDREN", "GROUPS", "pages_below", "pages_by_group", "setup"]
 
-# Names of pages, as paths in the repository without ".md"; `*` stands for those that no other entry names.
+# Names of pages, as paths in the repository without ".md"; `*` stands for all others of that form.
 GROUPS = {
-    "Start": ["docs/start", "docs/from_*", "docs/differences", "docs/troubleshooting"],
+    "Start": [
+        "docs/start",
+        "docs/from_lightning",
+        "docs/from_data_parallel",
+        "docs/from_accelerate",
+        "docs/differences",
+        "docs/troubleshooting",
+    ],
     "Strategies": [
         "docs/choosing",
         "docs/data_parallel",
@@ -39,7 +46,12 @@ GROUPS = {
         "docs/compile",
         "docs/capture",
     ],
-    "Techniques and experiments": ["docs/techniques/*", "docs/experiments", "examples/*/README", "benchmarks/README"],
+    "Techniques and experiments": [
+        "docs/techniques/index",
+        "docs/experiments",
+        "examples/*/README",
+        "benchmarks/README",
+    ],
     "Extending": ["docs/extending", "docs/writing_*"],
     "Reference": [
         "docs/reference/index",
@@ -68,40 +80,61 @@ TITLES = {
     "tests/simulated/README": "Simulated devices",
 }
 
-# A page that lists others itself.
-_BENCHMARKS = "benchmarks/README"
+# Pages below others.
+CHILDREN = {
+    "benchmarks/README": ["benchmarks/*/README"],
+    "docs/techniques/index": [
+        "docs/techniques/devices",
+        "docs/techniques/data_parallel",
+        "docs/techniques/distributed",
+        "docs/techniques/model_parallel",
+        "docs/techniques/other_uses",
+        "docs/techniques/streams_and_timing",
+        "docs/techniques/memory_diagnosis",
+        "docs/techniques/memory_remedies",
+        "docs/techniques/autograd",
+        "docs/techniques/*",
+    ],
+}
 
 
 def pages_by_group(pages: set[str]) -> dict[str, list[str]]:
-    """Return the pages of each group in their order.
+    """Return the pages of each group in their order, without those below others.
 
     Args:
         pages: All pages, as paths in the repository without ".md".
     """
-    named = {entry for entries in GROUPS.values() for entry in entries}
-    groups = {}
-    for group, entries in GROUPS.items():
-        groups[group] = [page for entry in entries for page in _matches(entry, pages, named)]
-    return groups
+    return {group: _matches(entries, pages) for group, entries in GROUPS.items()}
 
 
-def _matches(entry: str, pages: set[str], named: set[str]) -> list[str]:
-    """Return the pages of an entry, an index before the others."""
-    if entry in pages:
-        return [entry]
-    found = [page for page in pages if fnmatchcase(page, entry) and page not in named]
-    return sorted(found, key=lambda page: (not page.endswith("/index"), page))
+def pages_below(page: str, pages: set[str]) -> list[str]:
+    """Return the pages below another one in their order.
+
+    Args:
+        page: The page that is their parent.
+        pages: All pages.
+    """
+    others = pages - {page}
+    return _matches(CHILDREN.get(page, []), others)
+
+
+def _matches(entries: list[str], pages: set[str]) -> list[str]:
+    """Return the pages that entries name, in the order of the entries."""
+    found: list[str] = []
+    for entry in entries:
+        matching = sorted(page for page in pages if fnmatchcase(page, entry))
+        found += [page for page in matching if page not in found]
+    return found
 
 
 def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """Add the table to the text of the first page, and to that of the benchmarks."""
+    """Add the table to the text of the first page, and its parts to the pages that have others below them."""
     pages = set(app.env.found_docs)
     if page == app.config.root_doc:
         groups = pages_by_group(pages)
         source[0] += "".join(_directive(group, names) for group, names in groups.items() if names)
-    elif page == _BENCHMARKS:
-        others = [name for name in pages if name.startswith("benchmarks/") and name != page]
-        source[0] += _directive("", sorted(others))
+    elif page in CHILDREN:
+        source[0] += _directive("", pages_below(page, pages))
 
 
 def _directive(caption: str, pages: list[str]) -> str:

@@ -13,20 +13,27 @@ from tests.docs.blocks.pages import PAGES, ROOT, name_of
 CONTENTS = runpy.run_path(str(ROOT / "docs" / "_site" / "contents.py"), run_name="contents")
 
 
-def test_each_page_is_in_one_group() -> None:
+def test_each_page_has_one_place() -> None:
     pages = {name_of(page).removesuffix(".md") for page in PAGES if page.parent != ROOT} - {"docs/index"}
     groups = CONTENTS["pages_by_group"](pages)
     places = Counter(page for members in groups.values() for page in members)
+    for parent in CONTENTS["CHILDREN"]:
+        places.update(CONTENTS["pages_below"](parent, pages))
     assert set(places) == pages
     assert set(places.values()) == {1}
 
 
-def test_a_group_takes_pages_in_the_order_of_its_entries() -> None:
-    pages = {"docs/from_b", "docs/start", "docs/from_a", "docs/techniques/b", "docs/techniques/index", "docs/unknown"}
+def test_pages_are_in_the_order_of_the_entries() -> None:
+    pages = {"docs/writing_b", "docs/writing_a", "docs/extending", "docs/unknown"}
     groups = CONTENTS["pages_by_group"](pages)
-    assert groups["Start"] == ["docs/start", "docs/from_a", "docs/from_b"]
-    assert groups["Techniques and experiments"] == ["docs/techniques/index", "docs/techniques/b"]
+    assert groups["Extending"] == ["docs/extending", "docs/writing_a", "docs/writing_b"]
     assert not any("docs/unknown" in members for members in groups.values())
+
+
+def test_a_page_is_not_below_itself() -> None:
+    pages = {"docs/techniques/index", "docs/techniques/autograd", "docs/techniques/devices", "docs/techniques/more"}
+    below = CONTENTS["pages_below"]("docs/techniques/index", pages)
+    assert below == ["docs/techniques/devices", "docs/techniques/autograd", "docs/techniques/more"]
 
 
 @pytest.mark.slow
