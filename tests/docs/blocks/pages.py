@@ -19,7 +19,11 @@ from markdown_it.token import Token
 __all__ = ["LANGUAGES", "PAGES", "ROOT", "Block", "blocks_of", "name_of"]
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
 
 # What is run or parsed, and what is only shown.
 LANGUAGES = ("python", "bash", "yaml", "json", "toml", "text", "diff")
