@@ -5,13 +5,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.app.conftest import write
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
@@ -23,8 +24,8 @@ def blocks(text: str, language: str) -> list[str]:
 def test_the_first_module_and_the_callback(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (first_module,) = blocks(README, "python")
-    (callback,) = [block for block in blocks(EXTENDING, "python") if "class GradientNorm" in block]
-    names: dict[str, object] = {"__name__": "readme"}
+    (callback,) = [block for block in blocks(START, "python") if "class GradientNorm" in block]
+    names: dict[str, object] = {"__name__": "readme", "torch": torch}
     exec(compile(callback, "callback", "exec"), names)  # noqa: S102
     use = "Trainer(logger=False, callbacks=[GradientNorm()], "
     exec(compile(first_module.replace("Trainer(", use), "first module", "exec"), names)  # noqa: S102
