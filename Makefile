@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help train test test-all lint format bench clean
+.PHONY: help train test test-all lint format docs bench clean
 
 help:
 	@echo "make train   create the environment and train the digits example"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-all all tests, as continuous integration does"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
+	@echo "make docs    the documentation as a site, in docs/_build"
 	@echo "make bench   the overhead benchmark"
 	@echo "make clean   remove the environment and all outputs"
 	@echo
@@ -21,7 +22,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
 	@touch $@
 
 train: $(READY)
@@ -42,8 +43,13 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A link that leads nowhere, or a name that it cannot find, is an error.
+docs: $(READY)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet --conf-dir docs . docs/_build
+	@echo "$(CURDIR)/docs/_build/index.html"
+
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead/main.py
 
 clean:
-	rm -rf $(VENV) outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) outputs multirun docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ pytestmark = ignoring()
 
 FIRST, SECOND, HOST = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 SIZES = [7, 7, 5]
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 
 
 # The current device (B) and the current streams (E)
@@ -126,7 +126,7 @@ def test_a_layer_that_two_stages_call_computes_on_the_devices_of_both() -> None:
     assert_same(expected, fit(CalledTwice, SIZES, **pipelined(2, micro_batches=2, cut_before=["other"])))
 
 
-# The callback of the README (H)
+# The callback of docs/start.md (H)
 
 
 class Norms(L.Callback):
@@ -140,11 +140,11 @@ class Norms(L.Callback):
 
 
 @pytest.mark.parametrize("strategy", DEVICES)
-def test_the_callback_of_the_readme_takes_gradients_of_several_devices(strategy: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+def test_the_callback_of_the_documentation_takes_gradients_of_several_devices(strategy: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     (source,) = [block for block in blocks if "class GradientNorm" in block]
-    names: dict[str, Any] = {"__name__": "readme"}
-    exec(compile(source, "README.md", "exec"), names)  # noqa: S102
+    names: dict[str, Any] = {"__name__": "page", "torch": torch}
+    exec(compile(source, str(PAGE), "exec"), names)  # noqa: S102
     norms = Norms()
     trained(Mlp, strategy, DEVICES[strategy], callbacks=[names["GradientNorm"](), norms])
     alone = Norms()

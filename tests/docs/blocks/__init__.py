@@ -1,0 +1,1 @@
+"""Blocks of code on the pages of the documentation: found, and run or checked."""

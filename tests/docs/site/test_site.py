@@ -1,0 +1,50 @@
+"""`make docs` builds a site without a warning, and each page has one place in its table of contents."""
+
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks.pages import PAGES, ROOT, name_of
+
+CONTENTS = runpy.run_path(str(ROOT / "docs" / "_site" / "contents.py"), run_name="contents")
+
+
+def test_each_page_has_one_place() -> None:
+    pages = {name_of(page).removesuffix(".md") for page in PAGES if page.parent != ROOT} - {"docs/index"}
+    groups = CONTENTS["pages_by_group"](pages)
+    places = Counter(page for members in groups.values() for page in members)
+    for parent in CONTENTS["CHILDREN"]:
+        places.update(CONTENTS["pages_below"](parent, pages))
+    assert set(places) == pages
+    assert set(places.values()) == {1}
+
+
+def test_pages_are_in_the_order_of_the_entries() -> None:
+    pages = {"docs/writing_b", "docs/writing_a", "docs/extending", "docs/unknown"}
+    groups = CONTENTS["pages_by_group"](pages)
+    assert groups["Extending"] == ["docs/extending", "docs/writing_a", "docs/writing_b"]
+    assert not any("docs/unknown" in members for members in groups.values())
+
+
+def test_a_page_is_not_below_itself() -> None:
+    pages = {"docs/techniques/index", "docs/techniques/b_streams", "docs/techniques/a_devices", "docs/start"}
+    below = CONTENTS["pages_below"]("docs/techniques/index", pages)
+    assert below == ["docs/techniques/a_devices", "docs/techniques/b_streams"]
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("furo")
+    options = ["--fail-on-warning", "--keep-going", "--nitpicky", "--quiet", "--conf-dir", "docs"]
+    folders = ["--doctree-dir", str(tmp_path / "doctrees"), str(ROOT), str(tmp_path / "site")]
+    command = [sys.executable, "-m", "sphinx", *options, *folders]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    page = (tmp_path / "site" / "docs" / "index.html").read_text(encoding="utf-8")
+    assert 'href="memory.html"' in page
+    reference = (tmp_path / "site" / "docs" / "reference" / "trainer.html").read_text(encoding="utf-8")
+    assert 'id="equipoise.Trainer.fit"' in reference
