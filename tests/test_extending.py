@@ -1,4 +1,4 @@
-"""A strategy and a callback in one file each, as docs/extending.md shows them: short, and exact."""
+"""A strategy and a callback in one file each, as their pages in docs show them: short, and exact."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,16 @@ from torchmetrics import MeanSquaredError
 from equipoise import Trainer
 
 ROOT = Path(__file__).parents[1]
-STRATEGY, CALLBACK = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), flags=re.DOTALL)
+
+
+def block_with(text: str, page: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    (block,) = [block for block in blocks if text in block]
+    return str(block)
+
+
+STRATEGY = block_with("class HalvingStrategy", "writing_a_strategy.md")
+CALLBACK = block_with("class StopOnPlateau", "writing_a_callback.md")
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*' does not have many workers",
@@ -25,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 def defined_in(source: str, name: str) -> Any:
     names: dict[str, Any] = {"__name__": "shown_in_the_documentation"}
-    exec(compile(source, "docs/extending.md", "exec"), names)  # noqa: S102
+    exec(compile(source, "docs", "exec"), names)  # noqa: S102
     return names[name]
 
 
