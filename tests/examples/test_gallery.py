@@ -38,7 +38,7 @@ def test_is_short(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_shows_a_command_and_a_picture(name):
     text = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
-    assert re.search(r"^    equipoise fit", text, re.MULTILINE)
+    assert re.search(r"^equipoise fit", text, re.MULTILINE)
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     assert pictures
     for picture in pictures:
