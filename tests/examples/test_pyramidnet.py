@@ -11,7 +11,7 @@ from tests.examples.test_mnist import write_idx
 
 CONF = Path(__file__).parents[2] / "examples" / "pyramidnet" / "conf"
 REAL = Path(os.environ.get("EQUIPOISE_TEST_DATA", "")) / "mnist"
-EXHAUSTIVE = bool(os.environ.get("EQUIPOISE_TEST_ALL"))
+EXHAUSTIVE = os.environ.get("EQUIPOISE_TEST_ALL") == "1"
 SMALL = ("module.alpha=12", "module.units=1", "trainer.enable_progress_bar=false", "~callbacks.memory_logger")
 
 
