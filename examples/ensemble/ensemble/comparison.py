@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ensemble.module import Classifier, measures
-from equipoise import Callback, Trainer
+from equipoise import Callback, ConfigurationError, Trainer
 
 __all__ = ["MemberComparison"]
 
@@ -22,6 +22,14 @@ class MemberComparison(Callback):
     It logs `test_accuracy/mean_probabilities` and the like, prints a table, and draws the errors as `members.svg` in
     the folder of the run.
     """
+
+    def setup(self, trainer: Trainer, pl_module: Classifier, stage: str) -> None:
+        """Refuses a strategy without members."""
+        if not hasattr(trainer.strategy, "members"):
+            raise ConfigurationError(
+                "MemberComparison compares the members of an ensemble: choose strategy=ensemble, or leave the callback"
+                " out by ~callbacks.member_comparison."
+            )
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: Classifier) -> None:
         """Begins anew."""

@@ -6,7 +6,7 @@ from ensemble.comparison import MemberComparison
 from ensemble.data import FewDigitsDataModule
 from ensemble.module import Classifier, Student, measures
 
-from equipoise import EnsembleStrategy, Trainer
+from equipoise import ConfigurationError, EnsembleStrategy, Trainer
 
 
 @pytest.fixture
@@ -59,6 +59,12 @@ def test_comparison_with_the_members_by_hand(trained, tmp_path, capsys):
             assert f"{value:.4f}" in printed
         error = 100 * (probabilities.argmax(1) != labels).float().mean()
         assert f">{error:.2f}</text>" in (tmp_path / "members.svg").read_text()
+
+
+def test_a_strategy_without_members_is_refused(tmp_path):
+    trainer = Trainer(devices=["cpu"], default_root_dir=tmp_path, callbacks=[MemberComparison()], logger=False)
+    with pytest.raises(ConfigurationError, match="choose strategy=ensemble"):
+        trainer.test(Classifier(), FewDigitsDataModule())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
