@@ -13,6 +13,10 @@ from hydra.core.global_hydra import GlobalHydra
 import equipoise.app
 from equipoise.__main__ import main
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Packages of projects, which differ from test to test.
+PROJECTS = {"tiny", "broken", *(folder.name for folder in EXAMPLES.iterdir())}
+
 FILES = {
     "conf/config.yaml": """
         defaults: [equipoise, _self_, module: line, data: points, experiment: null]
@@ -107,7 +111,7 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("tiny", "digits", "mnist", "broken"):
+        if name.partition(".")[0] in PROJECTS:
             del sys.modules[name]
     os.environ.clear()
     os.environ.update(environment)

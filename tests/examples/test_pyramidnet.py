@@ -1,0 +1,93 @@
+"""PyramidNet on files in the formats of CIFAR-10 and MNIST, and on MNIST itself where it is at hand."""
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.test_mnist import write_idx
+
+CONF = Path(__file__).parents[2] / "examples" / "pyramidnet" / "conf"
+REAL = Path(os.environ.get("EQUIPOISE_TEST_DATA", "")) / "mnist"
+EXHAUSTIVE = os.environ.get("EQUIPOISE_TEST_ALL") == "1"
+SMALL = ("module.alpha=12", "module.units=1", "trainer.enable_progress_bar=false", "~callbacks.memory_logger")
+
+
+def records(count):
+    """CIFAR-10's binary format: a class has a colour, which noise disturbs."""
+    labels = torch.arange(count) % 10
+    levels = torch.stack([labels * 25, 255 - labels * 25, labels * 25], dim=1).repeat_interleave(1024, dim=1)
+    pixels = (levels + torch.randint(-20, 20, levels.shape)).clamp(0, 255)
+    return torch.cat([labels.unsqueeze(1), pixels], dim=1).to(torch.uint8).numpy().tobytes()
+
+
+def last_test_row():
+    (metrics,) = Path().glob("outputs/*/*/metrics.csv")
+    with metrics.open() as file:
+        return [row for row in csv.DictReader(file) if row.get("test_loss")][-1]
+
+
+def test_from_cifar10_s_files(tmp_path, equipoise):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(1, 6):
+        (folder / f"data_batch_{number}.bin").write_bytes(records(60))
+    (folder / "test_batch.bin").write_bytes(records(50))
+    code, _, err = equipoise(
+        *("fit", "--config-dir", str(CONF), *SMALL, f"data.root={folder}", "data.val_images=50"),
+        *("data.batch_size=25", "data.workers=0", "trainer.max_epochs=2", "trainer.log_every_n_steps=5"),
+    )
+    assert code == 0, err
+    # Less than the loss of equal probabilities, log(10).
+    assert float(last_test_row()["test_loss"]) < 2.2
+
+
+def test_from_mnist_s_files(tmp_path, equipoise, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for part, count in [("train", 90), ("t10k", 30)]:
+        write_idx(folder / f"{part}-images-idx3-ubyte", torch.randint(256, (count, 28, 28)))
+        write_idx(folder / f"{part}-labels-idx1-ubyte.gz", torch.arange(count) % 10)
+    monkeypatch.chdir(CONF.parent)
+    code, _, err = equipoise(
+        *("fit", "experiment=mnist", *SMALL, f"data.root={folder}", "data.val_images=30", "data.batch_size=30"),
+        *("trainer.log_every_n_steps=1", f"hydra.run.dir={tmp_path / 'run'}"),
+    )
+    assert code == 0, err
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_file_of_another_size(tmp_path, equipoise):
+    for name in [f"data_batch_{number}.bin" for number in range(1, 6)]:
+        (tmp_path / name).write_bytes(bytes(3072))
+    code, _, err = equipoise("fit", "--config-dir", str(CONF), *SMALL, f"data.root={tmp_path}")
+    assert code == 2
+    assert "data_batch_1.bin has 3072 bytes, but CIFAR-10's binary format has 3073 for each image" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.is_dir(), reason="EQUIPOISE_TEST_DATA names no folder with mnist/ in it")
+@pytest.mark.parametrize(
+    ("overrides", "accuracy"),
+    [
+        pytest.param(
+            ["trainer.max_epochs=1", "trainer.limit_train_batches=200", "trainer.limit_val_batches=2"], 0.9, id="part"
+        ),
+        pytest.param(
+            [],
+            0.98,
+            id="whole",
+            marks=pytest.mark.skipif(not EXHAUSTIVE, reason="takes five minutes; set EQUIPOISE_TEST_ALL=1"),
+        ),
+    ],
+)
+def test_real_images(equipoise, overrides, accuracy):
+    """The experiment of the README, and the first part of it."""
+    code, _, err = equipoise(
+        *("fit", "--config-dir", str(CONF), "experiment=mnist", f"data.root={REAL}"),
+        *("trainer.enable_progress_bar=false", *overrides),
+    )
+    assert code == 0, err
+    assert float(last_test_row()["test_accuracy"]) > accuracy
