@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,10 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 def is_of_a_project(module: object, folder: Path) -> bool:
     """Return whether a module is of a page's own project or of an example."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return False
-    return Path(file).is_relative_to(folder) or Path(file).is_relative_to(ROOT / "examples")
+    places = [getattr(module, "__file__", None)]
+    # A package without `__init__.py` has folders and no file.
+    path = getattr(module, "__path__", None)
+    if isinstance(path, Iterable):
+        places += path
+    paths = [Path(place) for place in places if place is not None]
+    return any(path.is_relative_to(parent) for path in paths for parent in (folder, ROOT / "examples"))
