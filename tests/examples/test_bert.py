@@ -2,7 +2,6 @@
 
 import csv
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,9 +27,7 @@ def bert(monkeypatch):
     from bert.data import TextDataModule
     from bert.module import BERT
 
-    yield BERT, TextDataModule
-    for name in [name for name in sys.modules if name.partition(".")[0] == "bert"]:
-        monkeypatch.delitem(sys.modules, name)
+    return BERT, TextDataModule
 
 
 @pytest.fixture
