@@ -312,6 +312,25 @@ def test_options_of_the_configured_strategy_are_kept(little: Path, equipoise: An
     assert row["overrides"] == ["strategy=balanced", "strategy.shares=[1,7]"]
 
 
+@pytest.mark.usefixtures("without_processes")
+def test_another_output_device_holds_the_scores(little: Path, equipoise: Any) -> None:
+    """The scores move; the weights, their gradients and the optimiser's state stay on the first device."""
+    choice = ("strategy=dp", "strategy.parallelize=forward", *SMALL_WORDS, DEVICES)
+    peaks = []
+    for number in (0, 1):
+        arguments = ("--strategies=dp forward", "--steps=1", "--json", f"strategy.output_device={number}")
+        code, out, err = equipoise("compare", "--config-dir", str(MASKED_WORDS), *arguments, *choice)
+        assert code == 0, err
+        (row,) = json.loads(out)["rows"]
+        peaks.append(list(row["peaks"].values()))
+    (first, second), (first_of_moved, second_of_moved) = peaks
+    # Two copies of the scores: the gathered ones, and their gradient.
+    assert first - first_of_moved > 2 * SCORES
+    assert second_of_moved - second > 2 * SCORES
+    # Without scores the first device holds more than the second: AdamW has two values for each weight.
+    assert first_of_moved > second
+
+
 # Wrong input, failures and interrupts.
 
 

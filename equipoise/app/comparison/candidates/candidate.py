@@ -125,6 +125,24 @@ class Attempt:
     settling_steps: int = 1
     has_same_batches: bool = True
 
+    @property
+    def root(self) -> int:
+        """Number of the device on which the rest of a step runs."""
+        if self.candidate.last_is_root:
+            return len(self.devices) - 1
+        # Devices of one name are told apart by their number alone.
+        chosen = self.values["strategy"].get("output_device")
+        if type(chosen) is int:
+            return chosen
+        return 0
+
+    @property
+    def home(self) -> int:
+        """Number of the device with the module's own weights, as far as they are not placed elsewhere."""
+        if self.candidate.last_is_root:
+            return self.root
+        return 0
+
     def refuse(self, reason: str) -> None:
         """Note why it cannot run."""
         self.reason = reason

@@ -31,6 +31,7 @@ class DeviceProbe(Callback):
         folder: Folder for the files.
         devices: Names of the devices of all processes.
         root: Number of the device on which the rest of a step runs.
+        home: Number of the device with the module's own weights, as far as they are not placed elsewhere.
         settling_steps: Number of steps before the measurements.
         timed_steps: Number of steps whose time is measured.
         compared_step: Number of steps after which the weights are kept.
@@ -45,6 +46,7 @@ class DeviceProbe(Callback):
         devices: Sequence[str],
         *,
         root: int,
+        home: int,
         settling_steps: int,
         timed_steps: int,
         compared_step: int,
@@ -53,6 +55,7 @@ class DeviceProbe(Callback):
         self._folder = folder
         self._names = names_of_devices(devices)
         self._root = root
+        self._home = home
         self._settling_steps = settling_steps
         self._last_timed_step = settling_steps + 1 + timed_steps
         self._compared_step = compared_step
@@ -87,6 +90,7 @@ class DeviceProbe(Callback):
             self._own_names = [self._names[trainer.global_rank]]
             # It has one device.
             self._root = 0
+            self._home = 0
         if self._devices[0].type == "cuda":
             return
 
@@ -103,6 +107,10 @@ class DeviceProbe(Callback):
         self._ledger = ledger
         observe_devices(self._places)
         ledger.start()
+        # 3. The weights may lie elsewhere than where the rest of a step runs.
+        if self._home != self._root:
+            for tensor in (*pl_module.parameters(), *pl_module.buffers()):
+                self._places.note_placed(tensor, self._home)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the samples of a batch, and begin its forward."""

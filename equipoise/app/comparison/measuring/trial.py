@@ -51,15 +51,12 @@ def request_of(attempt: Attempt, paths: Sequence[str], *, steps: int, weights: P
             compared.
     """
     candidate = attempt.candidate
-    # The number of the device on which the rest of a step runs.
-    root = 0
-    if candidate.last_is_root:
-        root = len(attempt.devices) - 1
     return {
         "values": attempt.values,
         "paths": list(paths),
         "devices": attempt.devices,
-        "root": root,
+        "root": attempt.root,
+        "home": attempt.home,
         "settling_steps": attempt.settling_steps,
         "steps": steps,
         "weights": None if weights is None else str(weights),
@@ -93,6 +90,7 @@ def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         folder,
         request["devices"],
         root=request["root"],
+        home=request["home"],
         settling_steps=request["settling_steps"],
         timed_steps=request["steps"],
         compared_step=compared_step,

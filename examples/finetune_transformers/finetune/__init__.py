@@ -1,0 +1,1 @@
+"""A model of transformers, trained or fine-tuned to tell two kinds of documentation apart."""

@@ -1,0 +1,65 @@
+"""What can go wrong without an error: a body that trains though it is frozen, texts in both parts, words cut off."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'equipoise[transformers]'")
+
+from finetune.data import DocstringDataModule
+from finetune.docstrings import labelled_docstrings
+from finetune.module import TextClassifier
+
+SETTINGS = {"vocab_size": 20, "dim": 8, "hidden_dim": 16, "n_layers": 1, "n_heads": 2, "pad_token_id": 0}
+
+
+def test_each_text_has_one_kind():
+    texts = labelled_docstrings()
+    assert len({text for text, _ in texts}) == len(texts) > 1000
+    assert 0.4 < sum(kind for _, kind in texts) / len(texts) < 0.6
+
+
+def test_batches_are_dictionaries():
+    data = DocstringDataModule(vocabulary=200, length=10, batch_size=4)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    assert batch["input_ids"].shape[0] == len(batch["labels"]) == 4
+    assert batch["input_ids"].shape[1] <= 10
+    assert len(data.tokenizer) == 200
+    in_both = {str(sample["input_ids"]) for sample in data.train} & {str(sample["input_ids"]) for sample in data.val}
+    assert len(in_both) < 0.1 * len(data.val)  # texts differ, though not always in their first ten words
+
+
+@pytest.mark.parametrize("head_only", [False, True])
+def test_the_head_trains_alone_if_asked(head_only):
+    module = TextClassifier(settings=SETTINGS, head_only=head_only)
+    module.log = lambda *args, **kwargs: None
+    batch = {"input_ids": torch.randint(1, 20, (6, 5)), "labels": torch.tensor([0, 1] * 3)}
+    module.training_step(batch, 0).backward()
+    has_gradient = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    of_head = {name for name, _ in module.named_parameters() if ".distilbert." not in name}
+    assert of_head < set(dict(module.named_parameters()))
+    assert (has_gradient == of_head) == head_only
+    module.print = lambda *args, **kwargs: None
+    module.on_train_start()
+    assert module.model.base_model.training != head_only
+    (group,) = module.configure_optimizers().param_groups
+    assert len(group["params"]) == len(has_gradient)
+
+
+def test_a_saved_tokenizer_is_read(tmp_path):
+    data = DocstringDataModule(vocabulary=200)
+    data.setup("fit")
+    data.tokenizer.save_pretrained(tmp_path)
+    again = DocstringDataModule(pretrained=str(tmp_path))
+    again.setup("fit")
+    assert again.train == data.train
+    assert data.train[0]["input_ids"][0] == data.tokenizer.convert_tokens_to_ids("[CLS]")
+
+
+def test_a_saved_model_is_read(tmp_path):
+    saved = TextClassifier(settings=SETTINGS)
+    saved.model.save_pretrained(tmp_path)
+    module = TextClassifier(pretrained=str(tmp_path))
+    for name, parameter in saved.model.named_parameters():
+        assert torch.equal(module.model.get_parameter(name), parameter)
