@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from equipoise.memory.records import CATEGORIES, Category
+from equipoise.memory.records import Category
 from equipoise.planning.curve.parts import Holder, PhaseStart, PredictedPeak
+from equipoise.planning.curve.replay import EventArrays, Replay, event_arrays
 from equipoise.planning.curve.search import largest_within
 from equipoise.planning.curve.sizes import Growth, Size, Span
 from equipoise.planning.curve.stages import StagesOfStep, StepTrace
-from equipoise.planning.description.loads import WHOLE_STEP, DeviceLoad, Part, StageWork
+from equipoise.planning.description.loads import WHOLE_STEP, DeviceLoad, StageWork
 
 __all__ = ["MemoryCurve"]
 
@@ -64,7 +65,8 @@ class MemoryCurve:
         if load.work is not None:
             return self._peak_of_stages(load.work, batch_size, rounding)
         nbytes = self._nbytes(load.samples(batch_size), rounding)
-        return _Replay(self, nbytes, load).peak()
+        replay = Replay(self._events, self.phases, nbytes, load)
+        return replay.peak()
 
     def _peak_of_stages(self, work: StageWork, batch_size: int, rounding: int) -> PredictedPeak:
         """Return the peak of a device that computes stages of a pipeline."""
@@ -106,6 +108,10 @@ class MemoryCurve:
     def _stages(self) -> dict[Any, StagesOfStep]:
         """The step cut into stages, by their number and the names to cut before."""
         return {}
+
+    @cached_property
+    def _events(self) -> EventArrays:
+        return event_arrays(self.events, self.holders)
 
     def largest_batch(
         self,
@@ -187,117 +193,3 @@ def _never_released(events: Sequence[int]) -> list[int]:
         else:
             del alive[index]
     return list(alive)
-
-
-class _Replay:
-    """Goes through the events of a step, as a device has them.
-
-    Args:
-        curve: The step.
-        nbytes: Bytes of each holder on one device that has all of it.
-        load: The part of the step that the device has.
-    """
-
-    def __init__(self, curve: MemoryCurve, nbytes: Sequence[int], load: DeviceLoad) -> None:
-        self._curve = curve
-        self._load = load
-        self._nbytes = nbytes
-        self._categories = [holder.category for holder in curve.holders]
-
-    def peak(self) -> PredictedPeak:
-        """Return the peak of all phases."""
-        # 1. The peak of each phase, and the number of events up to it.
-        phases: dict[str, int] = {}
-        moments: dict[str, int] = {}
-        alive: dict[Category, int] = defaultdict(int)
-        starts = self._curve.phases
-        ends = [start.event for start in starts[1:]]
-        ends.append(len(self._curve.events))
-        for start, end in zip(starts, ends, strict=True):
-            most, moment = self._peak_of_phase(start, end, alive)
-            if most > phases.get(start.phase, -1):
-                phases[start.phase] = most
-                moments[start.phase] = moment
-
-        # 2. The largest of them, and what it is made of.
-        largest = max(phases, key=lambda phase: phases[phase])
-        parts = self._parts(largest, moments[largest])
-        return PredictedPeak(
-            nbytes=phases[largest],
-            phase=largest,
-            parts=parts,
-            phases=phases,
-        )
-
-    def _peak_of_phase(
-        self,
-        start: PhaseStart,
-        end: int,
-        alive: dict[Category, int],
-    ) -> tuple[int, int]:
-        """Return the peak of a phase, and the number of events up to it.
-
-        Args:
-            start: The beginning of the phase.
-            end: Number of the events before its end.
-            alive: Bytes by category at its beginning; afterwards, at its end.
-        """
-        # 1. What is there at the beginning.
-        phase = start.phase
-        factors = {}
-        for category in CATEGORIES:
-            factors[category] = self._load.factor(category, phase)
-        running: float = self._load.added(phase)
-        for category, nbytes in alive.items():
-            running += factors[category] * nbytes
-
-        # 2. What comes and goes.
-        most = running
-        moment = start.event
-        for number in range(start.event, end):
-            category, change = self._change(number)
-            alive[category] += change
-            running += factors[category] * change
-            present = running
-            if change > 0 and category in self._load.momentary:
-                present += (1 - factors[category]) * change
-            if present > most:
-                most = present
-                moment = number + 1
-        return round(most), moment
-
-    def _change(self, number: int) -> tuple[Category, int]:
-        """Return the category of an event, and the bytes by which it grows."""
-        event = self._curve.events[number]
-        index = abs(event) - 1
-        nbytes = self._nbytes[index]
-        # A negative event is a release.
-        if event < 0:
-            nbytes = -nbytes
-        return self._categories[index], nbytes
-
-    def _parts(self, phase: str, moment: int) -> dict[Part, int]:
-        """Return what is alive after a number of events, the largest part first."""
-        # 1. The storages.
-        alive: dict[Category, int] = defaultdict(int)
-        for number in range(moment):
-            category, change = self._change(number)
-            alive[category] += change
-        parts: dict[Part, int] = defaultdict(int)
-        for category, nbytes in alive.items():
-            factor = self._load.factor(category, phase)
-            parts[category] = round(factor * nbytes)
-        index = abs(self._curve.events[moment - 1]) - 1
-        newest = self._categories[index]
-        if newest in self._load.momentary:
-            # The part of it that the device does not hold otherwise.
-            factor = 1 - self._load.factor(newest, phase)
-            parts[newest] += round(factor * self._nbytes[index])
-
-        # 2. What the device has beside them.
-        for addition in self._load.additions:
-            if addition.is_in(phase):
-                parts[addition.part] += addition.nbytes
-        present = [(part, nbytes) for part, nbytes in parts.items() if nbytes]
-        present.sort(key=lambda item: -item[1])
-        return dict(present)
