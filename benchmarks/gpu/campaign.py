@@ -98,6 +98,7 @@ ITEMS = (
     Item(9, "precisions", "steps:precisions", 40, needs_cuda=False),
     Item(10, "checkpoints", "checkpoints:checkpoints", 45, needs_cuda=False),
     Item(11, "captured and compiled steps", "speedups:captured_and_compiled", 60, needs_cuda=False),
+    Item(12, "predicted memory", "predictions:predictions", 60),
 )
 
 
