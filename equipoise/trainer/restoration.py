@@ -118,11 +118,15 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
         if keys:
             more = " ..." if len(keys) > _MOST_KEYS else ""
             texts.append(f"{name}: {', '.join(keys[:_MOST_KEYS])}{more}")
-    if texts:
-        raise CheckpointError(
-            f"The checkpoint is of another model than {type(module).__name__}: {'; '.join(texts)}. Build the model as"
-            " it was, or set `strict_loading = False` in it."
-        )
+    if not texts:
+        return
+    way_out = "Build the model as it was."
+    # Loose loading skips keys, but no shapes.
+    if not shapes and not kinds:
+        way_out = "Build the model as it was, or set `strict_loading = False` in it."
+    raise CheckpointError(
+        f"The checkpoint is of another model than {type(module).__name__}: {'; '.join(texts)}. {way_out}"
+    )
 
 
 # After the optimisers were created
