@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["with_batch_size"]
+__all__ = ["check_has_number", "with_batch_size"]
 
 _AUTO = "auto"
 # Size of the first batches, of which the memory of all others is predicted.
@@ -41,3 +41,20 @@ def with_batch_size(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Cal
         )
     numbered = {**values, "data": {**data, "batch_size": _FIRST}}
     return numbered, [BatchSizeFinder(mode="binsearch", init_val=_FIRST)]
+
+
+def check_has_number(values: Mapping[str, Any], command: str) -> None:
+    """Refuse "auto" as the size of a command that searches none.
+
+    Args:
+        values: The whole configuration.
+        command: The command.
+
+    Raises:
+        ConfigurationError: If `data.batch_size` is "auto".
+    """
+    data = values.get("data")
+    if isinstance(data, dict) and data.get("batch_size") == _AUTO:
+        raise ConfigurationError(
+            f"data.batch_size=auto searches for `equipoise fit`. Give {command} a number, such as data.batch_size=8."
+        )

@@ -386,12 +386,14 @@ class Trainer(PublicState):
         if module is None:
             raise ConfigurationError(f"`{fn.value}` needs a module: none was passed, and there was no run before.")
         request = Request(fn, module, model is not None, datamodule, loaders, ckpt_path, weights_only)
-        if not tune(self, Trainer, request):
-            return None
+        # The finders search under the strategy of the fit.
         if request.fitting and not self._has_strategy:
-            self._has_strategy = True
             if self.constructor_arguments.get("strategy", "auto") == "auto":
                 self._replace_strategy(choose_strategy(self, request))
+            # After Ctrl-C, the next fit chooses.
+            self._has_strategy = True
+        if not tune(self, Trainer, request):
+            return None
         return run(self.parts, request)
 
     # What users call in the course of a run.

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from equipoise.app.batch_size import check_has_number
 from equipoise.app.comparison.candidates.candidate import batch_size_of
 from equipoise.app.comparison.candidates.candidates import chosen_candidates
 from equipoise.app.comparison.options import Options
@@ -75,7 +76,8 @@ def _check(values: dict[str, Any], options: Options) -> None:
             f"equipoise compare starts its processes by itself, but this is one of {rank.world_size}: {rank.origin}."
             " Start one process."
         )
-    # 2. Flags.
+    # 2. The batch size, and flags.
+    check_has_number(values, "equipoise compare")
     if options.searches_largest and batch_size_of(values) is None:
         raise ConfigurationError("--largest changes data.batch_size, but the data have no such key with a number.")
     if options.output is not None:

@@ -79,7 +79,9 @@ class Trials:
         """
         display = ComparisonDisplay(self.comparison)
         with display.shown():
+            display.begin_prediction()
             predicted = self._predict()
+            display.end_prediction()
             for attempt, row in self._attempts:
                 if attempt.reason is not None:
                     row.refuse(attempt.reason)
@@ -92,6 +94,8 @@ class Trials:
     def _predict(self) -> dict[str, dict[str, int]]:
         """Return the predicted peaks of the strategies that run, by label; empty if there is no prediction."""
         attempts = [attempt for attempt, _ in self._attempts if attempt.reason is None]
+        if not attempts:
+            return {}
         result = predict_peaks(self._values, attempts, self._paths, self._folder / "prediction", self._options.timeout)
         if "reason" in result:
             note = f"Peaks are not predicted: {result['reason'].rstrip('.')}."

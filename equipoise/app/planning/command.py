@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from equipoise.app.batch_size import check_has_number
 from equipoise.app.compose import compose_values
 from equipoise.app.planning.page import plan_page
 from equipoise.app.planning.table import print_plan
@@ -53,6 +54,7 @@ def show_plan(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     flags = _flags_of([argument for argument in arguments if argument.startswith("-")])
     with tempfile.TemporaryDirectory(prefix="equipoise-plan-") as temporary:
         values = compose_values(overrides, folders, Path(temporary, "run"))
+        check_has_number(values, "equipoise plan")
         devices = describe_devices(_devices_of(values["trainer"]))
 
         # 2. The plan, in a process of its own.

@@ -570,3 +570,16 @@ def test_candidates() -> None:
     for candidate in CANDIDATES:
         candidate.attempt(values, ["cpu", "cpu"])
     assert json.dumps(values) == before
+
+
+def test_nothing_is_predicted_if_nothing_runs(little: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("compare", "trainer.devices=1", "--strategies=dp", "--json")
+    assert code == 0, err
+    assert not [note for note in json.loads(out)["notes"] if "predicted" in note]
+
+
+def test_a_search_is_no_batch_size(little: Path, equipoise: Any) -> None:
+    for command in ("compare", "plan"):
+        code, _, err = equipoise(command, "data.batch_size=auto")
+        assert code == 2
+        assert f"Give equipoise {command} a number" in err

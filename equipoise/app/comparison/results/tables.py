@@ -42,6 +42,7 @@ class ComparisonDisplay:
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
         self._console = Console(stderr=True)
+        self._is_predicting = False
         self._live = LiveTable(self._table, self._console, is_shown=sys.stderr.isatty())
 
     @contextmanager
@@ -51,7 +52,20 @@ class ComparisonDisplay:
             yield
 
     def _table(self) -> Table:
-        return comparison_table(self._comparison, is_live=True)
+        table = comparison_table(self._comparison, is_live=True)
+        if self._is_predicting:
+            table.caption = "predicting the peaks ..."
+        return table
+
+    def begin_prediction(self) -> None:
+        """Show that peaks are predicted, before the first strategy begins."""
+        self._is_predicting = True
+        if not self._live.is_shown:
+            self._print("equipoise: predicting the peaks ...")
+
+    def end_prediction(self) -> None:
+        """Show that the prediction has ended."""
+        self._is_predicting = False
 
     def begin(self, row: Row) -> None:
         """Show that a strategy begins."""

@@ -44,24 +44,37 @@ def read_first_batch(request: Request, seconds: float = _SECONDS) -> Any:
     with warnings.catch_warnings():
         # Python warns of threads, which a copy lacks. Loaders start their workers in the same way.
         warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
+        try:
+            process.start()
+        except (OSError, AssertionError) as error:
+            # There is no memory for it, or this process may start none.
+            receiver.close()
+            sender.close()
+            raise ConfigurationError(f"this process cannot be copied ({error})") from error
     sender.close()
 
     # 2. Its answer.
     try:
         content = None
-        if receiver.poll(seconds):
-            with contextlib.suppress(EOFError):
+        is_in_time = receiver.poll(seconds)
+        if is_in_time:
+            # It may end before its answer, or within it.
+            with contextlib.suppress(EOFError, OSError):
                 content = receiver.recv_bytes()
     finally:
         receiver.close()
         process.kill()
         process.join()
         process.close()
-    if content is None:
+    if not is_in_time:
         raise ConfigurationError(f"the first batch was not read within {seconds:.0f} seconds")
-    # It comes from a copy of this process.
-    batch, reason = pickle.loads(content)  # noqa: S301
+    if content is None:
+        raise ConfigurationError("the process that read its first batch ahead ended without an answer")
+    try:
+        # It comes from a copy of this process.
+        batch, reason = pickle.loads(content)  # noqa: S301
+    except Exception as error:
+        raise ConfigurationError(f"its first batch cannot be sent ({type(error).__name__}: {error})") from error
     if reason is not None:
         raise ConfigurationError(reason)
     return batch

@@ -1,5 +1,7 @@
 """The strategy that "auto" means on several devices: the simplest under which a step is predicted to fit."""
 
+import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,8 @@ from equipoise.errors import ConfigurationError
 from equipoise.planning import MemoryPrediction, PlannedDevice, predict_memory
 from equipoise.planning.comparison import StrategyPlan, plan_strategies
 from equipoise.strategies import DDPStrategy, FSDPStrategy, Strategy
-from equipoise.trainer.optimization.tuning import strategy_choice
+from equipoise.trainer import trainer as trainer_module
+from equipoise.trainer.optimization.tuning import first_batch, strategy_choice
 from equipoise.trainer.optimization.tuning.first_batch import read_first_batch
 from equipoise.trainer.optimization.tuning.strategy_choice import choose_strategy
 from equipoise.trainer.runtime.request import Request
@@ -270,7 +273,77 @@ def test_what_cannot_be_read() -> None:
     for dataset, words, seconds in (
         (Failing, r"\(ArithmeticError: a sample\)", 60.0),
         (Waiting, "not read within 0 seconds", 0.01),
-        (Ending, "not read within 60 seconds", 60.0),
+        (Ending, "ended without an answer", 60.0),
     ):
         with pytest.raises(ConfigurationError, match=words):
             read(DataLoader(dataset(torch.zeros(4))), seconds=seconds)
+
+
+class Unreadable(list[int]):
+    """A batch that can be pickled, but not read again."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_batch_that_cannot_be_received() -> None:
+    train = DataLoader(samples(), batch_size=2, collate_fn=Unreadable)
+    with pytest.raises(ConfigurationError, match=r"cannot be sent \(ValueError"):
+        read(train)
+
+
+def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like a process that is ended for its memory while it writes."""
+
+    def broken(request: Request, sender: Any) -> None:
+        # The length of an answer, and a part of it.
+        os.write(sender.fileno(), (100).to_bytes(4, "big") + b"part")
+
+    monkeypatch.setattr(first_batch, "_answer", broken)
+    with pytest.raises(ConfigurationError, match="ended without an answer"):
+        read(loader())
+
+
+def test_a_process_that_may_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of a pool is a daemon."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match=r"cannot be copied .*daemonic"):
+        read(loader())
+
+
+def test_a_batch_larger_than_a_pipe() -> None:
+    rows = torch.arange(2.0**20)
+    assert torch.equal(read(DataLoader(rows, batch_size=len(rows))), rows)
+
+
+def test_finders_search_under_the_chosen_strategy(
+    room: Any, told: list[str], prediction: MemoryPrediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that does not fit under ddp would run out of memory in the search."""
+    room(peak_under(prediction, DDPStrategy()) - 1)
+    names: list[str] = []
+
+    def noting(trainer: Any, *_: Any) -> bool:
+        names.append(trainer.strategy.name)
+        return False
+
+    monkeypatch.setattr(trainer_module, "tune", noting)
+    Trainer(**OPTIONS).fit(Wide(), loader())
+    assert names == ["dp"]
+
+
+def test_it_is_chosen_by_the_next_fit_after_an_interrupt(
+    room: Any, told: list[str], prediction: MemoryPrediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room(peak_under(prediction, DDPStrategy()) - 1)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    trainer = Trainer(**OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy_choice, "read_first_batch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(Wide(), loader())
+    trainer.fit(Wide(), loader())
+    assert trainer.strategy.name == "dp"
