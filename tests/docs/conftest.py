@@ -1,5 +1,6 @@
 """What a page may change, and finds as it was on the next page."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,9 @@ __all__ = ["page_folder"]
 def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in which the process stands and from which it imports, with an environment of its own."""
     environment = os.environ.copy()
+    logger = logging.getLogger()
+    handlers = logger.handlers.copy()
+    level = logger.level
     # Other tests have a project of this name as well.
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_project"]:
         monkeypatch.delitem(sys.modules, name)
@@ -23,6 +27,11 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     yield tmp_path
+    # Hydra sets handlers of its own, as in a process of its own.
+    for handler in set(logger.handlers) - set(handlers):
+        handler.close()
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
     os.environ.clear()
     os.environ.update(environment)
     for name in set(sys.modules) - modules:

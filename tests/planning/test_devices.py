@@ -10,6 +10,7 @@ from equipoise import ConfigurationError
 from equipoise.planning import StepFacts, describe_devices
 from equipoise.planning.comparison import StrategyPlan, recommend
 from equipoise.planning.description.devices import GPU_MEMORY, PlannedDevice
+from equipoise.planning.process.devices import describe_devices_elsewhere
 from equipoise.strategies import (
     BalancedDataParallelStrategy,
     DataParallelStrategy,
@@ -128,3 +129,9 @@ def test_nothing_fits_without_a_prediction() -> None:
     advice = recommend(plans, devices(24), 8)
     assert advice.strategy is None
     assert SingleDeviceStrategy().device_loads(devices(24), nn.Linear(2, 2), FACTS).batches == 1
+
+
+def test_devices_read_by_another_process() -> None:
+    assert [device.name for device in describe_devices_elsewhere(["cpu"])] == ["cpu"]
+    with pytest.raises(ConfigurationError, match=r"the memory of cuda:7 cannot be read: its process ended"):
+        describe_devices_elsewhere(["cuda:7"])

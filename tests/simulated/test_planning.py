@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, PipelineStrategy, SingleDeviceStrategy
 from equipoise.planning.comparison import plan_strategies
-from equipoise.planning.description.devices import PlannedDevice
+from equipoise.planning.description.devices import PlannedDevice, describe_devices
 from equipoise.planning.description.settings import StepSettings
 from equipoise.planning.prediction import predicted
 from equipoise.planning.tracing.tracer import trace_step
 from equipoise.strategies import Strategy
-from equipoise.trainer.optimization.tuning import strategy_choice
+from equipoise.trainer.optimization.tuning import step_prediction, strategy_choice
 from equipoise.trainer.optimization.tuning.strategy_choice import choose_strategy
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
@@ -102,6 +102,8 @@ def test_each_device(name: str, optimizer: str) -> None:
 def test_auto_reads_the_memory_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(strategy_choice, "rank_zero_info", told.append)
+    # Another process has no simulated devices.
+    monkeypatch.setattr(step_prediction, "describe_devices_elsewhere", describe_devices)
     data = torch.randint(0, 100, (BATCH_SIZE, 3))
     request = Request(TrainerFn.FITTING, module_of("adam"), loaders={"train": DataLoader(data, BATCH_SIZE)})
     trainer = quiet(devices=["cpu", "cpu"], precision="32-true")

@@ -361,7 +361,8 @@ def test_another_output_device_holds_the_scores(little: Path, equipoise: Any) ->
 def test_refusals(little: Path, equipoise: Any, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = equipoise("compare", *arguments)
     assert (code, out) == (2, "")
-    lines = [line for line in err.splitlines() if not line.startswith(("equipoise: measuring", "Seed set"))]
+    shown = ("equipoise: predicting", "equipoise: measuring", "Seed set")
+    lines = [line for line in err.splitlines() if not line.startswith(shown)]
     assert message in "\n".join(lines)
     assert sum(line.startswith("equipoise: ") for line in lines) == 1
     assert sorted(path.name for path in little.iterdir() if path.name != "here") == ["conf", "little"]

@@ -13,6 +13,7 @@ from equipoise.app.comparison.candidates.candidate import Attempt, batch_size_of
 from equipoise.app.planning.configured_step import first_batch, predict_configured, settings_of
 from equipoise.app.trials.process import run_in_process
 from equipoise.app.trials.worker import answer
+from equipoise.errors import ConfigurationError
 from equipoise.memory.profile.places import names_of_devices
 from equipoise.planning.comparison import plan_strategies
 from equipoise.planning.description.devices import describe_devices
@@ -82,7 +83,11 @@ def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _peaks(attempt: Mapping[str, Any], prediction: MemoryPrediction, module: nn.Module) -> dict[str, int]:
     """Return the peak of each device by name; empty if they cannot be predicted."""
-    strategy = build(attempt["strategy"], "strategy")
+    try:
+        strategy = build(attempt["strategy"], "strategy")
+    except ConfigurationError:
+        # Its own trial says so.
+        return {}
     devices = describe_devices(attempt["devices"])
     (plan,) = plan_strategies(prediction, module, [strategy], devices, attempt["batch_size"])
     names = names_of_devices(attempt["devices"])

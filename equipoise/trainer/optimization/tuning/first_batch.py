@@ -22,7 +22,7 @@ __all__ = ["read_first_batch"]
 _SECONDS = 60.0
 
 
-def read_first_batch(request: Request, seconds: float = _SECONDS) -> Any:
+def read_first_batch(request: Request, trainer: Any, seconds: float = _SECONDS) -> Any:
     """Return the first batch of the training loader, on the CPU.
 
     A copy of this process calls `setup` and `train_dataloader`, and reads. Loaders, samplers, files and random numbers
@@ -30,6 +30,7 @@ def read_first_batch(request: Request, seconds: float = _SECONDS) -> Any:
 
     Args:
         request: The fit.
+        trainer: What module and data module have as `trainer` in the copy.
         seconds: Time after which the copy is ended. Default: 60.
 
     Raises:
@@ -40,7 +41,7 @@ def read_first_batch(request: Request, seconds: float = _SECONDS) -> Any:
     # 1. The copy, which writes its answer into a pipe.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(request, sender))
+    process = context.Process(target=_answer, args=(request, trainer, sender))
     with warnings.catch_warnings():
         # Python warns of threads, which a copy lacks. Loaders start their workers in the same way.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -80,13 +81,13 @@ def read_first_batch(request: Request, seconds: float = _SECONDS) -> Any:
     return batch
 
 
-def _answer(request: Request, sender: Connection) -> None:
+def _answer(request: Request, trainer: Any, sender: Connection) -> None:
     """Send the batch, or the reason why there is none; the body of the copy."""
     _be_silent()
     # A copy lacks the threads of torch, and would wait for them.
     torch.set_num_threads(1)
     try:
-        batch = _read(request)
+        batch = _read(request, trainer)
         content = pickle.dumps((batch, None))
     except Exception as error:
         first_line, _, _ = str(error).partition("\n")
@@ -103,13 +104,15 @@ def _be_silent() -> None:
         os.dup2(nowhere, stream)
 
 
-def _read(request: Request) -> Any:
+def _read(request: Request, trainer: Any) -> Any:
     # 1. The loaders.
+    request.module.trainer = trainer
     loaders = request.loaders.get("train")
     if loaders is None:
         owner: Any = request.module
         if request.datamodule is not None:
             owner = request.datamodule
+            owner.trainer = trainer
         owner.setup("fit")
         loaders = owner.train_dataloader()
 

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 
 from equipoise.planning.description.devices import PlannedDevice, describe_devices
 from equipoise.planning.prediction import MemoryPrediction, predict_memory
+from equipoise.planning.process.devices import describe_devices_elsewhere
 
 __all__ = ["devices_of", "predict_step"]
 
@@ -44,4 +45,5 @@ def devices_of(trainer: Any) -> list[PlannedDevice]:
     # Workers on the CPU share its memory.
     if all(device.type == "cpu" for device in devices):
         return describe_devices(f"{len(devices)}xcpu")
-    return describe_devices([str(device) for device in devices])
+    # A context of this process on each of them would stay for the whole fit.
+    return describe_devices_elsewhere([str(device) for device in devices])

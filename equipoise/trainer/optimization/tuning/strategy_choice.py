@@ -49,10 +49,10 @@ def choose_strategy(trainer: Any, request: Request) -> Strategy:
     # 1. The prediction. Without one, the strategy stays.
     try:
         prediction = _predicted(trainer, request)
+        devices = devices_of(trainer)
     except ConfigurationError as error:
         _tell_unpredicted(present, str(error))
         return present
-    devices = devices_of(trainer)
     (plan,) = plan_strategies(prediction, request.module, [present], devices)
     if plan.reason is not None:
         _tell_unpredicted(present, plan.reason)
@@ -97,7 +97,7 @@ def _predicted(trainer: Any, request: Request) -> MemoryPrediction:
     for name in _NOT_PREDICTED:
         if trainer.constructor_arguments.get(name):
             raise ConfigurationError(f"a prediction does not follow {name}")
-    batch = read_first_batch(request)
+    batch = read_first_batch(request, trainer)
     return predict_step(trainer, request.module, batch, measure=False)
 
 

@@ -187,7 +187,7 @@ def test_a_step_that_cannot_be_predicted(told: list[str], monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("options", [{"strategy": "ddp"}, {"devices": 1}, {}], ids=["named", "one device", "CPU"])
 def test_when_nothing_is_predicted(options: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy_choice, "read_first_batch", lambda request: pytest.fail("It was read."))
+    monkeypatch.setattr(strategy_choice, "read_first_batch", lambda request, trainer: pytest.fail("It was read."))
     Trainer(**{**OPTIONS, **options}).fit(Wide(8), loader())
     assert told == []
 
@@ -198,7 +198,7 @@ def test_when_nothing_is_predicted(options: dict[str, Any], told: list[str], mon
 def read(train: Any = None, module: Any = None, datamodule: Any = None, **options: Any) -> Any:
     loaders = {"train": train}
     request = Request(TrainerFn.FITTING, module or Wide(8), datamodule=datamodule, loaders=loaders)
-    return read_first_batch(request, **options)
+    return read_first_batch(request, Trainer(**OPTIONS), **options)
 
 
 def test_what_is_read_is_the_batch_of_the_fit() -> None:
@@ -240,6 +240,7 @@ def test_a_data_module_is_set_up_elsewhere() -> None:
 
         def setup(self, stage: str) -> None:
             assert stage == "fit"
+            assert self.trainer.world_size == 2
             type(self).calls += 1
 
         def train_dataloader(self) -> Any:

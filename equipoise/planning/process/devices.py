@@ -1,0 +1,57 @@
+"""The memory of devices, read in a process of its own: `python -m equipoise.planning.process.devices RESULT NAME ...`.
+
+Reading the free memory of a GPU takes several hundred MiB there for the context of the process that reads. In a process
+that soon ends, it is free again before the training begins.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from equipoise.errors import ConfigurationError
+from equipoise.planning.description.devices import PlannedDevice, describe_devices
+from equipoise.planning.process.bounded import run_bounded
+
+__all__ = ["describe_devices_elsewhere", "main"]
+
+_SECONDS = 60.0
+
+
+def describe_devices_elsewhere(names: Sequence[str]) -> list[PlannedDevice]:
+    """Return devices of this machine as a plan describes them, without a context on them in this process.
+
+    Args:
+        names: Names of the devices, such as "cuda:1".
+
+    Raises:
+        ConfigurationError: If they cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="equipoise-plan-") as folder:
+        result_file = Path(folder, "devices.json")
+        reason = run_bounded(
+            ["-m", "equipoise.planning.process.devices", str(result_file), *names],
+            timeout=_SECONDS,
+            output=Path(folder, "output.txt"),
+        )
+        if not result_file.is_file():
+            raise ConfigurationError(f"the memory of {', '.join(names)} cannot be read: {reason}")
+        values = json.loads(result_file.read_text(encoding="utf-8"))
+    return [PlannedDevice(**device) for device in values]
+
+
+def main(result_file: Path, names: Sequence[str]) -> None:
+    """Write the devices as JSON.
+
+    Args:
+        result_file: The file for the result.
+        names: Names of the devices.
+    """
+    devices = [asdict(device) for device in describe_devices(list(names))]
+    result_file.write_text(json.dumps(devices), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
