@@ -17,6 +17,7 @@ from equipoise.planning.process.bounded import run_bounded
 
 __all__ = ["describe_devices_elsewhere", "main"]
 
+# Time to import torch, and to create a context on each device.
 _SECONDS = 60.0
 
 
@@ -36,6 +37,7 @@ def describe_devices_elsewhere(names: Sequence[str]) -> list[PlannedDevice]:
             timeout=_SECONDS,
             output=Path(folder, "output.txt"),
         )
+        # The file is written at the end.
         if not result_file.is_file():
             raise ConfigurationError(f"the memory of {', '.join(names)} cannot be read: {reason}")
         values = json.loads(result_file.read_text(encoding="utf-8"))

@@ -20,6 +20,8 @@ from equipoise.trainer.runtime.request import Request
 __all__ = ["read_first_batch"]
 
 _SECONDS = 60.0
+# Attributes of a loader that starts no process and uses no GPU.
+_IN_ONE_PROCESS = {"num_workers": 0, "timeout": 0, "pin_memory": False}
 
 
 def read_first_batch(request: Request, trainer: Any, seconds: float = _SECONDS) -> Any:
@@ -120,9 +122,8 @@ def _read(request: Request, trainer: Any) -> Any:
     combined = combine(loaders, "max_size_cycle")
     for loader in combined.flattened:
         if isinstance(loader, DataLoader):
-            loader.num_workers = 0
-            loader.timeout = 0
-            loader.pin_memory = False
+            for name, value in _IN_ONE_PROCESS.items():
+                setattr(loader, name, value)
     if combined.iterables is combined.flattened[0]:
         batch = next(iter(combined.flattened[0]))
     else:
