@@ -149,11 +149,13 @@ def test_errors_in_a_step_end_it_and_all_others(place, threads):
 def test_a_failed_attempt_keeps_no_tensor_alive():
     """Without the help of the garbage collector."""
     alive: list[Any] = []
+    # Threads of autograd, one for each device, may release the last graph a moment after the error.
+    ended = threading.Semaphore(0)
 
     class Kept(Failing):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             tensor = batch["features"] * 1
-            alive.append(weakref.ref(tensor))
+            alive.append(weakref.ref(tensor, lambda _: ended.release()))
             return super().training_step({**batch, "features": tensor}, batch_idx)
 
     gc.collect()
@@ -165,7 +167,10 @@ def test_a_failed_attempt_keeps_no_tensor_alive():
             with pytest.raises(ValueError, match="injected"):
                 trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None))
             assert alive
+            for _ in alive:
+                assert ended.acquire(timeout=60)
             assert [one for one in alive if one() is not None] == []
+            alive.clear()
     finally:
         gc.enable()
 
