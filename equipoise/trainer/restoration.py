@@ -115,18 +115,21 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
     # 2. List them.
     texts = []
     for name, keys in problems.items():
-        if keys:
-            more = " ..." if len(keys) > _MOST_KEYS else ""
-            texts.append(f"{name}: {', '.join(keys[:_MOST_KEYS])}{more}")
+        if not keys:
+            continue
+        listed = ", ".join(keys[:_MOST_KEYS])
+        if len(keys) > _MOST_KEYS:
+            listed += " ..."
+        texts.append(f"{name}: {listed}")
     if not texts:
         return
     way_out = "Build the model as it was."
     # Loose loading skips keys, but no shapes.
     if not shapes and not kinds:
         way_out = "Build the model as it was, or set `strict_loading = False` in it."
-    raise CheckpointError(
-        f"The checkpoint is of another model than {type(module).__name__}: {'; '.join(texts)}. {way_out}"
-    )
+    kind = type(module).__name__
+    differences = "; ".join(texts)
+    raise CheckpointError(f"The checkpoint is of another model than {kind}: {differences}. {way_out}")
 
 
 # After the optimisers were created

@@ -62,7 +62,7 @@ def settings_of(trainer: Mapping[str, Any], devices: Sequence[PlannedDevice]) ->
 def predict_configured(
     values: Mapping[str, Any], example: Any, settings: StepSettings
 ) -> tuple[MemoryPrediction, nn.Module]:
-    """Return the prediction of a step, and the module of which it was made.
+    """Return the prediction of a step, and the module that was traced.
 
     A step that cannot be traced runs with parts of the batch, if the module is small.
 

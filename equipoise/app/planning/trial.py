@@ -20,7 +20,7 @@ from equipoise.app.savings.blocks import repeated_blocks
 from equipoise.names.public import public_classes
 from equipoise.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
 from equipoise.planning.description.devices import PlannedDevice
-from equipoise.planning.description.settings import StepSettings
+from equipoise.planning.description.settings import NOT_PREDICTED, StepSettings
 from equipoise.planning.prediction import MemoryPrediction
 from equipoise.planning.process.worker import write_result
 from equipoise.planning.tracing.batches import size_of_batch
@@ -29,8 +29,6 @@ from equipoise.strategies import Strategy
 
 __all__ = ["main"]
 
-# Arguments of the trainer that change the memory of a step in a way that a trace does not follow.
-_NOT_PLANNED = ("step_in_backward", "offload_activations", "compile", "capture")
 # Strategies whose devices hold something else than a step of the module.
 _OTHER_STRATEGIES = ("ensemble", "hogwild")
 # Batch sizes of a picture: their number, and the largest one in multiples of the configured batch.
@@ -118,7 +116,7 @@ class _Planner:
         return plan_strategies(prediction, module, self._strategies, self._devices)
 
     def predict(self, settings: StepSettings) -> tuple[MemoryPrediction, nn.Module]:
-        """Return the prediction of a step, and the module of which it was made."""
+        """Return the prediction of a step, and the module that was traced."""
         return predict_configured(self._values, self._example, settings)
 
 
@@ -151,7 +149,7 @@ def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[in
 
 def _notes(trainer: Mapping[str, Any]) -> list[str]:
     notes = []
-    for name in _NOT_PLANNED:
+    for name in NOT_PREDICTED:
         if trainer.get(name):
             notes.append(f"trainer.{name} is not part of the prediction.")
     return notes

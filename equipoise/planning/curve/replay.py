@@ -35,13 +35,18 @@ def event_arrays(events: Sequence[int], holders: Sequence[Holder]) -> EventArray
         events: Allocations and releases; see `MemoryCurve`.
         holders: The storages.
     """
-    numbers = {category: number for number, category in enumerate(CATEGORIES)}
-    of_holders = [numbers[holder.category] for holder in holders]
-    signed = np.asarray(events, dtype=np.int64)
-    # Storage n has the events n + 1 and -(n + 1).
-    indices = np.abs(signed) - 1
+    # 1. The category of each storage, as its index.
+    of_holders = [CATEGORIES.index(holder.category) for holder in holders]
     categories = np.array(of_holders, dtype=np.int64)
-    return EventArrays(indices, np.sign(signed), categories[indices])
+
+    # 2. The storage of each event. Storage n has the events n + 1 and -(n + 1).
+    signed = np.asarray(events, dtype=np.int64)
+    indices = np.abs(signed) - 1
+    return EventArrays(
+        holders=indices,
+        signs=np.sign(signed),
+        categories=categories[indices],
+    )
 
 
 class Replay:
@@ -65,10 +70,10 @@ class Replay:
     ) -> None:
         self._starts = phases
         self._load = load
+        self._categories = events.categories
         sizes = np.asarray(nbytes, dtype=np.int64)
         # Bytes by which each event changes what is alive.
         self._changes = events.signs * sizes[events.holders]
-        self._categories = events.categories
         are_momentary = [category in load.momentary for category in CATEGORIES]
         self._are_momentary = np.array(are_momentary)
 
@@ -118,10 +123,12 @@ class Replay:
         present += np.where(exist_for_a_moment, rest, 0)
 
         # 3. The first of the largest.
-        if not len(present) or present.max() <= before:
-            return round(before), start.event
-        position = int(present.argmax())
-        most = float(present[position])
+        position = -1
+        most = before
+        # A phase without events has the bytes of its beginning.
+        if len(present) and present.max() > before:
+            position = int(present.argmax())
+            most = float(present[position])
         return round(most), start.event + position + 1
 
     def _factors(self, phase: str) -> NDArray[np.float64]:

@@ -8,7 +8,10 @@ from equipoise.errors import ConfigurationError
 from equipoise.precision import make_precision
 from equipoise.validation import check_whole
 
-__all__ = ["StepSettings"]
+__all__ = ["NOT_PREDICTED", "StepSettings"]
+
+# Arguments of the trainer that change the memory of a step in a way that a trace does not follow.
+NOT_PREDICTED = ("step_in_backward", "offload_activations", "compile", "capture")
 
 
 @dataclass(frozen=True, kw_only=True)

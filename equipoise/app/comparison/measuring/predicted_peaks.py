@@ -1,4 +1,4 @@
-"""The predicted peaks of all strategies, in a process of their own: what stands beside the measured ones."""
+"""The predicted peaks of all strategies, in a process of their own, for the column beside the measured ones."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,8 @@ def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     attempts = request["attempts"]
     devices = describe_devices(attempts[-1]["devices"])
     example = first_batch(values)
-    prediction, module = predict_configured(values, example, settings_of(values["trainer"], devices))
+    settings = settings_of(values["trainer"], devices)
+    prediction, module = predict_configured(values, example, settings)
 
     # 2. The peaks under each strategy.
     peaks = {}

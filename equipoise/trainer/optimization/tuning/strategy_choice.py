@@ -15,6 +15,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.formats import format_bytes
 from equipoise.notices import rank_zero_warn
 from equipoise.planning.comparison import StrategyPlan, from_simplest, plan_strategies
+from equipoise.planning.description.settings import NOT_PREDICTED
 from equipoise.planning.prediction import MemoryPrediction
 from equipoise.strategies.fsdp.strategy import FSDPStrategy
 from equipoise.strategies.pipeline.strategy import PipelineStrategy
@@ -29,8 +30,6 @@ __all__ = ["choose_strategy"]
 
 # Kinds of devices with memory of their own. Processes on the CPU share that of the host.
 _KINDS = ("cuda",)
-# Settings that change the memory of a step in a way that a prediction does not follow.
-_NOT_PREDICTED = ("step_in_backward", "offload_activations", "compile", "capture")
 
 
 def choose_strategy(trainer: Any, request: Request) -> Strategy:
@@ -51,11 +50,11 @@ def choose_strategy(trainer: Any, request: Request) -> Strategy:
         prediction = _predicted(trainer, request)
         devices = devices_of(trainer)
     except ConfigurationError as error:
-        _tell_unpredicted(present, str(error))
+        _report_unpredicted(present, str(error))
         return present
     (plan,) = plan_strategies(prediction, request.module, [present], devices)
     if plan.reason is not None:
-        _tell_unpredicted(present, plan.reason)
+        _report_unpredicted(present, plan.reason)
         return present
 
     # 2. The present strategy, if the step fits.
@@ -94,7 +93,7 @@ def _predicted(trainer: Any, request: Request) -> MemoryPrediction:
     Raises:
         ConfigurationError: If it cannot be predicted.
     """
-    for name in _NOT_PREDICTED:
+    for name in NOT_PREDICTED:
         if trainer.constructor_arguments.get(name):
             raise ConfigurationError(f"a prediction does not follow {name}")
     batch = read_first_batch(request, trainer)
@@ -126,6 +125,6 @@ def _shortage(plan: StrategyPlan) -> str:
     return f"{fullest.name} would need {format_bytes(fullest.peak.nbytes)} of {format_bytes(fullest.usable)}"
 
 
-def _tell_unpredicted(strategy: Strategy, reason: str) -> None:
+def _report_unpredicted(strategy: Strategy, reason: str) -> None:
     reason = reason.rstrip(".")
     rank_zero_info(f'strategy="auto" is {strategy.name}; the memory of a step was not predicted: {reason}.')
