@@ -31,8 +31,9 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
+# A third process computes while tests of the other two wait for processes of their own.
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

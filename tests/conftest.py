@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from equipoise.parallel.workers.preloading import preload
 from tests.simulated.devices.installation import is_installed
@@ -138,6 +139,7 @@ class Surroundings:
         self.environment = dict(os.environ)
         self.handlers = {number: signal.getsignal(number) for number in _HANDLED}
         self.torch = _torch_modes()
+        self.watches = len(_get_current_dispatch_mode_stack())
         self.levels = _levels()
         self.messages = rank_zero_module.log.name
         self.rank = getattr(rank_zero_only, "rank", 0)
@@ -157,6 +159,8 @@ class Surroundings:
             yield f"signal handlers have changed: {changed}"
         if changed := _differing(self.torch, _torch_modes()):
             yield f"torch has changed: {changed}"
+        if (watches := len(_get_current_dispatch_mode_stack())) != self.watches:
+            yield f"{watches - self.watches} watches of operations have not been stopped"
         if changed := _differing(self.levels, _levels()):
             yield f"levels of loggers have changed: {changed}"
         if (name := rank_zero_module.log.name) != self.messages:
@@ -187,6 +191,8 @@ class Surroundings:
         for number, handler in self.handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         _set_torch_modes(self.torch)
+        while len(_get_current_dispatch_mode_stack()) > self.watches:
+            _pop_mode()
         for name, level in self.levels.items():
             logging.getLogger(name).setLevel(level)
         rank_zero_module.log = logging.getLogger(self.messages)

@@ -10,6 +10,7 @@ import lightning_utilities.core.rank_zero as rank_zero_module
 import pytest
 import torch
 
+from equipoise.interop.torch.dispatch import OperationWatch
 from tests import conftest
 from tests.conftest import Surroundings, threads_that_stay
 
@@ -57,4 +58,13 @@ def test_what_was_changed_is_named_and_put_back(tmp_path: Path) -> None:
         assert part in complaints
     assert "the current directory" in complaints
     assert (logger.level, rank_zero_module.log, torch.get_num_threads()) == (level, messages, threads)
+    assert not list(before.complaints())
+
+
+def test_a_watch_that_was_not_stopped_is_named_and_stopped() -> None:
+    before = Surroundings()
+    watch = OperationWatch(lambda name, result, arguments: None)
+    watch.start()
+    assert "1 watches of operations have not been stopped" in " ".join(before.complaints())
+    before.restore()
     assert not list(before.complaints())

@@ -76,8 +76,38 @@ def measure(
     """
     hand = {entry.group: entry for entry in entries if entry.name == BY_HAND}
     others = [entry for entry in entries if entry.name != BY_HAND]
+
+    # 1. The pairs of times.
+    try:
+        pairs = _pairs(others, hand, batches, size=size, rounds=rounds, seed=seed, report=report)
+    finally:
+        gc.unfreeze()
+
+    # 2. A row for each entry, from its undisturbed pairs.
+    references: dict[str, list[float]] = {group: [] for group in hand}
+    for entry in others:
+        references[entry.group] += [by_hand for _, by_hand in pairs[entry]]
+    rows = [_hand_row(entry, references[group]) for group, entry in hand.items()]
+    for entry in others:
+        undisturbed = _undisturbed(pairs[entry], min(references[entry.group]))
+        rows.append(_row(entry, undisturbed))
+    return rows
+
+
+def _pairs(
+    others: list[Entry],
+    hand: dict[str, Entry],
+    batches: list[Batch],
+    *,
+    size: Size,
+    rounds: int,
+    seed: int,
+    report: Callable[[int], None],
+) -> dict[Entry, list[Pair]]:
+    """Return the times of each entry, and of the hand-written loop beside it. See `measure`."""
     pairs: dict[Entry, list[Pair]] = {entry: [] for entry in others}
-    order, dice = list(others), random.Random(seed)
+    order = list(others)
+    dice = random.Random(seed)
     for done in range(1, rounds + 1):
         dice.shuffle(order)
         for entry in order:
@@ -86,22 +116,19 @@ def measure(
             times = {one: _time(one, batches, size) for one in both}
             pairs[entry].append((times[entry], times[hand[entry.group]]))
         report(done)
-    references = {
-        group: [pair[1] for entry in others if entry.group == group for pair in pairs[entry]] for group in hand
-    }
-    rows = [_row(entry, _undisturbed(pairs[entry], min(references[entry.group]))) for entry in others]
-    return [*(_hand_row(entry, references[entry.group]) for entry in hand.values()), *rows]
+    return pairs
 
 
 def _time(entry: Entry, batches: list[Batch], size: Size) -> float:
-    """One run. The collector stays on, as it is for users, but need not look at what was there before."""
+    """Return the time of one run.
+
+    The collector of garbage stays on, as it is for users, but passes over all earlier objects. They stay set aside
+    until the last run ends: to collect them anew before each run would take longer than a short run.
+    """
     gc.collect()
     gc.freeze()
     data = TimedBatches(batches, size)
-    try:
-        entry.run(data)
-    finally:
-        gc.unfreeze()
+    entry.run(data)
     return data.microseconds_per_step
 
 

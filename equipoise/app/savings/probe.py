@@ -83,7 +83,11 @@ class Probe(Callback):
         self._step_seconds = 0.0
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Stop to record after a failure."""
+        """Stop to record, if the run has ended before the last step."""
+        self._end_memory()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop to record after a failure, which skips the teardown."""
         self._end_memory()
 
     def _begin_memory(self, trainer: Any, module: LightningModule, batch: Any) -> None:

@@ -169,7 +169,11 @@ class DeviceProbe(Callback):
         path.write_text(json.dumps(result), encoding="utf-8")
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Stop to record, also after a failure."""
+        """Stop to record."""
+        self._stop()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop to record after a failure, which skips the teardown."""
         self._stop()
 
     # Measurements.
