@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Modules are compiled once, not in each process anew, even where the machine's environment asks for the latter.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help train test test-all lint format docs bench clean
 
 help:

@@ -3,6 +3,7 @@
 The guard below is there for every test: after it, and after all its fixtures, the process is as it was before.
 """
 
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -11,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,10 @@ def ignoring(*messages: str) -> list[pytest.MarkDecorator]:
 _PYTESTS_OWN = "PYTEST_CURRENT_TEST"  # changes between the phases of a test
 _SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")  # whichever test comes first
 _LIGHTNINGS_OWN = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT")  # set and never taken back; done here instead
+_PROC = Path("/proc")
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")
 _PATIENCE = 60.0  # seconds for what was told to end and is about to; passed in full only by what never ends
-_TASKS = Path("/proc/self/task")
 
 
 class Surroundings:
@@ -179,7 +180,7 @@ class Surroundings:
         return [thread.name for thread in threads_that_stay(self.threads)]
 
     def _children_left(self) -> list[str]:
-        if started := [process for server in _servers() for process in server.children()]:
+        if started := _processes(pid for server in _servers() for pid in _children(server.pid)):
             _, alive = psutil.wait_procs(started, timeout=_PATIENCE)
             if alive:
                 return [f"{' '.join(process.cmdline())} ({process.pid}) of a server of processes" for process in alive]
@@ -231,15 +232,21 @@ def threads_that_stay(known: Collection[threading.Thread], *, daemons: bool = Fa
 
 
 def _servers() -> list[psutil.Process]:
-    """Multiprocessing's own, from which tests start others."""
+    """Return multiprocessing's own, from which tests start others."""
     found = []
-    for pid in _children():
-        try:
-            process = psutil.Process(pid)
+    for process in _processes(_children()):
+        with contextlib.suppress(psutil.NoSuchProcess):
             if "multiprocessing.forkserver" in " ".join(process.cmdline()):
                 found.append(process)
-        except psutil.NoSuchProcess:
-            continue
+    return found
+
+
+def _processes(pids: Iterable[int]) -> list[psutil.Process]:
+    """Return the processes of these ids that have not ended."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
     return found
 
 
@@ -252,16 +259,20 @@ def _ends_with_us(process: psutil.Process) -> bool:
     return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
 
 
-def _children() -> set[int]:
-    """The ids of all child processes, those of `multiprocessing` and others."""
-    if not _TASKS.is_dir():
-        return {child.pid for child in psutil.Process().children()}
+def _children(parent: int | None = None) -> set[int]:
+    """Return the ids of all child processes of a process, by default of this one.
+
+    The kernel lists them; `psutil` would read the parents of all processes of the machine, after each test.
+    """
+    tasks = _PROC / str(parent or os.getpid()) / "task"
+    if not _PROC.is_dir():
+        return {child.pid for child in psutil.Process(parent).children()}
     found: set[int] = set()
-    for task in os.listdir(_TASKS):
-        try:
-            found.update(map(int, (_TASKS / task / "children").read_text().split()))
-        except OSError:  # the thread has ended
-            continue
+    # A thread, or the whole process, may have ended.
+    with contextlib.suppress(OSError):
+        for task in os.listdir(tasks):
+            with contextlib.suppress(OSError):
+                found.update(map(int, (tasks / task / "children").read_text().split()))
     return found
 
 
