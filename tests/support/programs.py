@@ -2,6 +2,7 @@
 
 An interpreter imports all of these anew, which takes many seconds of a processor. What a test says about a signal, a
 limit or a file is as true of a fork. Tests of what is imported, or of how an interpreter ends, start a real one.
+The server of the workers that a program starts is such a fork as well; see `server_of_workers`.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import torch
 
 from equipoise.parallel.workers.main_script import hidden
 from equipoise.parallel.workers.preloading import preloading
+from tests.support import server_of_workers
 
 __all__ = ["Program"]
 
@@ -39,6 +41,7 @@ class Program:
         folder: Where it stands. Default: where this process stands.
         environment: Its variables. Default: those of this process.
         shows_warnings: Whether warnings are shown. Default: False.
+        starts_workers: Have the server of its workers at hand, a child that waits to be used. Default: False.
 
     Attributes:
         pid: Its process id, also that of its process group.
@@ -54,6 +57,7 @@ class Program:
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
         shows_warnings: bool = False,
+        starts_workers: bool = False,
     ) -> None:
         script = _Script(
             source,
@@ -61,6 +65,7 @@ class Program:
             str(folder or Path.cwd()),
             dict(os.environ if environment is None else environment),
             shows_warnings,
+            starts_workers,
             get_start_method(),
         )
         context = get_context("forkserver")
@@ -131,6 +136,7 @@ class _Script:
     folder: str
     environment: dict[str, str]
     shows_warnings: bool
+    starts_workers: bool
     start_method: str
 
 
@@ -148,6 +154,8 @@ def _run(script: _Script, *streams: Connection) -> None:
     sys.argv[:] = script.argv
     torch.set_num_threads(1)
     set_start_method(script.start_method, force=True)  # else that of this process
+    if script.starts_workers:
+        server_of_workers.prepare()
     if not script.shows_warnings:
         warnings.simplefilter("ignore")
     try:

@@ -56,3 +56,48 @@ def test_an_interrupt_ends_it_as_an_interpreter() -> None:
         _, complaints = program.finish()
         assert program.returncode == -signal.SIGINT
     assert complaints.endswith("\nKeyboardInterrupt\n")
+
+
+READY = """
+import sys
+
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+WITH_WORKERS = """
+import multiprocessing, os
+
+os.environ["SET_BY_THE_SCRIPT"] = "value"
+context = multiprocessing.get_context("forkserver")
+workers = [context.Process(target=target, args=arguments) for target, arguments in (
+    (os.system, ("echo $SET_BY_THE_SCRIPT $PPID",)), (os.abort, ()),
+)]
+for worker in workers:
+    worker.start()
+    worker.join()
+print([worker.exitcode for worker in workers], "lightning" in sys.modules)
+"""
+
+
+def test_workers_are_forked_by_a_child_of_the_program() -> None:
+    """They write where the program writes, and find the variables that the script has set."""
+    with Program(READY + WITH_WORKERS, starts_workers=True) as program:
+        assert program.stdout.readline() == "ready\n"
+        (server,) = psutil.Process(program.pid).children()
+        written, complaints = program.finish("go\n")
+        assert program.returncode == 0, complaints
+        assert server.wait(timeout=60) is None
+    value, parent, rest = written.split(maxsplit=2)
+    assert value == "value"
+    assert int(parent) not in (program.pid, server.pid)
+    assert rest == f"[0, {-signal.SIGABRT}] True\n"
+
+
+def test_a_server_that_is_not_used_ends_with_the_program() -> None:
+    with Program(READY, starts_workers=True) as program:
+        assert program.stdout.readline() == "ready\n"
+        (server,) = psutil.Process(program.pid).children()
+        program.finish("go\n")
+        assert program.returncode == 0
+    assert server.wait(timeout=60) is None

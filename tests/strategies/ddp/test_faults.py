@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import DDPStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
+from tests.support.programs import Program
 from tests.support.waiting import blame_early, wait_briefly
 
 pytestmark = ignoring()
@@ -158,21 +158,18 @@ trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_their_parent(number: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    process = subprocess.Popen([sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pids = []
-    while len(pids) < 2:
-        line = process.stdout.readline()
-        assert line, "the script ended by itself"
-        if line.startswith("pid"):
-            pids.append(int(line.split()[1]))
-    others = [psutil.Process(pid) for pid in pids]
-    others += psutil.Process(process.pid).children()  # the server and the tracker
-    process.send_signal(number)
-    assert process.wait() == -number
-    process.stdout.close()
+def test_workers_end_with_their_parent(number: int) -> None:
+    with Program(SCRIPT, starts_workers=True) as program:
+        pids = []
+        while len(pids) < 2:
+            line = program.stdout.readline()
+            assert line, "the script ended by itself"
+            if line.startswith("pid"):
+                pids.append(int(line.split()[1]))
+        others = [psutil.Process(pid) for pid in pids]
+        others += psutil.Process(program.pid).children()  # the server
+        program.send_signal(number)
+        program.finish()
+        assert program.returncode == -number
     _, alive = psutil.wait_procs(others, timeout=120)
     assert not alive

@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.programs import Program
+
 BATCHES = """
 from typing import NamedTuple
 import torch
@@ -93,25 +95,19 @@ launching.launch(before, 2)
 """
 
 
-def start_script(folder: Path, source: str) -> "subprocess.Popen[str]":
-    """Start a script, and wait until both of its workers have said that they are here."""
-    script = folder / "script.py"
-    script.write_text(source)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
-    return process
+def wait_for_workers(program: Program) -> None:
+    """Wait until both workers have reported that they are here."""
+    assert [program.stdout.readline() for _ in range(2)] == ["here\n"] * 2
 
 
 @pytest.mark.slow
-def test_a_sigterm_ends_a_program_whose_processes_hang(tmp_path: Path) -> None:
-    process = start_script(tmp_path, HANGS)
-    others = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=600)
-    assert process.returncode == 1
+def test_a_sigterm_ends_a_program_whose_processes_hang() -> None:
+    with Program(HANGS, starts_workers=True) as program:
+        wait_for_workers(program)
+        others = psutil.Process(program.pid).children(recursive=True)
+        program.send_signal(signal.SIGTERM)
+        _, told = program.finish()
+        assert program.returncode == 1
     assert "rank 0 of 2 did not end within 0.5 seconds after SIGTERM" in told
     assert "in hang" in told
     _, alive = psutil.wait_procs(others, timeout=600)
@@ -135,8 +131,12 @@ launch(work, 2)
 
 
 @pytest.mark.slow
-def test_a_sigterm_reaches_the_programs_own_handler_as_well(tmp_path: Path) -> None:
-    process = start_script(tmp_path, HANDLER)
-    process.send_signal(signal.SIGTERM)
-    told, errors = process.communicate(timeout=600)
-    assert (told, process.returncode) == ("the program's handler\n", 0), errors
+def test_a_sigterm_reaches_the_programs_own_handler_as_well() -> None:
+    with Program(HANDLER, starts_workers=True) as program:
+        wait_for_workers(program)
+        others = psutil.Process(program.pid).children(recursive=True)
+        program.send_signal(signal.SIGTERM)
+        told, errors = program.finish()
+        assert (told, program.returncode) == ("the program's handler\n", 0), errors
+    _, alive = psutil.wait_procs(others, timeout=600)
+    assert not alive, "a worker is left"

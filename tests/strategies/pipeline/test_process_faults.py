@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tests.strategies.ddp.test_faults import Mistake, hangs, is_killed, raises
 from tests.strategies.programs import start_script, torchrun, wait_for
 from tests.support.pipelines import stay_whole
 from tests.support.ports import unused_port
+from tests.support.programs import Program
 from tests.support.waiting import blame_early
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
@@ -275,16 +274,12 @@ trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64, 3)), batch_size=4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all(number: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    command = [sys.executable, "-W", "ignore", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(number)
-        process.communicate(timeout=600)
-        assert number == signal.SIGTERM or process.returncode != 0  # after which the loop ends, in order
+def test_a_signal_ends_all(number: int) -> None:
+    with Program(INTERRUPTED, starts_workers=True) as program:
+        assert program.stdout.readline() == "here\n"
+        children = psutil.Process(program.pid).children(recursive=True)
+        program.send_signal(number)
+        program.finish()
+        assert number == signal.SIGTERM or program.returncode != 0  # after which the loop ends, in order
     _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
