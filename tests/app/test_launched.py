@@ -1,5 +1,6 @@
 """`equipoise fit` in processes that torchrun has started: one run, with one folder and one checkpoint."""
 
+import json
 import os
 import subprocess
 import sys
@@ -28,10 +29,21 @@ LOGGED = """
     """
 
 
+# Commands one after the other: a process imports everything once for all of them.
+COMMANDS = """
+import json, sys
+from equipoise.__main__ import main
+
+for arguments in json.loads(sys.argv[1]):
+    if code := main(arguments):
+        sys.exit(code)
+"""
+
+
 def torchrun(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in two processes."""
+    """Run a module or a script in two processes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", *TORCHRUN, "-m", "equipoise", *arguments]
+    command = [sys.executable, "-W", "ignore", *TORCHRUN, *arguments]
     return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -42,7 +54,7 @@ def test_all_processes_use_one_folder(project: Path) -> None:
         "conf/module/logged.yaml": "{_target_: tiny.logged.Logged, lr: 0.1, sizes: [1, 1], settings: {bias: true}}",
     }
     write(project, files)
-    done = torchrun(project, "fit", "module=logged", "callbacks=[model_checkpoint]", "seed=0")
+    done = torchrun(project, "-m", "equipoise", "fit", "module=logged", "callbacks=[model_checkpoint]", "seed=0")
     assert done.returncode == 0, done.stderr
     # 1. The folder is that of rank 0, and the other process has left none.
     (folder,) = project.glob("outputs/*/*")
@@ -56,12 +68,12 @@ def test_all_processes_use_one_folder(project: Path) -> None:
     assert "rank 1 has begun" in log
 
     # 4. The next run goes on from its checkpoint, in a folder of its own that it uses again.
-    again = ("fit", "module=logged", "ckpt_path=last", "trainer.max_epochs=2", "hydra.run.dir=again")
-    done = torchrun(project, *again, "callbacks=[model_checkpoint]")
+    again = ["module=logged", "ckpt_path=last", "hydra.run.dir=again"]
+    fit = ["fit", *again, "trainer.max_epochs=2", "callbacks=[model_checkpoint]"]
+    write(project, {"commands.py": COMMANDS})
+    done = torchrun(project, "commands.py", json.dumps([fit, ["predict", *again]]))
     assert done.returncode == 0, done.stderr
     assert (project / "again" / "checkpoints" / "epoch=1-step=2.ckpt").is_file()
-    done = torchrun(project, "predict", "module=logged", "ckpt_path=last", "hydra.run.dir=again")
-    assert done.returncode == 0, done.stderr
     assert done.stdout.count("Predictions: ") == 1
     assert torch.cat(torch.load(project / "again" / "predictions.pt")).shape == (8, 1)
     assert (project / "again" / "metrics_0.csv").is_file()

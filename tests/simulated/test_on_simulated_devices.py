@@ -24,32 +24,23 @@ GROUPS = {
     "simulation": [
         *(f"{SIMULATED}/test_{name}.py" for name in ("simulation", "streams", "replicas")),
         *(f"{SIMULATED}/test_{name}.py" for name in ("recovery", "defects", "prefetch", "planning")),
-    ],
-    "steps": [
         *(f"{SIMULATED}/steps/test_{name}.py" for name in ("launches", "waits", "regions")),
-        *(f"{SIMULATED}/configurations/test_{name}.py" for name in ("configurations", "resumption")),
-    ],
-    # A captured graph keeps nodes of autograd, of which torch warns in a run of several devices behind it.
-    "captured": [
+        *(f"{SIMULATED}/configurations/test_{name}.py" for name in ("configurations", "resumption", "processes")),
+        "tests/parallel/savers/test_offloading.py",
+        # A captured graph keeps nodes of autograd, of which torch warns in a run of several devices behind it.
         f"{SIMULATED}/test_graphs.py",
         *(f"{SIMULATED}/captured/test_{name}.py" for name in ("equal", "gradients", "host_work", "runs")),
-        "tests/parallel/savers/test_offloading.py",
     ],
     "pipeline": [
         *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints")),
+        *(f"{PIPELINE}/test_{name}.py" for name in ("library_models", "loss_profile", "stacks", "faults")),
         "tests/strategies/replicated",
     ],
-    "cuts": [
-        *(f"{PIPELINE}/test_{name}.py" for name in ("library_models", "loss_profile", "stacks", "faults")),
-    ],
-    "processes of the simulation": [f"{SIMULATED}/configurations/test_processes.py"],
-    "processes": [
-        *(f"{PIPELINE}/test_{name}.py" for name in ("processes", "process_loops")),
-    ],
+    "processes": [f"{PIPELINE}/test_{name}.py" for name in ("processes", "process_loops")],
 }
 # At most two cases of each test run: further cases differ in numbers, not in devices. All cases of a file run with
 # `python -m pytest -p tests.simulated.plugin -m "" FILE`.
-THINNED = ["pipeline", "cuts", "processes"]
+THINNED = ["pipeline", "processes"]
 # Their workers compute, and look themselves on which devices.
 COMPUTED_BY_WORKERS = [f"{SIMULATED}/configurations/test_processes.py"]
 # One device is enough for them.

@@ -26,7 +26,15 @@ from equipoise.parallel.workers.main_script import hidden
 from equipoise.parallel.workers.preloading import preloading
 from tests.support import server_of_workers
 
-__all__ = ["Program"]
+__all__ = ["EQUIPOISE", "Program"]
+
+# The source of `python -m equipoise`.
+EQUIPOISE = """
+import sys
+from equipoise.__main__ import main
+
+sys.exit(main())
+"""
 
 
 class Program:

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -26,6 +25,7 @@ from equipoise.strategies.distributed.loaders import seed_of_order, share_loader
 from equipoise.trainer.data.loaders import set_epoch
 from tests.app.conftest import write
 from tests.report.page.parsing import parse
+from tests.support.programs import EQUIPOISE, Program
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
@@ -480,13 +480,12 @@ def test_an_interrupt_leaves_no_process(little: Path) -> None:
     module = little / "little" / "module.py"
     module.write_text(module.read_text() + textwrap.dedent(WAITS_IN_A_TRIAL))
     os.mkfifo(little / "pid")
-    command = [sys.executable, "-m", "equipoise", "compare", DEVICES, "--json"]
-    process = subprocess.Popen(command, cwd=little, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with (little / "pid").open() as pipe:
-        trial = int(pipe.read())
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
+    with Program(EQUIPOISE, "compare", DEVICES, "--json", folder=little) as program:
+        with (little / "pid").open() as pipe:
+            trial = int(pipe.read())
+        program.send_signal(signal.SIGINT)
+        out, _ = program.finish()
+        assert program.returncode == 130
     assert out == ""
     with pytest.raises(ProcessLookupError):
         os.kill(trial, 0)

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from equipoise.app.sweeps.pool import PoolLauncher
 from equipoise.errors import ConfigurationError
 from tests.app.conftest import write
+from tests.support.programs import EQUIPOISE, Program
 
 ROOT = Path(__file__).parents[3]
 POOL = ("fit", "--multirun", "launcher=pool", "launcher.devices=[cpu,cpu]", "seed=0")
@@ -206,25 +207,13 @@ def test_ctrl_c_ends_the_jobs_and_keeps_what_is_done(project):
         },
     )
     os.mkfifo("begun")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "equipoise", *POOL, "launcher.devices=[cpu]", "module=endless"]
-    program = subprocess.Popen(
-        [*command, "module.lr=0.1,0.3,0.2"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    arguments = [*POOL, "launcher.devices=[cpu]", "module=endless", "module.lr=0.1,0.3,0.2"]
+    with Program(EQUIPOISE, *arguments, folder=project, starts_workers=True) as program:
         with open("begun") as pipe:
             job = int(pipe.read())
         program.send_signal(signal.SIGINT)
-        out, err = program.communicate(timeout=300)
-    finally:
-        program.kill()
-        program.wait()
-    assert program.returncode == 130, err
+        out, err = program.finish()
+        assert program.returncode == 130, err
     assert "Sweep: 1 done, 2 interrupted" in out
     assert [row["state"] for row in results(project)] == ["done", "interrupted", "interrupted"]
     with pytest.raises(ProcessLookupError):
