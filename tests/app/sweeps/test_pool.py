@@ -183,6 +183,13 @@ def test_a_program_of_the_users_own(project):
         assert float(re.search(r"process \d+ value (\S+)", log)[1]) == pytest.approx(float(row["val_loss"]))
 
 
+IMPATIENT = """
+from equipoise.app.sweeps import pool
+
+pool._LEAVING = 1.0  # seconds
+"""
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_the_jobs_and_keeps_what_is_done(project):
     """The third job never ends; it tells that it has begun, and the sweep is interrupted then."""
@@ -192,6 +199,7 @@ def test_ctrl_c_ends_the_jobs_and_keeps_what_is_done(project):
             **PROBES,
             "tiny/endless.py": """
                 import os
+                import threading
                 from pathlib import Path
                 from tiny.module import Line
 
@@ -201,14 +209,14 @@ def test_ctrl_c_ends_the_jobs_and_keeps_what_is_done(project):
                             with open("begun", "w") as pipe:
                                 pipe.write(str(os.getpid()))
                             while True:
-                                os.sched_yield()
+                                threading.Event().wait(1)
                 """,
             "conf/module/endless.yaml": PROBE_CONF.replace("tiny.probe.Probe", "tiny.endless.Endless"),
         },
     )
     os.mkfifo("begun")
     arguments = [*POOL, "launcher.devices=[cpu]", "module=endless", "module.lr=0.1,0.3,0.2"]
-    with Program(EQUIPOISE, *arguments, folder=project, starts_workers=True) as program:
+    with Program(IMPATIENT + EQUIPOISE, *arguments, folder=project, starts_workers=True) as program:
         with open("begun") as pipe:
             job = int(pipe.read())
         program.send_signal(signal.SIGINT)
