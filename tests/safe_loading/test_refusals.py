@@ -1,0 +1,338 @@
+"""Pickles and archives that no version of torch writes: each is refused for its own reason, or means plain data."""
+
+import collections
+import io
+import pickle
+import pickletools
+import struct
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise import CheckpointError
+from equipoise.safe_loading.archive import check_archive, read_archive, read_legacy
+from equipoise.safe_loading.stand_in import StandIn
+from equipoise.safe_loading.unpickler import load_pickle
+
+# Pickles, instruction by instruction. `pickletools.dis` shows them in words.
+COUNTER = b"ccollections\nCounter\n"
+NAMESPACE = b"cargparse\nNamespace\n"
+RECONSTRUCTED = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+
+PLAIN = {
+    "a mark that is removed": (b"(0N.", None),
+    "items that are removed with their mark": (b"(K\x01K\x02\x31K\x05.", 5),
+    "an item twice": (b"K\x052\x86.", (5, 5)),
+    "a list above a mark": (b"(K\x01K\x02l.", [1, 2]),
+    "a dictionary above a mark": (b"(K\x01K\x02d.", {1: 2}),
+    "a call of what a name stands for": (b"(]K\x01aicollections\nCounter\n.", collections.Counter([1])),
+    "a call of the first item": (b"(" + COUNTER + b"]o.", collections.Counter()),
+    "an object without keyword arguments": (NAMESPACE + b")}\x92.", Namespace()),
+    "a dictionary of pairs": (b"ccollections\nOrderedDict\n]](K\x01K\x02ea\x85R.", collections.OrderedDict({1: 2})),
+    "a dictionary without a factory": (b"ccollections\ndefaultdict\nN\x85R.", {}),
+    "a queue with a length": (b"ccollections\ndeque\n(](K\x01K\x02eK\x01tR.", collections.deque([2], 1)),
+    "bytes of a list": (b"cbuiltins\nbytes\n](K\x01K\x02e\x85R.", b"\x01\x02"),
+    "bytes of a text": (b"cbuiltins\nbytearray\nX\x01\x00\x00\x00a\x85R.", bytearray(b"a")),
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), PLAIN.values(), ids=PLAIN)
+def test_unusual_instructions_of_plain_data(content: bytes, expected: Any) -> None:
+    value = load_pickle(io.BytesIO(content))
+    assert value == expected
+    assert type(value) is type(expected) or expected == {}
+
+
+def test_items_of_a_stand_in_are_left_out() -> None:
+    value = load_pickle(io.BytesIO(b"cmodule\nname\nK\x01K\x02sK\x03a."))
+    assert type(value) is StandIn
+    assert repr(value) == "<stand-in for module.name>"
+
+
+REFUSED = {
+    "it holds the instruction EXT1": b"\x82\x01.",
+    "a tuple lacks items": b"N\x86.",
+    "it appends to a NoneType": b"NNa.",
+    "it sets items of a int": b"K\x00K\x01K\x02s.",
+    "it adds items to a list": b"](K\x01\x90.",
+    "the name of a class is no string": b"K\x01K\x02\x93.",
+    "it refers to a storage where there is none": b"K\x01Q.",
+    "the arguments of a call are a int": COUNTER + b"K\x01R.",
+    "it calls 1, which is not allowed": b"K\x01)R.",
+    "the arguments of a class are a int": NAMESPACE + b"K\x01\x81.",
+    "it creates an object of <class 'list'>": b"cbuiltins\nlist\n)\x81.",
+    "it creates an object of 1,": b"K\x01)\x81.",
+    "it sets the state of a list": b"]}b.",
+    "the state of an object is no dictionary of names": NAMESPACE + b")\x81K\x01b.",
+    "the items of a container are a int": b"cbuiltins\nset\nK\x05\x85R.",
+    "a defaultdict has the factory 5": b"ccollections\ndefaultdict\nK\x05\x85R.",
+    "the items of a deque are a int": b"ccollections\ndeque\nK\x05\x85R.",
+    "bytes are encoded as 'rot13'": b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.",
+    "bytes are made of a int": b"cbuiltins\nbytes\nK\x05\x85R.",
+    "'torch.float32' is no layout of tensors": (
+        b"ctorch.serialization\n_get_layout\nX\x0d\x00\x00\x00torch.float32\x85R."
+    ),
+    "an array is of the class <class 'numpy.dtype'>": (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\ndtype\nK\x00\x85C\x01b\x87R."
+    ),
+    "a number of numpy is b'abc' of type 1": b"cnumpy.core.multiarray\nscalar\nK\x01C\x03abc\x86R.",
+    "an array has the shape 1 and the type 2": RECONSTRUCTED + b"(K\x01K\x01K\x02\x89C\x00tb.",
+}
+
+
+@pytest.mark.parametrize(("reason", "content"), REFUSED.items(), ids=REFUSED)
+def test_a_damaged_pickle_is_refused(reason: str, content: bytes) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_pickle(io.BytesIO(content))
+    assert reason in str(caught.value)
+
+
+class Reduced:
+    """Pickled as a call, and a state, of one's choice."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def times(*unit: Any) -> Any:
+    """Return the call and the state of a type of times, whose unit is damaged."""
+    return np.dtype, ("M8",), (4, "<", None, None, None, -1, -1, 0, ({}, unit))
+
+
+DAMAGED_TYPE = "the type of an array is damaged"
+DAMAGED_UNIT = "the unit of an array of times is damaged"
+STATES = [
+    (DAMAGED_TYPE, (np.dtype, ("i4",), (3, "!", None, None, None, -1, -1, 0))),
+    (DAMAGED_TYPE, (np.dtype, ("i4",), (3, "<", None, ("a",), None, -1, -1, 0))),
+    (DAMAGED_UNIT, times(b"D")),
+    (DAMAGED_UNIT, times(b"D", 0, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("reason", "reduced"), STATES, ids=["order", "fields", "unit", "number of units"])
+def test_a_damaged_type_of_an_array_is_refused(reason: str, reduced: Any) -> None:
+    content = pickle.dumps(Reduced(*reduced))
+    with pytest.raises(CheckpointError, match=reason):
+        load_pickle(io.BytesIO(content))
+
+
+@pytest.mark.parametrize("state", [(1, (2,), np.dtype("O"), 7, [1, 2]), (1, (2,), np.dtype("O"), False, [1])])
+@pytest.mark.parametrize("items", ["objects", "a tuple"])
+def test_damaged_content_of_an_array_is_refused(state: Any, items: str) -> None:
+    if items == "a tuple":
+        state = (*state[:-1], tuple(state[-1]))
+    array = np.empty(0, "u1")
+    function, arguments, _ = array.__reduce__()[:3]
+    content = pickle.dumps(Reduced(function, arguments, state))
+    with pytest.raises(CheckpointError, match="the content of an array is damaged"):
+        load_pickle(io.BytesIO(content))
+
+
+def list_of_storage(*identifier: Any) -> bytes:
+    """Return the pickle of a list with a storage that is named by an identifier."""
+    place = object()
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return identifier if value is place else None
+
+    file = io.BytesIO()
+    Pickler(file, protocol=2).dump([place])
+    return file.getvalue()
+
+
+# Zip archives
+
+WEIGHTS = torch.arange(6.0)
+
+
+def members() -> dict[str, bytes]:
+    """Return the members of an archive as torch writes it."""
+    file = io.BytesIO()
+    torch.save({"weights": WEIGHTS, "part": WEIGHTS[2:4]}, file)
+    with zipfile.ZipFile(file) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def archived(content: dict[str, bytes], **options: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", **options) as archive:
+        for name, value in content.items():
+            archive.writestr(name, value)
+    file.seek(0)
+    return file
+
+
+def named(content: dict[str, bytes], ending: str) -> str:
+    """Return the full name of a member."""
+    (name,) = (name for name in content if name.endswith(ending))
+    return name
+
+
+def test_an_archive_that_is_whole() -> None:
+    value = read_archive(archived(members()))
+    assert torch.equal(value["weights"], WEIGHTS)
+    assert torch.equal(value["part"], WEIGHTS[2:4])
+    check_archive(archived(members()))
+
+
+def test_an_archive_of_a_machine_with_another_byte_order() -> None:
+    content = members()
+    content[named(content, "byteorder")] = b"big"
+    storage = named(content, "data/0")
+    content[storage] = WEIGHTS.numpy().astype(">f4").tobytes()
+    assert torch.equal(read_archive(archived(content))["weights"], WEIGHTS)
+
+
+def test_an_archive_without_a_byte_order() -> None:
+    content = members()
+    del content[named(content, "byteorder")]
+    assert torch.equal(read_archive(archived(content))["weights"], WEIGHTS)
+
+
+def with_constants(content: dict[str, bytes]) -> None:
+    content[named(content, "data.pkl").replace("data.pkl", "constants.pkl")] = b"."
+
+
+def without_pickle(content: dict[str, bytes]) -> None:
+    del content[named(content, "data.pkl")]
+
+
+def without_storage(content: dict[str, bytes]) -> None:
+    del content[named(content, "data/0")]
+
+
+def with_short_storage(content: dict[str, bytes]) -> None:
+    content[named(content, "data/0")] = bytes(20)
+
+
+def with_unknown_byte_order(content: dict[str, bytes]) -> None:
+    content[named(content, "byteorder")] = b"middle"
+
+
+def storing(*identifier: Any) -> Callable[[dict[str, bytes]], None]:
+    """Return a change after which the pickle names a storage by an identifier."""
+
+    def change(content: dict[str, bytes]) -> None:
+        content[named(content, "data.pkl")] = list_of_storage(*identifier)
+
+    return change
+
+
+CHANGES = {
+    "it is a program of TorchScript": with_constants,
+    "it holds no 'data.pkl'": without_pickle,
+    "it lacks": without_storage,
+    "storage '0' has 20 bytes, not 6 elements of torch.float32": with_short_storage,
+    "its byte order is 'middle'": with_unknown_byte_order,
+    "it names a storage in a way that is not allowed": storing("file", torch.float32, "0", "cpu", 6),
+    "it names a storage in a way that is not allowed: type": storing("storage", 5, "0", "cpu", 6),
+    "it names a storage in a way that is not allowed: key": storing("storage", torch.float32, 0, "cpu", 6),
+    "it names a storage in a way that is not allowed: count": storing("storage", torch.float32, "0", "cpu", 6.0),
+}
+
+
+@pytest.mark.parametrize(("reason", "change"), CHANGES.items(), ids=CHANGES)
+def test_a_damaged_archive_is_refused(reason: str, change: Callable[[dict[str, bytes]], None]) -> None:
+    content = members()
+    change(content)
+    with pytest.raises(CheckpointError) as caught:
+        read_archive(archived(content))
+    assert reason.partition(": ")[0] in str(caught.value)
+
+
+def test_a_compressed_archive_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="is not stored as torch stores it"):
+        read_archive(archived({**members(), "archive/zeros": bytes(10)}, compression=zipfile.ZIP_DEFLATED))
+
+
+def test_two_members_of_one_name_are_refused() -> None:
+    file = archived(members())
+    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(archive.namelist()[0], b".")
+    with pytest.raises(CheckpointError, match="it holds two members of one name"):
+        read_archive(file)
+
+
+def test_a_member_that_is_larger_than_the_archive_is_refused() -> None:
+    """It is compressed: a few bytes would become a gigabyte."""
+    file = archived({**members(), "archive/zeros": bytes(1 << 20)}, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="its members are larger than it is itself"):
+        read_archive(file)
+
+
+def test_a_check_sum_that_differs_is_found() -> None:
+    content = archived(members()).getvalue()
+    damaged = content.replace(WEIGHTS.numpy().tobytes(), torch.ones(6).numpy().tobytes())
+    assert damaged != content
+    with pytest.raises(CheckpointError, match=r"'archive/data/0' in it is not what was written"):
+        check_archive(io.BytesIO(damaged))
+
+
+# The format of before torch 1.6
+
+
+def parts(value: Any) -> list[bytes]:
+    """Return the magic number, version, machine, objects, keys and storages of a file."""
+    file = io.BytesIO()
+    torch.save(value, file, _use_new_zipfile_serialization=False)
+    end = file.tell()
+    file.seek(0)
+    ends = []
+    for _ in range(5):
+        collections.deque(pickletools.genops(file), maxlen=0)
+        ends.append(file.tell())
+    content = file.getvalue()
+    return [content[start:stop] for start, stop in zip([0, *ends], [*ends, end], strict=True)]
+
+
+def pickled(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=2)
+
+
+def legacy_changes() -> Iterator[tuple[str, int, bytes]]:
+    """Yield the reason, the number of the part, and what stands there instead."""
+    kind = torch.FloatStorage
+    wrong_name = "it names a storage in a way that is not allowed"
+    yield "it is no file of torch", 0, pickled(1)
+    yield "it is no file of torch", 1, pickled(2)
+    yield wrong_name, 3, list_of_storage("file", kind, "0", "cpu", 6, None)
+    yield wrong_name, 3, list_of_storage("storage", kind, "0", "cpu", 6)
+    yield wrong_name, 3, list_of_storage("storage", 5, "0", "cpu", 6, None)
+    yield wrong_name, 3, list_of_storage("storage", kind, "0", "cpu", -6, None)
+    yield "its storages are larger than it is itself", 3, list_of_storage("storage", kind, "0", "cpu", 1 << 40, None)
+    yield "a part of a storage is damaged", 3, list_of_storage("storage", kind, "0", "cpu", 6, ("1", -1, 2))
+    yield "a part of a storage is larger than", 3, list_of_storage("storage", kind, "0", "cpu", 6, ("1", 5, 2))
+    yield "its storages are not those that its objects use", 4, pickled(["another"])
+    yield "has 5 elements, which is not what its tensors use", 5, struct.pack("<q", 5) + bytes(20)
+    yield "it is truncated", 5, struct.pack("<q", 6) + bytes(20)
+
+
+LEGACY_CHANGES = list(legacy_changes())
+IDS = [f"{row}: {change[0]}" for row, change in enumerate(LEGACY_CHANGES)]
+
+
+@pytest.mark.parametrize(("reason", "index", "content"), LEGACY_CHANGES, ids=IDS)
+def test_a_damaged_file_of_before_is_refused(reason: str, index: int, content: bytes) -> None:
+    whole = parts([WEIGHTS])
+    whole[index] = content
+    with pytest.raises(CheckpointError, match=reason):
+        read_legacy(io.BytesIO(b"".join(whole)))
+
+
+def test_a_part_of_a_storage() -> None:
+    """Old versions of torch wrote tensors of other storages as parts of one."""
+    whole = parts([WEIGHTS])
+    whole[3] = list_of_storage("storage", torch.FloatStorage, "0", "cpu", 6, ("1", 2, 3))
+    whole[4] = pickled(["0"])
+    (storage,) = read_legacy(io.BytesIO(b"".join(whole)))
+    assert storage.dtype == torch.float32
+    assert torch.empty(0).set_(storage.untyped).tolist() == [2.0, 3.0, 4.0]
