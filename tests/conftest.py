@@ -1,4 +1,4 @@
-"""What holds for every test: random numbers and hypotheses that can be repeated, one thread, and nothing left behind.
+"""Rules for every test: random numbers and hypotheses that can be repeated, one thread, and nothing left behind.
 
 The guard below is there for every test: after it, and after all its fixtures, the process is as it was before.
 """
@@ -137,7 +137,7 @@ _PATIENCE = 60.0  # seconds for what was told to end and is about to; passed in 
 
 
 class Surroundings:
-    """What a test may change in the course of its work, but not for others."""
+    """State of the process that a test may change in the course of its work, but not for others."""
 
     def __init__(self) -> None:
         self.threads = set(threading.enumerate())
@@ -152,7 +152,7 @@ class Surroundings:
         self.folder = os.getcwd()
 
     def complaints(self) -> Iterator[str]:
-        """What is not as it was."""
+        """Yield a sentence for everything that is not as it was."""
         if alive := self._threads_left():
             yield f"threads are alive: {alive}"
         if alive := self._children_left():
@@ -251,7 +251,7 @@ def _processes(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def _ends_with_us(process: psutil.Process) -> bool:
-    """Whether a process is one of multiprocessing's two servers; what they have started is looked at before."""
+    """Return True for multiprocessing's two servers; their children are examined before."""
     try:
         command = " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -307,7 +307,7 @@ def _levels() -> dict[str, int]:
 
 
 def _differing(before: dict[Any, Any], after: dict[Any, Any], besides: Collection[str] = ()) -> dict[Any, str]:
-    """What has another value now, with both."""
+    """Return what has another value now, with both values."""
     names = [name for name in {**before, **after} if name not in besides and before.get(name) != after.get(name)]
     return {name: f"{after.get(name)!r} instead of {before.get(name)!r}" for name in names}
 

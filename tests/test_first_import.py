@@ -1,4 +1,4 @@
-"""What a fresh interpreter imports, when, and what it does without: one program, since each takes many seconds."""
+"""Imports of a fresh interpreter, and packages that it does without: one program, since each takes many seconds."""
 
 import os
 import subprocess

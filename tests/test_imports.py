@@ -228,7 +228,7 @@ def names_taken(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_what_others_take_is_exported() -> None:
-    """What a module of ours takes from another stands in that one's `__all__`."""
+    """Names that a module of ours takes from another stand in that one's `__all__`."""
     taken = {(relative(path), *what) for path in FILES for what in names_taken(path)}
     assert ("trainer/data/loader_state.py", "equipoise.parallel.snapshot.random_state", "capture") in taken
     wrong = [f"{who} takes {name} of {module}" for who, module, name in taken if name not in exported(module)]

@@ -55,7 +55,7 @@ VAGUE = {
 
 @dataclass
 class Counts:
-    """What is counted in a folder."""
+    """Counts of a folder."""
 
     lines: int = 0
     nodes: int = 0
@@ -192,6 +192,17 @@ def test_a_folder_can_be_read(folder: str) -> None:
 def test_the_package_can_be_read() -> None:
     beyond = counted_together(path for paths in FOLDERS.values() for path in paths).beyond(OF_THE_PACKAGE)
     assert not beyond, "; ".join(beyond)
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
+    """Outside of the package as well."""
+    questions = []
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
+        for text, node in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+            if QUESTION.match(text):
+                questions.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {text.splitlines()[0]}")
+    assert not questions, "\n".join(questions)
 
 
 def test_what_is_counted() -> None:

@@ -1,4 +1,4 @@
-"""What replicas cost, and how good measured shares are; see README.md."""
+"""Cost of replicas, and quality of measured shares; see README.md."""
 
 import argparse
 import logging

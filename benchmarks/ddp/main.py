@@ -1,4 +1,4 @@
-"""What a step of DDP costs through the trainer: both engines beside a hand-written loop with torch's wrapper.
+"""Cost of a step of DDP through the trainer: both engines beside a hand-written loop with torch's wrapper.
 
 python benchmarks/ddp/main.py             the table, some minutes
 python benchmarks/ddp/main.py --check     exits with 1 if a bound is broken

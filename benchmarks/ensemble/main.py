@@ -1,4 +1,4 @@
-"""How much quicker members train side by side than one after the other; see README.md."""
+"""Time of members that train side by side, beside one after the other; see README.md."""
 
 import argparse
 import logging

@@ -58,7 +58,7 @@ class Row:
 
     @classmethod
     def holds(cls, what: str, holds: bool, otherwise: str = "no") -> "Row":
-        """What must be true."""
+        """Return a row for a condition that must be true."""
         return cls(what, "yes" if holds else otherwise, "", "yes", holds)
 
     def unjudged(self) -> "Row":
@@ -104,7 +104,7 @@ ITEMS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an item.
+    """Outcome of an item.
 
     Attributes:
         item: The item.
@@ -122,7 +122,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing failed, and all bounds are kept."""
+        """Return True if nothing failed and all bounds are kept."""
         failed = bool(self.problem) and not self.is_skipped
         return not failed and all(row.is_kept is not False for row in self.rows)
 

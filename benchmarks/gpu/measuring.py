@@ -1,4 +1,4 @@
-"""What is measured, and how: the setting, the device and its ceilings, the time, launches and waits of steps."""
+"""Setting of the campaign, facts about the device and its ceilings, and the time, launches and waits of steps."""
 
 import platform
 import shutil
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the campaign runs.
+    """Place where the campaign runs.
 
     Attributes:
         device: The first CUDA device, or the CPU.
@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def has_cuda(self) -> bool:
-        """Whether there is a CUDA device, real or simulated."""
+        """Return True if there is a CUDA device, real or simulated."""
         return self.device.type == "cuda"
 
     def pick(self, full: T, small: T) -> T:
@@ -144,7 +144,7 @@ def tests(setting: Setting) -> Iterator[Row]:
 
 
 class Measured(NamedTuple):
-    """What one step took.
+    """Time, launches and waits of one step.
 
     Attributes:
         processor: Microseconds of processor time.

@@ -1,4 +1,4 @@
-"""What is trained: networks, their batches, their LightningModule, and the loops that people write by hand."""
+"""Networks that are trained, their batches, their LightningModule, and the loops that people write by hand."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

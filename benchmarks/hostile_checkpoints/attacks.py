@@ -1,4 +1,4 @@
-"""What may be wrong with a checkpoint file: code where data belongs, damage, and values of other types.
+"""Defects of a checkpoint file: code where data belongs, damage, and values of other types.
 
 Each function yields names and contents of files. A payload tries to create the file CANARY, in one of the ways in which
 a pickle can call something.

@@ -1,4 +1,4 @@
-"""What happens when a checkpoint is damaged, or made to run code.
+"""Campaign of checkpoints that are damaged, or changed to run code.
 
 python benchmarks/hostile_checkpoints/main.py             the table, some minutes
 python benchmarks/hostile_checkpoints/main.py --check     exits with 1 if a promise is broken

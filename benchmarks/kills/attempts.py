@@ -22,7 +22,7 @@ __all__ = ["Outcome", "attempt", "killed_and_resumed", "undisturbed"]
 
 @dataclass
 class Outcome:
-    """How a program ended.
+    """End of a program.
 
     Attributes:
         values: What `train` returned.
@@ -98,7 +98,7 @@ def _outcome(folder: Path, kills: int) -> Outcome:
 
 
 def _seen(folder: Path) -> dict[tuple[int, int, int], list[list[int]]]:
-    """What the processes noted; a batch that was computed again must have had the same samples."""
+    """Return what the processes noted; a batch that was computed again must have had the same samples."""
     seen: dict[tuple[int, int, int], list[list[int]]] = {}
     for path in sorted(folder.glob("seen-*.jsonl")):
         rank = int(path.stem.rpartition("-")[2])

@@ -29,7 +29,7 @@ COLUMNS = ("mode", "programs", "kills", "not killed in time", "equal to the bit"
 
 @dataclass
 class Tally:
-    """What became of the programs of a mode."""
+    """Counts of how the programs of a mode ended."""
 
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Whether the tests notice mistakes: random small mutations of the package, and how many of them a test catches.
+"""Random small mutations of the package, and the share of them that a test catches.
 
 python benchmarks/mutations/main.py                            60 mutations of trainer, parallel, strategies, pipeline
 python benchmarks/mutations/main.py --count 10 --seed 3 --folders trainer/loops
@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests made of a mutation.
+    """Verdict of the tests about a mutation.
 
     Attributes:
         sample: The mutation.

@@ -56,7 +56,7 @@ NETWORKS: dict[str, Callable[[float], nn.Module]] = {
 
 @dataclass
 class Case:
-    """What is run.
+    """Training of one case.
 
     Attributes:
         mode: "again": failed steps are repeated, "split": cut as planned, "policy": left to OOMRecovery.
@@ -84,13 +84,13 @@ class Case:
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether bits are compared, too: other parts of a batch, or gradients sent already, round otherwise."""
+        """Return True if bits are compared, too: other parts of a batch, or gradients sent already, round otherwise."""
         return self.mode != "policy" and self.strategy in ("single_device", "dp")
 
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """Outcome of a run."""
 
     weights: list[Tensor]
     logged: dict[str, float]

@@ -1,4 +1,4 @@
-"""What callbacks of memory cost where nothing happens: OOMRecovery or MemoryLogger beside Equipoise without them.
+"""Cost of callbacks of memory where nothing happens: OOMRecovery or MemoryLogger beside Equipoise without them.
 
 python benchmarks/overhead/armed.py            the table, some minutes
 python benchmarks/overhead/armed.py --check    exits with 1 if a bound is broken

@@ -1,4 +1,4 @@
-"""How long compiled steps take beside an eager loop written by hand, for networks of several kinds.
+"""Time of compiled steps beside an eager loop written by hand, for networks of several kinds.
 
 python benchmarks/overhead/compiled.py            the table, a quarter of an hour
 python benchmarks/overhead/compiled.py --check    exits with 1 if a bound is broken, with 2 without a verdict

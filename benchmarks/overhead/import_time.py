@@ -1,4 +1,4 @@
-"""How long `import equipoise` takes beside `import torch`, in interpreters of their own."""
+"""Time of `import equipoise` beside `import torch`, in interpreters of their own."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a step costs over a hand-written loop: Equipoise beside Lightning, Fabric, Accelerate and Ignite, on one thread.
+"""Cost of a step over a hand-written loop: Equipoise beside Lightning, Fabric, Accelerate and Ignite, on one thread.
 
 python benchmarks/overhead/main.py                          the whole table, a quarter of an hour
 python benchmarks/overhead/main.py --frameworks equipoise   Equipoise alone
@@ -75,7 +75,7 @@ def _positive(text: str) -> int:
 
 
 def entries(names: list[str], loads: list[str] | None) -> tuple[list[Entry], list[str]]:
-    """Who takes part, the hand-written loops first, and the frameworks that are missing."""
+    """Return the contestants, the hand-written loops first, and the frameworks that are missing."""
     found = {name: contestants for name, contestants in frameworks().items() if name.lower() in names}
     taking_part = [
         Entry(load if load in HAND else "training", name, load, run)

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one contestant. Times are processor time in microseconds per step.
+    """Result of one contestant. Times are processor time in microseconds per step.
 
     Attributes:
         group, name, load: Those of the entry.

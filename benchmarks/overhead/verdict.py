@@ -17,7 +17,7 @@ IMPORT_RATIO = 1.2
 
 
 def noise(rows: Sequence[Row]) -> float:
-    """How far the second hand-written rows are off, in microseconds per step."""
+    """Return the difference of the second hand-written rows, in microseconds per step."""
     return max((abs(row.over) for row in rows if row.name == NOISE), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What every contestant computes: one tiny network on the same batches in memory, and the clock that times it.
+"""Work of every contestant: one tiny network on the same batches in memory, and the clock that times it.
 
 The clock sits in the data set. Every loop, whoever wrote it, fetches its batches from there, so all of them are timed
 between the same two events and none pays for its set-up: the processor time of this process is read when batch number
@@ -34,7 +34,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Size(NamedTuple):
-    """How long a measurement is.
+    """Length of a measurement.
 
     Attributes:
         steps: Batches that are timed.

@@ -1,4 +1,4 @@
-"""How good automatic cuts are: beside the best there is, and as their stages run."""
+"""Quality of automatic cuts: beside the best possible one, and as their stages run."""
 
 import time
 from collections.abc import Sequence

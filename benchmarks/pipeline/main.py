@@ -1,4 +1,4 @@
-"""How near a pipeline comes to its ideal, and how good automatic cuts are; see README.md."""
+"""Distance of a pipeline from its ideal, and quality of automatic cuts; see README.md."""
 
 import argparse
 import logging

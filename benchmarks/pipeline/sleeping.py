@@ -92,7 +92,7 @@ class Sleeper(L.LightningModule):
         return self.net(batch.requires_grad_()).square().mean()  # so the first stage goes back like all others
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """What the layers of one device take for all micro-batches if nothing else is to be done."""
+        """Note the time of one device's layers for all micro-batches if nothing else is to be done."""
         begin = time.perf_counter()
         for _ in range(len(batch)):
             x = batch[:1].requires_grad_()

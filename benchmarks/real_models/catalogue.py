@@ -1,4 +1,4 @@
-"""What the campaign knows of a model."""
+"""Facts about the models of the campaign."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

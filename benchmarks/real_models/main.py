@@ -56,7 +56,7 @@ COLUMNS = (
 
 @dataclass
 class Row:
-    """What became of a model.
+    """Outcome of a model.
 
     Attributes:
         section: Its section.
@@ -248,7 +248,7 @@ def table_of(section: str, rows: Sequence[Row]) -> Table:
 
 
 def summary(rows: dict[str, list[Row]]) -> Table:
-    """How many models of each section were cut, and how well."""
+    """Return the number of models of each section that were cut, and the quality of the cuts."""
     columns = ("section", "models", "cut", "refused", "wrong", "largest deviation", "slowest / mean")
     table = Table(*columns, f"above {MOST_TO_MEAN}", "of these not the best", title="All")
     for section, those in rows.items():

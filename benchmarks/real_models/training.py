@@ -292,7 +292,7 @@ def judge(model: Model, engines: Iterable[str], record: Path) -> None:
 
 
 def _pipelined(model: Model, engine: Any, begun: Task, expected: Task, notes: Path) -> dict[str, Any]:
-    """What became of a model with an engine."""
+    """Return the outcome of a model with an engine."""
     start = time.monotonic()
     found: dict[str, Any] = {}
     notes.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Whether the tests pass in any order: the suite several times in random order, on request beside other work.
+"""Runs of the suite in random order, on request beside other work: tests must pass in any order.
 
 python benchmarks/suite_order/main.py --runs 10 --busy 4 --busy-runs 5     the campaign, some hours
 python benchmarks/suite_order/main.py --runs 10 --marks "not slow"           what `make test` runs
@@ -41,7 +41,7 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of the suite ended.
+    """End of one run of the suite.
 
     Attributes:
         seed: The seed of the order and of the hypotheses.

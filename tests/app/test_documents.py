@@ -1,4 +1,4 @@
-"""What README.md and docs/configuration.md show works as shown, and together; tests/docs runs each page by itself."""
+"""Code of README.md and docs/configuration.md works as shown, and together; tests/docs runs each page by itself."""
 
 import re
 import textwrap

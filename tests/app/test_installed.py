@@ -1,4 +1,4 @@
-"""What holds outside a checkout: an installed wheel brings its starter project."""
+"""An installed wheel, outside a checkout, contains its starter project."""
 
 import os
 import subprocess

@@ -27,7 +27,7 @@ def newest_run(root: Path) -> Path:
 
 
 def rows(run: Path) -> list[dict[str, str]]:
-    """What the module logged; readings of memory have rows of their own."""
+    """Return what the module logged; readings of memory have rows of their own."""
     others = ("epoch", "step", "memory/")
     with (run / "metrics.csv").open() as file:
         return [row for row in csv.DictReader(file) if any(row[name] for name in row if not name.startswith(others))]

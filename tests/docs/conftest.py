@@ -1,4 +1,4 @@
-"""What a page may change, and finds as it was on the next page."""
+"""State that a page may change, restored for the next page."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What pages take for granted: a module, its data, and the names that every program imports.
+"""Names that pages use without an import: a module, its data, and what every program imports.
 
 The hidden set-up of a page takes them from here: `from tests.docs.setting import *`. `module`, `data` and `loader` are
 a `Classifier`, a `Points` and its loader.

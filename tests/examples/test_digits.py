@@ -9,7 +9,7 @@ import yaml
 
 
 def rows(folder):
-    """What the module logged; readings of memory have rows of their own."""
+    """Return what the module logged; readings of memory have rows of their own."""
     others = ("epoch", "step", "memory/")
     with (folder / "metrics.csv").open() as file:
         return [row for row in csv.DictReader(file) if any(row[name] for name in row if not name.startswith(others))]

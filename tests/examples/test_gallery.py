@@ -1,4 +1,4 @@
-"""What all newer examples have in common: they are short, stand on their own, and show what they do."""
+"""Properties of all newer examples: they are short, complete, and show what they do."""
 
 import ast
 import re

@@ -1,1 +1,1 @@
-"""What needs a GPU: `pytest tests/gpu` on a machine with one. Most of it also runs on simulated devices."""
+"""Tests that need a GPU: `pytest tests/gpu` on a machine with one. Most of them also run on simulated devices."""

@@ -1,4 +1,4 @@
-"""What users of GPUs take from torch, in the trainer: optimisers, streams, memory formats, compiled steps."""
+"""Features of torch that users of GPUs take, in the trainer: optimisers, streams, memory formats, compiled steps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the tests run under Ray, as a program of its own: it starts a small cluster and ends it.
+"""Program of the tests of Ray: it starts a small cluster, runs them and ends the cluster.
 
 python -m tests.integrations.ray_program FOLDER killed trials      # writes FOLDER/outcome.json
 """

@@ -1,4 +1,4 @@
-"""What Tune says of its trials at their end; Ray itself, which takes minutes, is in `test_ray`."""
+"""Reports of Tune about its trials at their end; Ray itself, which takes minutes, is in `test_ray`."""
 
 from contextlib import nullcontext
 from pathlib import Path

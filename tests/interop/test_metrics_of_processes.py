@@ -34,7 +34,7 @@ class AllKinds(Metric):
 
 
 def saved_by(values_of_processes: list[list[float]], **options: Any) -> list[dict[str, Any]]:
-    """What `metric_states` returns in each process."""
+    """Return the answer of `metric_states` in each process."""
     states = []
     for values in values_of_processes:
         module = nn.ModuleDict({"metric": AllKinds(**options)})

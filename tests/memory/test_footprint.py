@@ -1,4 +1,4 @@
-"""What a model holds, counted by its storages."""
+"""Memory of a model, counted by its storages."""
 
 import torch
 from torch import nn

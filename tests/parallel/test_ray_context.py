@@ -1,4 +1,4 @@
-"""What Ray's modules say of a process, where Ray has loaded them; tests/integrations has the real ones."""
+"""Facts that Ray's modules know of a process, where Ray has loaded them; tests/integrations has the real ones."""
 
 import sys
 from types import SimpleNamespace

@@ -34,7 +34,7 @@ def _functions(*classes: type) -> list[str]:
 
 
 def _has_effect(name: str) -> bool:
-    """Whether Lightning's default of this hook does something, or its override changes what the trainer does."""
+    """Return True if Lightning's default of this hook does something, or an override changes what the trainer does."""
     return (
         "_model_" in name or "batch_transfer" in name or not (name.startswith("on_") or name in ("setup", "teardown"))
     )

@@ -1,4 +1,4 @@
-"""What else a checkpoint is good for: loaders without position, random draws, evaluation, modules without a trainer."""
+"""Further uses of a checkpoint: loaders without position, random draws, evaluation, modules without a trainer."""
 
 import dataclasses
 import warnings

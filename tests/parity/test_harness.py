@@ -156,7 +156,7 @@ def test_a_missing_error_is_found_out(tmp_path: Path) -> None:
 
 
 def watched(options: Any) -> bool:
-    """Whether a trainer with these options is watched."""
+    """Return True if a trainer with these options is watched."""
     return any(type(callback).__name__ == "Watcher" for callback in options["callbacks"])
 
 

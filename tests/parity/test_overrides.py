@@ -1,4 +1,4 @@
-"""What a module may override in the optimisation step, alone and together."""
+"""Overrides of a module in the optimisation step, alone and together."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ends a run: epochs, steps, time, `should_stop`, errors and interrupts."""
+"""Ends of a run: epochs, steps, time, `should_stop`, errors and interrupts."""
 
 from pathlib import Path
 from typing import Any

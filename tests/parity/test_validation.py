@@ -14,7 +14,7 @@ from .modules import Classifier
 
 
 def validated(record: Record) -> int:
-    """How many times a validation ended."""
+    """Return the number of validations that ended."""
     return len(column(record, "val_loss"))
 
 

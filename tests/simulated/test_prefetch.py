@@ -79,7 +79,7 @@ class Trace(L.Callback):
 
 
 class Run(NamedTuple):
-    """What a run leaves behind."""
+    """Result of a run."""
 
     weights: dict[str, Tensor]
     events: list[tuple[Any, ...]]

@@ -1,1 +1,1 @@
-"""What tests of several folders share."""
+"""Modules, data and helpers that tests of several folders share."""

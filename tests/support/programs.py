@@ -149,7 +149,7 @@ class _Script:
 
 
 def _run(script: _Script, *streams: Connection) -> None:
-    """What the process does; multiprocessing makes its exit code of a SystemExit."""
+    """Run the script in the process; multiprocessing turns a SystemExit into the exit code."""
     os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)

@@ -1,4 +1,4 @@
-"""What a person sees: a terminal that understands what a live display sends, and refuses anything else."""
+"""Terminal that understands what a live display sends, shows it as a person sees it, and refuses anything else."""
 
 import io
 import re
@@ -76,5 +76,5 @@ class Terminal(io.TextIOBase):
 
     @property
     def text(self) -> str:
-        """What stands on the screen."""
+        """Return the text on the screen."""
         return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")

@@ -1,4 +1,4 @@
-"""How long others wait for a process that hangs, without a deadline for the start of a run."""
+"""Time that others wait for a process that hangs, without a deadline for the start of a run."""
 
 from datetime import timedelta
 

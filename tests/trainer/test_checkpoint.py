@@ -1,4 +1,4 @@
-"""What a checkpoint holds, where it goes, and which one is meant."""
+"""Content of a checkpoint, its path, and the one that a name means."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ pytestmark = ignoring(
 
 
 def read(path: Any) -> Any:
-    """What anybody can read, who allows nothing but tensors and plain containers."""
+    """Read a checkpoint with nothing but tensors and plain containers allowed."""
     return torch.load(path, weights_only=True)
 
 

@@ -1,4 +1,4 @@
-"""Where the user's code runs the current device is that of its data, for as long as a run lasts."""
+"""The current device of the user's code is that of its data, as long as a run lasts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

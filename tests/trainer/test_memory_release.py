@@ -1,4 +1,4 @@
-"""What a step needed is gone before the next batch comes, what a run needed when it has ended."""
+"""Memory of a step is released before the next batch, that of a run at its end."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "o
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """What dies in here dies because nobody holds it, not because cycles are collected."""
+    """Turn collections off: objects are released because nothing refers to them, not because cycles are collected."""
     gc.collect()
     gc.disable()
     try:
@@ -257,7 +257,7 @@ def test_workers_end_with_the_run(persistent: bool) -> None:
 
 
 def state_after(cls: Any, module: Validated, **options: Any) -> dict[str, Any]:
-    """What a fit leaves in a module."""
+    """Return the state that a fit leaves in a module."""
     run = trainer(cls, **options)
     run.fit(module, loader(), loader())
     return {

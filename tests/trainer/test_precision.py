@@ -152,7 +152,7 @@ def test_lbfgs_cannot_be_scaled() -> None:
     ],
 )
 def test_dtypes(precision: str, weights: torch.dtype, norm: torch.dtype, features: torch.dtype) -> None:
-    """What is converted, and what is not; training, validation and prediction run in it."""
+    """Floating-point values are converted, others are not; training, validation and prediction run in it."""
     torch.manual_seed(0)
     module = Net()
     before = module.net[0].weight.detach().clone()

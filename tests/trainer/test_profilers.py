@@ -60,7 +60,7 @@ def everything(run: Any, module: Any, datamodule: Any, folder: Path) -> None:
 
 
 def recorded(cls: Any, folder: Path, module: Any, *callbacks: L.Callback, datamodule: Any = None) -> dict[str, int]:
-    """How often each action was timed in a fit, a test and a prediction."""
+    """Return how often each action was timed in a fit, a test and a prediction."""
     profiler = SimpleProfiler(dirpath=folder, filename=cls.__module__.partition(".")[0])
     run = trainer(cls, profiler=profiler, callbacks=list(callbacks), max_epochs=2)
     everything(run, module, Data() if datamodule is None else datamodule, folder)
@@ -68,7 +68,7 @@ def recorded(cls: Any, folder: Path, module: Any, *callbacks: L.Callback, datamo
 
 
 def test_all_actions_are_lightnings(tmp_path: Path) -> None:
-    """Where everything is overridden, everything is timed as often as by Lightning."""
+    """Every action is timed as often as by Lightning if all hooks are overridden."""
     theirs, ours = (
         recorded(cls, tmp_path, AllModule(), AllCallback(), datamodule=AllData()) for cls in (L.Trainer, Trainer)
     )

@@ -1,4 +1,4 @@
-"""What can go wrong without an error: parts that share images, a loss that has nothing to do with the weights."""
+"""Mistakes without an error: parts that share images, a loss that has nothing to do with the weights."""
 
 import torch
 from digits.data import DigitsDataModule

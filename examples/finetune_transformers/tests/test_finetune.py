@@ -1,4 +1,4 @@
-"""What can go wrong without an error: a body that trains though it is frozen, texts in both parts, words cut off."""
+"""Mistakes without an error: a body that trains though it is frozen, texts in both parts, words cut off."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How the network is trained: SGD whose learning rate falls in steps."""
+"""Training of the network: SGD whose learning rate falls in steps."""
 
 import torch
 import torch.nn.functional as F

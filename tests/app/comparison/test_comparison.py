@@ -290,7 +290,7 @@ def test_the_largest_batch(little: Path, equipoise: Any) -> None:
 
 @pytest.mark.usefixtures("without_processes")
 def test_one_device_may_be_too_small(little: Path, equipoise: Any) -> None:
-    """What does not fit on one device may fit on two: that is what the comparison is for."""
+    """A training that does not fit on one device may fit on two: the comparison shows it."""
     code, out, err = equipoise(
         "compare", "--strategies=single_device,dp step", "--steps=1", "--json", "module.most=4", DEVICES
     )

@@ -1,4 +1,4 @@
-"""What `launcher=ray` refuses before Ray is needed; tests/integrations runs it."""
+"""Input that `launcher=ray` refuses before Ray is needed; tests/integrations runs it."""
 
 import importlib.util
 

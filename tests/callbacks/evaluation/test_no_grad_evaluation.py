@@ -214,7 +214,7 @@ class Recording(L.LightningModule):
 
 
 def recorded(kind: type[Any], loader: Any, evaluations: list[Any], epochs: int = 2) -> Any:
-    """What training read, and the weights it came to."""
+    """Return what training read, and the weights at its end."""
     torch.manual_seed(3)
     module = Recording()
     kind(**QUIET, max_epochs=epochs, callbacks=evaluations).fit(module, loader)

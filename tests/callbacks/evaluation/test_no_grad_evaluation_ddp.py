@@ -177,7 +177,7 @@ def labels(module: Any, batch: Any) -> Any:
 
 
 def test_a_list_of_batches() -> None:
-    """What is no DataLoader is dealt out as well."""
+    """A list of batches is distributed as a DataLoader is."""
     batches = [(torch.ones(1, 4).double(), torch.tensor([float(number)])) for number in range(5)]
     evaluation = NoGradEvaluation(batches, MeanMetric(), forward=labels)
     fit([evaluation], 2)

@@ -150,7 +150,7 @@ def test_long_time_lines_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA's allocator would say, since there is none here: peaks are those of their phase."""
+    """Readings as CUDA's allocator would give them, since there is none here: peaks are those of their phase."""
     from equipoise.memory.devices import MemoryReading
 
     class Allocator:
@@ -356,7 +356,7 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
 
 @pytest.fixture
 def set_aside() -> Iterator[None]:
-    """What all modules have made so far is passed over, which would take most of the time."""
+    """Pass over all earlier objects, whose examination would take most of the time."""
     gc.collect()
     gc.freeze()
     yield

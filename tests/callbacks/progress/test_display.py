@@ -1,4 +1,4 @@
-"""What is drawn: counts and times, and lines that fit whatever the width."""
+"""Lines of the display: counts and times, for every width."""
 
 import io
 import math

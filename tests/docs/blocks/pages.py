@@ -54,7 +54,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where the block stands, for messages."""
+        """Return the page and the line of the block, for messages."""
         return f"{name_of(self.page)}:{self.line}"
 
     @property

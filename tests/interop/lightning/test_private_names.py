@@ -1,4 +1,4 @@
-"""What is private of Lightning, torchmetrics and torch still does what we use it for.
+"""Private names of Lightning, torchmetrics and torch still do what we use them for.
 
 Each test stands for a name in `equipoise/interop`. An upgrade of one of the three packages shows here what has changed.
 """

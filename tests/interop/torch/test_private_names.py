@@ -480,7 +480,7 @@ def test_states_that_only_the_metric_puts_together() -> None:
 
 
 def test_lists_of_unequal_lengths_stay_as_they_are() -> None:
-    """What belongs together in two lists could not be told if each were put in turn."""
+    """Pairs of two lists could not be found if the items of each were put in turn."""
 
     class Two(Metric):
         def __init__(self) -> None:

@@ -301,7 +301,7 @@ HABITS = [last, ring, detached, numbers, average, rare, sawtooth]
 
 @pytest.fixture
 def set_aside() -> Iterator[None]:
-    """What all modules have made so far is passed over, which would take most of the time."""
+    """Pass over all earlier objects, whose examination would take most of the time."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -327,7 +327,7 @@ def test_healthy_habits(chosen: tuple[Keep, ...]) -> None:
 # Graphs of other tests may be collected between two epochs, and would make up for the growth.
 @pytest.mark.usefixtures("set_aside")
 def test_growth_from_epoch_to_epoch() -> None:
-    """What grows too seldom for the first steps is seen when epochs end."""
+    """Growth that is too rare for the first steps is noticed when epochs end."""
     model = Model()
     watch = LeakWatch(lambda: {"model": model}, lambda _: False)
     found: list[Leak] = []

@@ -94,7 +94,7 @@ def peak_of_allocator(step: Callable[[], None], folder: Path) -> int:
 
 
 def held_before(composition: Composition) -> int:
-    """What was there before the step: parameters, buffers, the batch."""
+    """Return the tensors from before the step: parameters, buffers, the batch."""
     return sum(composition.totals().get(category, 0) for category in ("parameter", "buffer", "batch"))
 
 

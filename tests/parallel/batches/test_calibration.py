@@ -29,7 +29,7 @@ def device(seconds: float = 0.0, per_sample: float = 0.0, most: int | None = Non
 
 
 def step(measuring: Calibration, simulated: dict[int, SimulatedDevice], batch_size: int) -> list[int]:
-    """What a strategy does in a step."""
+    """Do what a strategy does in a step."""
     sizes = measuring.sizes(batch_size)
 
     def work(index: int) -> Callable[[], int]:

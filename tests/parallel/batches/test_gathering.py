@@ -1,4 +1,4 @@
-"""What parts of a batch returned is put together as the whole batch would have returned it."""
+"""Outputs of the parts of a batch are joined to the output of the whole batch."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class Table:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two outputs are equal in values, types and devices."""
+    """Return True if two outputs are equal in values, types and devices."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
     if type(one) is not type(other):

@@ -57,7 +57,7 @@ def plain_split(batch_size: int, devices: int) -> list[int]:
 
 
 def balanced_data_parallel(batch_size: int, devices: int, first: int) -> list[int]:
-    """What each of the devices gets from BalancedDataParallel with `gpu0_bsz=first`."""
+    """Return the share of each device in BalancedDataParallel with `gpu0_bsz=first`."""
     unit = floor(Fraction(batch_size - first, devices - 1))
     if first < unit:
         sizes = [first] + [unit] * (devices - 1)

@@ -42,7 +42,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def run_window(
     model: nn.Module, window: AccumulationWindow, parts: list[Tensor], weights: list[Weight]
 ) -> list[Tensor]:
-    """What a step makes of a window."""
+    """Return the result of a step for a window."""
     model.zero_grad()
     for x, weight in zip(parts, weights, strict=True):
         if not isinstance(weight, Tensor) and weight == 0:

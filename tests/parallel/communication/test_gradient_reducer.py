@@ -33,7 +33,7 @@ def exchanges() -> Iterator[mock.Mock]:
 
 
 def memories(module: nn.Module) -> list[int]:
-    """Where the gradients lie, by memory that they share."""
+    """Return the addresses of the gradients' memory, which they share."""
     return [p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None]
 
 
@@ -199,7 +199,7 @@ WEIGHTS: list[tuple[tuple[Any, Any], float]] = [
 
 
 def weights(rank: int, dtypes: tuple[torch.dtype, ...]) -> list[tuple[list[int], float, list[Any]]]:
-    """Where all gradients are there, and where the second process lacks one."""
+    """Return sums with all gradients, and with those that the second process lacks."""
     module = Mixed(dtypes)
     reducer, found = GradientReducer(module.parameters()), []
     for used in (None, range(1) if rank else None):

@@ -66,7 +66,7 @@ def test_a_message_of_a_stranger_is_not_read(tmp_path: Path) -> None:
 
 
 def keys(rank: int) -> tuple[bytes, bool]:
-    """What a process seals, and whether it can open what the first one has sealed with the run's key."""
+    """Return what a process seals, and whether it can open what the first one has sealed with the run's key."""
     return dumps("here"), SECRET in os.environ
 
 

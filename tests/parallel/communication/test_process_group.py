@@ -26,7 +26,7 @@ ALONE = Rank(0, 0, 0, 1, 1)
 
 
 def started(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> Any:
-    """What the first process answers to `function(place, port, *arguments)`; they meet at a store of ours."""
+    """Return the first process's answer to `function(place, port, *arguments)`; they meet at a store of ours."""
     store = StoreServer()
     worker = partial(_start, function, store.port, arguments, processes)
     return launch(worker, processes, is_consequence=follows_from_another)
@@ -37,7 +37,7 @@ def _start(function: Any, port: int, arguments: Any, processes: int, rank: int) 
 
 
 def in_group(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> list[Any]:
-    """What all processes of a group answer to `function(rank, *arguments)`, in order."""
+    """Return the answers of all processes of a group to `function(rank, *arguments)`, in order."""
     answers: list[Any] = started(_join, function, arguments, processes=processes)
     return answers
 
@@ -234,7 +234,7 @@ def test_a_group_after_another_on_the_store_of_the_first_process(tmp_path: Path)
 
 
 def leaves_a_word(port: int, attempt: int, rank: int) -> bool:
-    """Whether a group finds what one of an earlier attempt has left in the store."""
+    """Return True if a group finds in the store what an earlier attempt has left there."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(attempt))
     with joined(ALONE, CPU, timeout=PATIENCE):
@@ -254,7 +254,7 @@ def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
 
 
 def interfaces(place: Rank, port: int) -> list[str | None]:
-    """What the environment says before a group, in it and after it."""
+    """Return the interfaces in the environment before a group, in it and after it."""
     found = [os.environ.get(INTERFACE)]
     with joined(place, CPU, timeout=PATIENCE, port=port):
         found.append(os.environ.get(INTERFACE))

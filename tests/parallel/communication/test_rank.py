@@ -1,4 +1,4 @@
-"""Where a process stands, read from the variables that torchrun and Slurm set."""
+"""Rank of a process, read from the variables that torchrun and Slurm set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What runs on devices runs in one thread for each, as the caller would have run it, and ends before anybody is told.
+"""Work on devices runs in one thread for each, as the caller would run it, and ends before any error is raised.
 
 The meta device is the second one here: threads are real, and nothing needs an accelerator.
 """
@@ -104,7 +104,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def look() -> dict[str, Any]:
-    """What torch says of this thread, and does in it."""
+    """Return torch's modes in this thread, and whether an operation follows them."""
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),

@@ -1,4 +1,4 @@
-"""What a step may change is brought back: generators of any kind, buffers, metrics."""
+"""A snapshot restores what a step may change: generators of any kind, buffers, metrics."""
 
 import random
 from collections.abc import Iterator

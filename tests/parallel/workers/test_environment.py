@@ -28,7 +28,7 @@ def filters() -> Iterator[None]:
 
 
 def shown(rank: int) -> list[str]:
-    """What comes of five warnings: an error, nothing, or the text."""
+    """Return the results of five warnings: an error, nothing, or the text."""
     found = []
     for message, category in [
         ("a folder exists", UserWarning),

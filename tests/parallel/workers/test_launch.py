@@ -58,7 +58,7 @@ def running() -> set[int]:
 
 
 def state() -> tuple[Any, ...]:
-    """What a launch changes for a moment."""
+    """Return the state that a launch changes for a moment."""
     main = sys.modules["__main__"]
     return signal.getsignal(signal.SIGTERM), getattr(main, "__file__", None), main.__spec__
 

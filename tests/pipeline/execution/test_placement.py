@@ -1,4 +1,4 @@
-"""Where the parts of a network lie."""
+"""Places of the parts of a network."""
 
 import torch
 from torch import Tensor, nn

@@ -127,7 +127,7 @@ class Hooked(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """What a user checkpoints, with dropout."""
+    """Network with a layer that the user checkpoints, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()

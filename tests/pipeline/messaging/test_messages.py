@@ -60,7 +60,7 @@ def exchange(rank: int, *, ahead: bool) -> tuple[list[Any], list[Any], bool]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_arrives_is_what_was_sent(ahead: bool) -> None:
-    """Whether places for messages are made when they are wanted or before, and nothing more is waited for."""
+    """Memory for messages is allocated on request or before, and nothing more is waited for."""
     first, second, broken = in_group(partial(exchange, ahead=ahead))[0]
     assert not broken
     for found in (first, second):

@@ -1,4 +1,4 @@
-"""What forwards of libraries do: each pattern is followed, or the submodule that has it stays whole; never wrongly."""
+"""Patterns in forwards of libraries: each is followed, or the submodule that has it stays whole; never wrongly."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""What may differ in other calls is noticed: a recorded forward that no longer fits is recorded anew, or refused."""
+"""Differences of other calls are noticed: a recorded forward that no longer fits is recorded anew, or refused."""
 
 import threading
 from typing import Any

@@ -36,7 +36,7 @@ def overlap(a: Box, b: Box) -> float:
 
 
 def depth(a: Box, b: Box) -> float:
-    """How far two boxes would have to be moved apart."""
+    """Return the distance by which two boxes would have to be moved apart."""
     width = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
     height = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
     return min(width, height)

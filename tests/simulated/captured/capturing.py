@@ -88,7 +88,7 @@ class Graphs(L.Callback):
 
 
 class Result(NamedTuple):
-    """What a fit has left.
+    """Result of a fit.
 
     Attributes:
         module: The module.

@@ -39,7 +39,7 @@ class Impure(Network):
         raise NotImplementedError
 
     def noted(self) -> Any:
-        """What it has noted."""
+        """Return what it has noted."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a run with captured steps launches, holds in memory, does after errors, and refuses."""
+"""Runs with captured steps: their launches, their memory, errors in them, and refusals."""
 
 import gc
 import weakref

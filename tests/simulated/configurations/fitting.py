@@ -138,7 +138,7 @@ class Configuration:
 
 @dataclass
 class Result:
-    """What a fit leaves, on the CPU.
+    """Result of a fit, on the CPU.
 
     Attributes:
         state: The state of the module by name.

@@ -1,1 +1,1 @@
-"""What a step costs beside its arithmetic: the operations that it launches, and the waits of the host for a device."""
+"""Cost of a step beside its arithmetic: the operations that it launches, and the waits of the host for a device."""

@@ -386,7 +386,7 @@ def test_surroundings_are_taken_along(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_datasets_travel_in_shared_memory() -> None:
-    """What workers read is the caller's memory mapped, not a copy in each of them."""
+    """Workers read the caller's memory, mapped, not a copy in each of them."""
 
     class Large(Numbered):
         mapped = 0

@@ -234,7 +234,7 @@ def test_layers_that_are_known_to_communicate() -> None:
 
 
 def test_measuring_goes_on_while_windows_are_done_again() -> None:
-    """What one process computes twice is measured once, or the others would wait for it."""
+    """A window that one process computes twice is measured once, or the others would wait for it."""
     one, many = Fragile(set(), 99), Fragile({(1, step, "backward") for step in range(4)}, 99)
     fitted = trainer("single_device", 1, accumulate_grad_batches=3)
     fitted.fit(one, DataLoader(Samples(160), batch_size=16))

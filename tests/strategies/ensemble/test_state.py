@@ -1,4 +1,4 @@
-"""What is logged, predicted, saved and resumed."""
+"""State of members: logs, predictions, checkpoints and resumption."""
 
 import gc
 from functools import partial

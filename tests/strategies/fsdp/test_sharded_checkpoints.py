@@ -220,7 +220,7 @@ def test_an_error_of_the_writer_reaches_the_user(behind: bool, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
 def test_killed_while_it_writes(behind: bool, tmp_path: Path) -> None:
-    """What is torn has another name, and is removed when a checkpoint is next written there."""
+    """An incomplete checkpoint has another name, and is removed when the next one is written there."""
     with pytest.raises(WorkerError, match="SIGKILL"):
         fit(Net, sharded(save_in_background=behind), 2, callbacks=[Fails(tmp_path, is_killed)], max_epochs=1)
     left = [name for name in os.listdir(tmp_path) if not name.startswith(".")]

@@ -1,4 +1,4 @@
-"""What goes wrong in a pipeline ends cleanly; what runs out of memory is done again; and bad input is refused."""
+"""Errors in a pipeline end it cleanly; steps that run out of memory are done again; and bad input is refused."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""What a step computes after the network's call is counted to the last stage, and measuring it leaves no trace."""
+"""Work of a step after the network's call counts to the last stage, and measuring it leaves no trace."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -245,7 +245,7 @@ def test_an_error_is_the_step_s_own(make: Callable[[], Model], error: type[Excep
 
 @pytest.mark.parametrize(("speeds", "expected"), [(None, 4.0), ([3.0, 1.0], 4.0 / 3), ([1.0, 2.0], 8.0)])
 def test_the_last_device_may_be_another(speeds: list[float] | None, expected: float) -> None:
-    """What was measured there is as long on the first device as that is slower."""
+    """Times that were measured there are longer on the first device by the factor by which it is slower."""
     rest = Block(name="", forward=4.0, backward=4.0)
     apart = [torch.device("cpu", 0), torch.device("cpu", 1)]
     found = _on_device_of_calls(rest, CutOptions(devices=apart, schedule="1f1b", micro_batches=2, speeds=speeds))
@@ -257,7 +257,7 @@ def test_the_last_device_may_be_another(speeds: list[float] | None, expected: fl
 
 
 def test_memory() -> None:
-    """What a loss keeps, and what lies beside the network; neither the batch nor the network's output."""
+    """Memory of what a loss keeps, and of what lies beside the network, without the batch and the network's output."""
     module = Model()
     output = torch.randn(16, WIDTH, requires_grad=True)
     batch = torch.randn(16, 3)

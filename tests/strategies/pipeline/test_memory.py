@@ -1,4 +1,4 @@
-"""What the table predicts of each device's memory, beside what the ledger then measures of it."""
+"""Predictions of the table for each device's memory, beside the measurements of the ledger."""
 
 from typing import Any
 

@@ -139,7 +139,7 @@ class LowInStep(torch.optim.SGD):
         return super().step(closure)
 
     def state_of_last(self) -> bool:
-        """Whether this is the process that has the last stage, which alone has all groups' parameters."""
+        """Return True in the process that has the last stage, which alone has all groups' parameters."""
         return sum(len(group["params"]) for group in self.param_groups) == 2 * STAGES
 
 

@@ -172,7 +172,7 @@ PLANS = [
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", PLANS, ids=["zero bubble", "interleaved zero bubble", "interleaved"])
 def test_schedules(plan: dict[str, Any]) -> None:
-    """Where a weight is in the first stage and the last, and the third overflows."""
+    """A weight is in the first stage and the last, and the third overflows."""
     same(fit("threads", plan=plan, place=2), fit("processes", plan=plan, place=2))
 
 

@@ -84,7 +84,7 @@ def test_given_sizes_are_replaced() -> None:
 
 @pytest.mark.filterwarnings("ignore:The loss is inf")
 def test_while_measuring() -> None:
-    """What a device has shown not to hold limits what is measured, and the shares."""
+    """A size that did not fit on a device limits the measurement, and the shares."""
 
     class Late(Module):
         """Its second part does not fit if it is larger than 10."""

@@ -258,7 +258,7 @@ def test_a_schedule_that_ends_before_the_run(tmp_path: Path) -> None:
 
 
 class Unsafe:
-    """What it does when it is read, nobody knows."""
+    """An object whose creation could run code."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("was_here",)

@@ -320,7 +320,7 @@ def test_a_copy_has_workers_of_its_own() -> None:
 
 
 class Noise(Dataset[Any]):
-    """What each generator of a worker draws."""
+    """Data set that returns what each generator of a worker draws."""
 
     def __len__(self) -> int:
         return 4

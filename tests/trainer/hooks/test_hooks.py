@@ -1,4 +1,4 @@
-"""Who overrides a hook is called, however they do it, in Lightning's order; nobody else costs anything."""
+"""Overrides of a hook are called, however they are written, in Lightning's order; nothing else costs time."""
 
 import functools
 from collections.abc import Callable, Iterator

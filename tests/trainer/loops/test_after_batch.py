@@ -39,7 +39,7 @@ class Loop:
         self.after_batch = AfterBatch(context, self.fit, schedulers, self.validated.append)
 
     def run(self, batches: int = 4, window: int = 1) -> list[bool]:
-        """Whether the epoch ends with each batch."""
+        """Return for each batch whether the epoch ends with it."""
         ends_at = []
         for index in range(batches):
             self.fit.progress.batch.current.set(index + 1)

@@ -125,7 +125,7 @@ class Saves(L.Callback):
 
 @dataclass
 class Run:
-    """How a run is computed, and on what.
+    """Strategy, devices and data of a run.
 
     Attributes:
         strategy, devices: Arguments of the trainer.

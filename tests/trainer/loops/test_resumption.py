@@ -179,7 +179,7 @@ def train(kind: str, module: Module, callbacks: list[Any], ckpt_path: Path | Non
 
 
 def outcome(trainer: Any, module: Module) -> dict[str, Any]:
-    """What must not depend on a kill."""
+    """Return everything that must not depend on a kill."""
     optimizer = trainer.optimizers[0]
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},

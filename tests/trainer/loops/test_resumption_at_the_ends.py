@@ -189,7 +189,7 @@ def averaging(folder: Path, files: float = float("inf")) -> list[Any]:
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_train_epoch_end"])
 def test_killed_behind_the_last_checkpoint(hook: str, tmp_path: Path) -> None:
-    """What callbacks do at the end of training is done by the resumed run."""
+    """The resumed run does what callbacks do at the end of training."""
     make = LOADERS["shuffled"]
     expected = fit(make(), averaging(tmp_path / "whole"), max_epochs=2)
     in_the_end = hook == "on_train_end"

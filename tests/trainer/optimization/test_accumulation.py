@@ -134,7 +134,7 @@ def test_any_sizes_and_weights(sizes: list[int], parts: int, tokens: str | None,
 
 @pytest.mark.parametrize("hook", ["on_before_backward", "backward"])
 def test_who_looks_sees_the_share(hook: str) -> None:
-    """Where the loss is seen, it is divided itself; the gradients are the same."""
+    """A loss that hooks can see is divided itself; the gradients are the same."""
     seen: list[float] = []
 
     class Looking(Net):

@@ -1,4 +1,4 @@
-"""What may be run twice is run once more when memory runs out."""
+"""A function that may run twice runs once more when memory runs out."""
 
 import pytest
 import torch

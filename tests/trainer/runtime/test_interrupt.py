@@ -100,7 +100,7 @@ class Interrupted:
         self.workers += [psutil.Process(int(pid)) for pid in pids]
 
     def signal_all(self, number: int) -> None:
-        """What a terminal does: every process of the group receives it."""
+        """Send a signal as a terminal does: every process of the group receives it."""
         os.killpg(self.program.pid, number)
 
     def finish(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def test_a_handler_of_the_users_own_is_called_and_kept() -> None:
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
 def test_interrupts_are_let_through_again(handler: Any) -> None:
-    """What was set before a run that failed is set after it."""
+    """Handlers of before a run that failed are set after it."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         module = Raising("training", signal.SIGTERM)

@@ -59,7 +59,7 @@ class Waiting(L.LightningModule):
 
 
 def train(folder: Path, *, waits: bool = False, **options: Any) -> Path | None:
-    """What each task does; the first process of all leaves weights and steps in the folder.
+    """Train in each task; the first process of all writes weights and steps into the folder.
 
     Returns:
         The checkpoint from which it went on.
@@ -99,7 +99,7 @@ class Job:
             os.mkfifo(folder / f"ready.{rank}")
 
     def environment(self, rank: int, *, restarts: int, port: int = 0) -> dict[str, str]:
-        """What Slurm, and the machine, tell a task."""
+        """Return the variables that Slurm and the machine set for a task."""
         return {
             "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "SLURM_JOB_ID": "77",

@@ -94,7 +94,7 @@ READ = (
 
 
 def read(run: Any) -> dict[str, Any]:
-    """What can be read of a trainer's options."""
+    """Return the options that can be read from a trainer."""
     kinds = [type(callback).__name__.removeprefix("Rich") for callback in run.callbacks]
     return {
         **{name: getattr(run, name, None) for name in READ},

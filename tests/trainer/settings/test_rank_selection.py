@@ -1,4 +1,4 @@
-"""What "auto" stands for: on several devices, and where others have started this process."""
+"""Meaning of "auto": on several devices, and where others have started this process."""
 
 import sys
 from types import SimpleNamespace

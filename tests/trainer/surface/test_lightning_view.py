@@ -1,4 +1,4 @@
-"""What Lightning's objects look for in a trainer, they find."""
+"""Lightning's objects find what they look for in a trainer."""
 
 import ast
 from pathlib import Path

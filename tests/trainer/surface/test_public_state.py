@@ -1,4 +1,4 @@
-"""What users, callbacks and modules read from a trainer is what Lightning's says, before, in and after every run."""
+"""Users, callbacks and modules read the same from a trainer as from Lightning's, before, in and after every run."""
 
 import inspect
 import math
@@ -52,7 +52,7 @@ Reading = dict[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """What can be compared: an object is as good as another of its class."""
+    """Return a value that can be compared: an object equals every other of its class."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, dict):

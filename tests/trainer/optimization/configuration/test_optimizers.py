@@ -69,7 +69,7 @@ BY_HAND: dict[str, Callable[[Any], Any]] = {
 
 
 def described(run: Any) -> list[Any]:
-    """What a trainer made of the answer."""
+    """Return the optimisers and schedulers that a trainer has."""
     optimizers = [type(optimizer).__name__ for optimizer in run.optimizers]
     configs = []
     for config in run.lr_scheduler_configs:

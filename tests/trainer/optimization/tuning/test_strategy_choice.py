@@ -75,7 +75,7 @@ def weights(module: nn.Module) -> Tensor:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the choice says."""
+    """Return the messages of the choice."""
     messages: list[str] = []
     monkeypatch.setattr(strategy_choice, "rank_zero_info", messages.append)
     return messages

@@ -1,4 +1,4 @@
-"""What a replay would not do again is found before a capture, without a GPU."""
+"""Work that a replay would not do again is found before a capture, without a GPU."""
 
 import math
 import operator
