@@ -237,7 +237,7 @@ class TimedBatches(Dataset[Batch]):
 
     Args:
         batches: What is fetched.
-        window: What is told of each fetch.
+        window: Receives each fetch.
     """
 
     def __init__(self, batches: Sequence[Batch], window: Window) -> None:

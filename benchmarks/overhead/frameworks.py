@@ -31,7 +31,7 @@ LOG_EVERY = 50
 
 
 class Terminal(io.TextIOWrapper):
-    """A terminal whose screen nobody sees: bars draw as they do for a user."""
+    """A terminal without a screen: bars draw as they do for a user."""
 
     def isatty(self) -> bool:
         return True

@@ -1,7 +1,7 @@
 """Networks whose layers take a known time and nothing else, on devices of known speed.
 
-On a busy machine who sleeps wakes up late. So one device alone is timed before every step, and steps are told beside
-it.
+On a busy machine a sleeping process wakes up late. So one device alone is timed before every step, and steps stand
+beside it.
 """
 
 import threading
@@ -89,7 +89,7 @@ class Sleeper(L.LightningModule):
         self.devices = len(slowness)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch.requires_grad_()).square().mean()  # so the first stage goes back like all others
+        return self.net(batch.requires_grad_()).square().mean()  # so the first stage runs backward like all others
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the time of one device's layers for all micro-batches if nothing else is to be done."""

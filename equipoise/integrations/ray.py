@@ -68,7 +68,7 @@ class RayReport(Callback):
         self._reported_step = -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Check that there is somebody to report to."""
+        """Check that a session of Ray receives the reports."""
         if not is_in_ray():
             raise ConfigurationError(
                 "RayReport reports to Ray, but this process is neither a worker of Ray Train nor a trial of Ray Tune."

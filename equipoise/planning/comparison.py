@@ -127,7 +127,7 @@ class DevicePeaks:
         for (device, _), peak in zip(self._pairs, peaks, strict=True):
             room = device.usable - peak.nbytes
             rooms.append((room, peak.nbytes))
-        # The room decides, the peak is told.
+        # The room decides, the peak is shown.
         _, nbytes = min(rooms)
         return nbytes
 

@@ -130,7 +130,7 @@ def _encode(text: str, encoding: str = "utf-8") -> bytes:
 
 def _bytes(content: Any = b"") -> bytes:
     if not isinstance(content, bytes | bytearray | list | tuple):
-        raise CheckpointError(f"bytes are made of a {type(content).__name__}")
+        raise CheckpointError(f"the content of bytes is a {type(content).__name__}")
     return bytes(content)
 
 

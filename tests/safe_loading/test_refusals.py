@@ -73,7 +73,7 @@ REFUSED = {
     "a defaultdict has the factory 5": b"ccollections\ndefaultdict\nK\x05\x85R.",
     "the items of a deque are a int": b"ccollections\ndeque\nK\x05\x85R.",
     "bytes are encoded as 'rot13'": b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.",
-    "bytes are made of a int": b"cbuiltins\nbytes\nK\x05\x85R.",
+    "the content of bytes is a int": b"cbuiltins\nbytes\nK\x05\x85R.",
     "'torch.float32' is no layout of tensors": (
         b"ctorch.serialization\n_get_layout\nX\x0d\x00\x00\x00torch.float32\x85R."
     ),

@@ -17,7 +17,7 @@ def collected_results() -> Iterator[SweepResults]:
     """Collect the results of all jobs of a block; at its end, show them in one table and raise failures.
 
     Raises:
-        SweepError: If jobs have failed, and no sweeper has been told.
+        SweepError: If jobs have failed, and no sweeper knows of it.
     """
     results = SweepResults()
     _collecting.append(results)

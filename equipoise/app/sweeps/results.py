@@ -130,7 +130,7 @@ class SweepResults:
 
     def __init__(self) -> None:
         self.jobs: list[JobResult] = []
-        # Failures that no sweeper has been told.
+        # Failures that no sweeper knows of.
         self._untold: list[JobResult] = []
         self._folder: Path | None = None
 
@@ -202,7 +202,7 @@ class SweepResults:
         new.replace(path)
 
     def raise_failures(self) -> None:
-        """Raise an error if jobs have failed, and no sweeper has been told.
+        """Raise an error if jobs have failed, and no sweeper knows of it.
 
         Raises:
             SweepError: Naming the jobs.

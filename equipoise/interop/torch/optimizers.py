@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-# Torch opens a record for its profiler around each step of an optimiser, also if nobody profiles. Nothing public tells
-# whether a profiler is at work, or whether hooks for all optimisers were registered.
+# Torch opens a record for its profiler around each step of an optimiser, even if none is at work. Nothing public
+# tells whether a profiler is at work, or whether hooks for all optimisers were registered.
 from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks

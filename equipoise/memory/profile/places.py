@@ -47,7 +47,7 @@ class DevicePlaces:
         names: Names of the devices.
         root: Number of the device on which the rest of a step runs.
         in_helper: Returns a context for threads in which steps compute. Default: none.
-        on_placed: Receives tensors that are placed, with the names of their devices. Default: nobody does.
+        on_placed: Receives tensors that are placed, with the names of their devices. Default: nothing does.
 
     Example:
         >>> places = DevicePlaces(["cpu (0)", "cpu (1)"], root=0)

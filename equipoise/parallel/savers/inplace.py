@@ -218,7 +218,7 @@ class _InputUses:
 
     def note_kept(self) -> None:
         """Note which inputs are still there after the backward."""
-        # A cycle may keep a tensor that nobody can reach.
+        # A cycle may keep a tensor that nothing else refers to.
         gc.collect()
         for reference, name in self._inputs:
             if reference() is not None:

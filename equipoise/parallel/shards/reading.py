@@ -1,7 +1,7 @@
 """Read a sharded checkpoint: each process the parts that it needs, on any number of processes, and no pickle.
 
 Which parts of which shards a tensor needs is the plan of torch.distributed.checkpoint. Torch's `load` is not used: its
-processes exchange pickles that nobody has signed, and each reads on its own here.
+processes exchange pickles without a signature, and each reads on its own here.
 """
 
 import os

@@ -17,7 +17,7 @@ __all__ = [
     "StepFacts",
 ]
 
-# What memory is made of: the categories of tensors, and what only several devices have.
+# Parts of memory: the categories of tensors, and what only several devices have.
 Part = Category | Literal["bucket", "copy"]
 
 # The share of a category that a device holds; by phase where it differs.

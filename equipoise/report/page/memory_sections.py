@@ -158,7 +158,7 @@ def peak_section(compositions: Sequence[Composition], *, expected: bool) -> Mark
 
 def _advice() -> Markup:
     code = tag("code", "MemoryLogger(detail='modules')")
-    return section("The peak", hint("What it was made of is told by ", code, "."))
+    return section("The peak", hint("Its parts are shown by ", code, "."))
 
 
 def _peak(composition: Composition, detail: float, *, is_open: bool) -> Markup:

@@ -78,7 +78,7 @@ class CollectiveGuard:
             return f"All processes communicate in the forward, so one cannot do its step again alone. {_WAY_OUT}"
         if leave_out and not self._has_completed_step[training]:
             return (
-                "The first batch of a process cannot be left out: nobody knows yet whether others wait for it within"
+                "The first batch of a process cannot be left out: it is not known yet whether others wait for it within"
                 " their forward. A smaller batch_size, or OOMRecovery(policy='split'), would help."
             )
         return ""

@@ -170,9 +170,9 @@ def _why_not(loader: Any) -> str:
     """Return why the steps of a loader cannot be divided among another number of processes; empty if they can."""
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
-        return f"{kind} is no DataLoader, so nobody knows which of its samples were read"
+        return f"{kind} is no DataLoader, so the samples that it has read are unknown"
     if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__name__} is a stream, so nobody knows which of its samples were read"
+        return f"{type(loader.dataset).__name__} is a stream, so the samples that it has read are unknown"
     if callable(getattr(loader, "state_dict", None)):
         return f"{kind} saves a position of its own, which is that of one process"
     if loader.batch_sampler is None:

@@ -122,7 +122,7 @@ class HogwildStrategy(ProcessStrategy):
         return ProcessRun(restores=[restore_metrics, unshare])
 
     def sync_buffers(self) -> None:
-        """Meet, so that nobody steps during an evaluation or after the end; then copy the buffers of rank 0."""
+        """Meet, so that no process steps during an evaluation or after the end; then copy the buffers of rank 0."""
         self.processes.barrier("evaluation")
         super().sync_buffers()
 
@@ -150,7 +150,7 @@ class HogwildStrategy(ProcessStrategy):
 
     @property
     def portable(self) -> PortableState:
-        """Full states, collected while nobody steps; see `Strategy.portable`."""
+        """Full states, collected while no process steps; see `Strategy.portable`."""
         return SharedState(self.processes)
 
 

@@ -78,7 +78,7 @@ class Backward:
         if type(strategy).collect_gradients is not Strategy.collect_gradients:
             self._collect = strategy.collect_gradients
 
-        # 2. Whether the backward is the tensor's own, of a loss that nobody sees.
+        # 2. Whether the backward is the tensor's own, of a loss that no hook sees.
         is_default = type(strategy).backward is Strategy.backward and not hooks.is_profiled
         self._is_plain = is_default and not self._shows_loss and self._scaler is None
         self._is_followed = self._collect is not None or self._after is not None

@@ -195,7 +195,7 @@ def test_communication_within_the_forward(step: int, place: str, policy: Any) ->
     """All processes fail with the reason; none waits until time is up for one that does its step again."""
     reason = REASON
     if (step, place) == (0, "first"):  # nothing was exchanged yet, so nobody could know
-        reason = "the others compute theirs as a whole" if policy == "split" else "nobody knows yet whether others wait"
+        reason = "the others compute theirs as a whole" if policy == "split" else "it is not known yet whether others"
     strategy = DDPStrategy(timeout=3600, bucket_megabytes=1e-5)
     with pytest.raises((torch.OutOfMemoryError, StepError), match=reason) as caught:
         run(Talking({(1, step, place)}), strategy, 2, callbacks=[OOMRecovery(policy)])

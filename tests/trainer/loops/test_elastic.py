@@ -412,7 +412,7 @@ class Positioned(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (DataLoader(Stream(), batch_size=2), "Stream is a stream, so nobody knows which of its samples were read"),
+        (DataLoader(Stream(), batch_size=2), "Stream is a stream, so the samples that it has read"),
         (Positioned(Samples(12), batch_size=2), "Positioned saves a position of its own"),
         (DataLoader(Samples(12), batch_size=None), "a loader with batch_size=None makes no batches"),
     ],

@@ -130,7 +130,7 @@ class Attempt:
         """Number of the device on which the rest of a step runs."""
         if self.candidate.last_is_root:
             return len(self.devices) - 1
-        # Devices of one name are told apart by their number alone.
+        # Devices of one name differ by their number alone.
         chosen = self.values["strategy"].get("output_device")
         if type(chosen) is int:
             return chosen

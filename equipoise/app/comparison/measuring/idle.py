@@ -60,7 +60,7 @@ class StepProfile:
         self._is_running = True
 
     def idle(self, strategy: Any) -> float | None:
-        """End the step and return the share; None where nobody waits for another device.
+        """End the step and return the share; None where no device waits for another one.
 
         Args:
             strategy: The strategy of the step.
