@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from equipoise.interop.torch.fake_tensors import fake_tensors, is_fake, usual_tensors
 from equipoise.memory.profile.ledger import Ledger
@@ -83,3 +84,29 @@ def test_results_are_those_of_the_kernels() -> None:
             fake = sizes_of(build(), torch.zeros(shape))
         assert sum(fake) == pytest.approx(sum(real), rel=0.03), name
         assert len(fake) == pytest.approx(len(real), abs=2), name
+
+
+def test_a_mask_beside_other_indices() -> None:
+    with fake_tensors(lambda guess: None):
+        result = torch.ones(3, 4)[torch.zeros(3) > 0, torch.tensor([1])]
+    assert result.shape == (3,)
+
+
+def test_what_cannot_be_guessed_is_raised() -> None:
+    """No value stands for the comparison of all values of two tensors."""
+    with fake_tensors(print), pytest.raises(DataDependentOutputException):
+        torch.equal(torch.ones(2), torch.ones(2))
+
+
+def test_no_workspace_without_a_backward() -> None:
+    with fake_tensors(print), torch.no_grad():
+        output, _ = nn.LSTM(4, 6)(torch.zeros(5, 2, 4))
+    assert output.shape == (5, 2, 6)
+
+
+def test_a_group_norm_of_one_dtype() -> None:
+    with fake_tensors(print):
+        values = torch.ones(2, 4, 3, requires_grad=True)
+        nn.GroupNorm(2, 4)(values).sum().backward()
+    assert values.grad is not None
+    assert values.grad.dtype is torch.float32

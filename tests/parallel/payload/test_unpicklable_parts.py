@@ -16,6 +16,32 @@ class Holder:
         self.part = part
 
 
+class Slotted:
+    """Holds a part in a slot."""
+
+    __slots__ = "part"
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+class Method:
+    """Holds a part that a bound method reaches."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def run(self) -> None: ...
+
+
+class Circle:
+    """Holds itself before a part."""
+
+    def __init__(self, part: Any) -> None:
+        self.circle = self
+        self.part = part
+
+
 class Closed(list[int]):
     """A container that cannot be pickled, though all of its items can."""
 
@@ -31,8 +57,12 @@ class Closed(list[int]):
         (lambda part: Holder([0, part]), "Holder.part[1]"),
         (lambda part: [part], "lock"),
         (lambda part: partial(print, part), "lock"),
+        (lambda part: Slotted(part), "Slotted.part"),
+        (lambda part: Holder(Method(part).run), "Holder.part.part"),
+        (lambda part: Circle(part), "Circle.part"),
+        (lambda part: Holder({part}), "Holder.part{...}"),
     ],
-    ids=["attribute", "in a list", "item", "list alone", "partial"],
+    ids=["attribute", "in a list", "item", "list alone", "partial", "slot", "bound method", "circle", "set"],
 )
 def test_the_path_begins_with_the_first_object_of_the_user(wrap: Any, path: str) -> None:
     part = threading.Lock()
@@ -47,3 +77,10 @@ def test_containers_alone(wrap: Any) -> None:
     found_path, found = find_unpicklable(wrap(part))
     assert found_path == "Closed"
     assert found is part
+
+
+def test_a_member_of_a_class_of_the_script() -> None:
+    """A class of the script is sent with its members, so the path begins with the class."""
+    part = threading.Lock()
+    kind = type("OfTheScript", (), {"__module__": "__main__", "part": part})
+    assert find_unpicklable(kind) == ("OfTheScript.part", part)

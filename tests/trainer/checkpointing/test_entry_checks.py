@@ -1,0 +1,89 @@
+"""Checks of single entries of a checkpoint accept what a run writes, and name everything else."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.trainer.checkpointing import entry_checks as checks
+
+ACCEPTED = [
+    (checks.count, 0),
+    (checks.positive_count, 1),
+    (checks.number_of_steps, torch.tensor(3.0)),
+    (checks.number_of_steps, 2),
+    (checks.flag, False),
+    (checks.named_entries, {"a": 1}),
+    (checks.texts, ["a"]),
+    (checks.gradient, None),
+    (checks.gradient, torch.ones(2)),
+    (checks.list_of(checks.count), [0, 1]),
+    (checks.optional(checks.count), None),
+    (checks.filled(checks.any_list), [0]),
+    (checks.unless_empty(checks.fields({"a": checks.count}, required=True)), {}),
+    (checks.fields({"a": checks.count}), {"other": object()}),
+]
+
+REFUSED = [
+    (checks.count, -1, "place must be a non-negative integer, not -1"),
+    (checks.count, True, "place must be a non-negative integer, not True"),
+    (checks.count, checks.LARGEST_COUNT, "place must be a non-negative integer"),
+    (checks.positive_count, 0, "place must be a positive integer, not 0"),
+    (checks.number_of_steps, torch.ones(2), "place must be a number of steps, not a Tensor"),
+    (checks.number_of_steps, -1.0, "place must be a number of steps, not -1.0"),
+    (checks.number_of_steps, "2", "place must be a number of steps, not '2'"),
+    (checks.flag, 1, "place must be True or False, not 1"),
+    (checks.mapping, [1], "place must be a dictionary, not a list"),
+    (checks.named_entries, {1: 2}, "a key of place must be a text, not 1"),
+    (checks.any_list, {}, "place must be a list, not a dict"),
+    (checks.texts, ["a", 2], "place[1] must be a text, not 2"),
+    (checks.gradient, 0.5, "place must be a tensor, not 0.5"),
+    (checks.list_of(checks.count), [0, None], "place[1] must be a non-negative integer, not None"),
+    (checks.optional(checks.count), "x", "place must be a non-negative integer, not 'x'"),
+    (checks.filled(checks.any_list), [], "place must be a filled list, not a list"),
+    (checks.unless_empty(checks.fields({"a": checks.count}, required=True)), {"b": 1}, "place lacks 'a'"),
+    (checks.fields({"a": checks.count}), {"a": None}, "place['a'] must be a non-negative integer, not None"),
+]
+
+
+@pytest.mark.parametrize(("check", "value"), ACCEPTED)
+def test_entries_of_a_run_are_accepted(check: checks.Check, value: Any) -> None:
+    check(value, "place")
+
+
+@pytest.mark.parametrize(("check", "value", "words"), REFUSED)
+def test_other_values_are_named(check: checks.Check, value: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(f"The checkpoint is damaged: {words}")):
+        check(value, "place")
+
+
+def test_the_outermost_entries_have_no_place_before_them() -> None:
+    with pytest.raises(CheckpointError, match="damaged: epoch must be"):
+        checks.fields({"epoch": checks.count})({"epoch": -1}, "")
+
+
+class OfTheUser:
+    """Owner of an entry."""
+
+
+def test_an_error_of_the_package_becomes_one_line_that_names_the_entry() -> None:
+    words = r"entry x cannot be loaded \(RuntimeError: two lines\)\. Take another"
+    with pytest.raises(CheckpointError, match=words), checks.loading("x", torch.nn.Linear(1, 1)):
+        raise RuntimeError("two\n lines.")
+
+
+def test_an_error_of_a_class_of_the_user_is_raised_as_it_is() -> None:
+    error = KeyError("mine")
+    with pytest.raises(KeyError) as raised, checks.loading("x", OfTheUser()):
+        raise error
+    assert raised.value is error
+    assert error.__notes__ == ["This happened while x of the checkpoint was loaded."]
+
+
+@pytest.mark.parametrize("error", [CheckpointError("a"), ConfigurationError("b"), MemoryError("c")])
+def test_errors_that_no_damage_causes_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, checks.loading("x"):
+        raise error
+    assert raised.value is error
