@@ -140,7 +140,7 @@ def _follower(ray: Any, events: TrialEvents) -> Any:
             self.ended: set[int] = set()
 
         def __getstate__(self) -> dict[str, Any]:
-            """Return nothing: Tune saves its callbacks, and a saved one passes events on to none."""
+            """Return nothing. Tune saves its callbacks, and a saved one passes no events on."""
             return {}
 
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:

@@ -16,7 +16,7 @@ class LiveTable:
     Args:
         table: Function that returns the table as it is now.
         console: Where to draw.
-        is_shown: Whether a user looks at it. Elsewhere than on a terminal, nothing is drawn.
+        is_shown: True draws the table, on a terminal only. False draws nothing.
 
     Attributes:
         is_shown: True if it is drawn.

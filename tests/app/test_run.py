@@ -307,6 +307,7 @@ def test_a_module_may_bring_its_own_loaders(project, equipoise):
     assert issubclass(sys.modules["tiny.module"].Line, LightningModule)
 
 
+@pytest.mark.slow
 def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog):
     """The cut is printed; BatchNorm's statistics are those of micro-batches, else all is as on a single device."""
     monkeypatch.chdir(tmp_path)

@@ -131,6 +131,7 @@ def test_nothing_fits_without_a_prediction() -> None:
     assert SingleDeviceStrategy().device_loads(devices(24), nn.Linear(2, 2), FACTS).batches == 1
 
 
+@pytest.mark.slow
 def test_devices_read_by_another_process() -> None:
     assert [device.name for device in describe_devices_elsewhere(["cpu"])] == ["cpu"]
     with pytest.raises(ConfigurationError, match=r"the memory of cuda:7 cannot be read: its process ended"):

@@ -131,7 +131,7 @@ class SweepResults:
     def __init__(self) -> None:
         self.jobs: list[JobResult] = []
         # Failures that no sweeper knows of.
-        self._untold: list[JobResult] = []
+        self._unreported: list[JobResult] = []
         self._folder: Path | None = None
 
     def add(self, jobs: Sequence[JobResult], folder: Path) -> None:
@@ -146,7 +146,7 @@ class SweepResults:
 
     def keep_failure(self, job: JobResult) -> None:
         """Keep a failure, which is raised at the end of the sweep."""
-        self._untold.append(job)
+        self._unreported.append(job)
 
     @property
     def keys(self) -> list[str]:
@@ -207,14 +207,14 @@ class SweepResults:
         Raises:
             SweepError: Naming the jobs.
         """
-        if not self._untold:
+        if not self._unreported:
             return
-        numbers = ", ".join(str(job.number) for job in self._untold)
+        numbers = ", ".join(str(job.number) for job in self._unreported)
         message = (
-            f"{len(self._untold)} of {len(self.jobs)} jobs failed: {numbers}. Their errors are in the table above."
+            f"{len(self._unreported)} of {len(self.jobs)} jobs failed: {numbers}. Their errors are in the table above."
         )
         # Jobs of a cluster print where the cluster lets them.
-        log = self._untold[0].folder / "job.log"
+        log = self._unreported[0].folder / "job.log"
         if log.exists():
             message += f" What a job has printed is in job.log in its folder, {log} for the first."
         raise SweepError(message)

@@ -198,8 +198,13 @@ class ShardReader(StorageReader):
 
 def _metadata_of(saved: SavedTensor) -> TensorStorageMetadata:
     """Return a tensor as torch describes it."""
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in saved.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
+    chunks = []
+    for chunk in saved.chunks:
+        offsets = torch.Size(chunk.offsets)
+        sizes = torch.Size(chunk.sizes)
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    properties = TensorProperties(dtype=saved.dtype)
+    return TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
 
 
 def _checked_index(path: Path) -> Index:

@@ -20,7 +20,7 @@ def size_of_batch(batch: Any) -> int:
         batch: A nested batch. A list of images counts them.
 
     Raises:
-        ConfigurationError: If the size cannot be told.
+        ConfigurationError: If the size cannot be found.
     """
     samples = _listed_samples(batch)
     if samples is not None:
@@ -40,7 +40,7 @@ def batch_of_size(batch: Any, size: int) -> Any:
         size: The number of samples.
 
     Raises:
-        ConfigurationError: If the number of samples of `batch` cannot be told.
+        ConfigurationError: If the number of samples of `batch` cannot be found.
     """
     present = size_of_batch(batch)
     if _listed_samples(batch) is not None:

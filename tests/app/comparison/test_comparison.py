@@ -387,6 +387,7 @@ def test_one_device_is_told_what_is_missing(little: Path, equipoise: Any) -> Non
     assert "name several, such as trainer.devices=[cpu,cpu]" in json.loads(out)["rows"][1]["reason"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
         if request["is_reference"]:

@@ -59,6 +59,7 @@ def results(project):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_each_job_has_a_process_and_a_device_and_gives_what_it_gives_alone(probed, equipoise):
     code, out, err = equipoise(*POOL, "module=probe", "module.lr=0.1,0.2,0.3")
     assert code == 0, err

@@ -236,6 +236,7 @@ def test_many_bytes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MiB" in str(found[0])
 
 
+@pytest.mark.slow
 def test_what_keeps_on_purpose_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_MANY_BYTES", 2**18)
 

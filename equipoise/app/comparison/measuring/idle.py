@@ -39,7 +39,9 @@ class StepProfile:
     def __init__(self, devices: Sequence[torch.device], root: int, *, is_alone: bool) -> None:
         self._devices = list(devices)
         self._is_alone = is_alone
-        self._clock = _ForwardClock(DevicePlaces([str(number) for number in range(len(devices))], root))
+        names = [str(number) for number in range(len(devices))]
+        places = DevicePlaces(names, root)
+        self._clock = _ForwardClock(places)
         self._profiler: Any = None
         self._is_running = False
         if self._is_on_cuda:
@@ -157,8 +159,10 @@ def _idle_of_kernels(events: Iterable[Any], devices: Sequence[torch.device], sec
     """Return the share of time in which no kernel runs, over all devices of this process."""
     intervals: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
-        if event.device_type.name == "CUDA":
-            intervals[event.device_index].append((event.time_range.start, event.time_range.end))
+        if event.device_type.name != "CUDA":
+            continue
+        interval = (event.time_range.start, event.time_range.end)
+        intervals[event.device_index].append(interval)
     numbers = {device.index or 0 for device in devices}
     busy = sum(_covered(intervals[number]) for number in numbers) / 1e6
     return max(0.0, 1 - busy / (seconds * len(numbers)))
@@ -187,5 +191,8 @@ def _bubble(timeline: Timeline, strategy: Any) -> float:
         else:
             forward[span.stage] += seconds
     micro_batches = 1 + max(span.action.micro_batch for span in timeline.spans)
-    means = [[seconds / micro_batches for seconds in times] for times in (forward, backward)]
-    return simulate(strategy.schedule, means[0], means[1], micro_batches, timeline.stages_per_device).idle
+    # The simulation takes the times of one micro-batch.
+    forward = [seconds / micro_batches for seconds in forward]
+    backward = [seconds / micro_batches for seconds in backward]
+    simulated = simulate(strategy.schedule, forward, backward, micro_batches, timeline.stages_per_device)
+    return simulated.idle

@@ -177,6 +177,7 @@ def test_stages_need_automatic_optimisation(room: Any, monkeypatch: pytest.Monke
     assert planned == ["ddp", "dp", "balanced", "fsdp", "pipeline", "ddp", "dp", "balanced", "fsdp"]
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_predicted(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy_choice, "_KINDS", ("cpu",))
     assert choose(Untraceable()) == "ddp"
@@ -312,6 +313,7 @@ def test_a_process_that_may_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
         read(loader())
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_a_pipe() -> None:
     rows = torch.arange(2.0**20)
     assert torch.equal(read(DataLoader(rows, batch_size=len(rows))), rows)
