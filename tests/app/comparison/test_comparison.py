@@ -424,6 +424,7 @@ def test_an_interrupted_search_keeps_what_is_measured(
     assert one["largest_batch"] is None
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_written_are_printed(
     little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -327,6 +327,7 @@ def test_healthy_habits(chosen: tuple[Keep, ...]) -> None:
 
 # Graphs of other tests may be collected between two epochs, and would make up for the growth.
 @pytest.mark.usefixtures("set_aside")
+@pytest.mark.slow
 def test_growth_from_epoch_to_epoch() -> None:
     """Growth that is too rare for the first steps is noticed when epochs end."""
     model = Model()

@@ -123,7 +123,7 @@ def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody_is_left()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "validation", "teardown"])
 def test_the_first_process_hangs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is due fails to come, since the others wait for its commands; beats that it sends tell them."""

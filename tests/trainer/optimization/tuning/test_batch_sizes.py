@@ -111,7 +111,7 @@ class Bounded(Sized):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [({}, 64), ({"mode": "binsearch", "margin": 0.0}, 100), ({"mode": "binsearch"}, 95), ({"max_val": 40}, 32)],
