@@ -48,6 +48,13 @@ class Runs:
         return Path.touch, (self.file,)
 
 
+def changed_at(message: bytes, position: int) -> bytes:
+    """Return a message with another byte at a position; a fixed byte might be the one that is there."""
+    changed = bytearray(message)
+    changed[position] ^= 1
+    return bytes(changed)
+
+
 def test_a_message_of_a_stranger_is_not_read(tmp_path: Path) -> None:
     """It may be cut, changed, or made with another key or without one; and it reads with its own."""
     file = tmp_path / "ran"
@@ -57,7 +64,7 @@ def test_a_message_of_a_stranger_is_not_read(tmp_path: Path) -> None:
     other = dumps(Runs(file))
     authentication.use_key(authentication.new_key())
     own = dumps(Runs(file))
-    for forged in (without, other, own[:-1], own[:40] + b"x" + own[41:], b"x" + own[1:], b""):
+    for forged in (without, other, own[:-1], changed_at(own, 40), changed_at(own, 0), b""):
         with pytest.raises(WorkerError, match="not made by this run"):
             loads(forged)
     assert not file.exists()
