@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers.bounded_call import call_bounded
 from equipoise.planning.curve.curve import MemoryCurve
 from equipoise.planning.curve.parts import PredictedPeak
 from equipoise.planning.curve.sampled import SampledCurve
 from equipoise.planning.description.loads import WHOLE_STEP, DeviceLoad, StepFacts
 from equipoise.planning.description.settings import StepSettings
-from equipoise.planning.process.bounded import run_bounded
 from equipoise.planning.process.empty_pickling import packed
 from equipoise.planning.process.results import curve_of_plain
+from equipoise.planning.process.worker import predict
 from equipoise.planning.tracing.batches import size_of_batch
 from equipoise.planning.tracing.tracer import Method, StepCurve
 from equipoise.tree import items_of
@@ -200,9 +201,10 @@ def _run(is_traced: bool, content: bytes, timeout: float) -> dict[str, Any]:
     # The folder belongs to this user alone, and disappears with what is in it.
     with tempfile.TemporaryDirectory(prefix="equipoise-plan-") as folder:
         result_file = Path(folder, "result.json")
-        reason = run_bounded(
-            ["-m", "equipoise.planning.process.worker", str(result_file)],
-            input=pickle.dumps((is_traced, content)),
+        reason = call_bounded(
+            predict,
+            result_file,
+            pickle.dumps((is_traced, content)),
             timeout=timeout,
             output=Path(folder, "output.txt"),
         )

@@ -1,6 +1,5 @@
 """`predict_memory`, in processes of their own."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from equipoise.planning.comparison import plan_strategies, recommend
 from equipoise.planning.description.devices import PlannedDevice
 from equipoise.planning.description.settings import StepSettings
 from equipoise.planning.prediction import predicted
-from equipoise.planning.process.bounded import run_bounded
 from equipoise.planning.tracing.tracer import trace_step
 from equipoise.strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
 from tests.planning.steps import Step, Transformer, example_of, module_of, peak_of, recorded_really
@@ -92,18 +90,6 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="timeout must be"):
         predict_memory(module_of("perceptron"), example_of("perceptron"), timeout=0)
     assert equipoise.predict_memory is predict_memory
-
-
-def test_a_process_has_a_bound(tmp_path: Path) -> None:
-    output = tmp_path / "output.txt"
-    waiting = "import threading; threading.Event().wait()"
-    endless = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{waiting}'])"
-    assert "longer than 0.5 s" in str(run_bounded(["-c", endless], timeout=0.5, output=output))
-    assert run_bounded(["-c", "import os; os.abort()"], timeout=60, output=output) == "its process was ended by SIGABRT"
-    assert run_bounded(["-c", "raise SystemExit(3)"], timeout=60, output=output) == "its process ended with exit code 3"
-    assert run_bounded(["-c", "print(input())"], input=b"x\n", timeout=60, output=output) is None
-    assert output.read_text() == "x\n"
-    assert sys.executable
 
 
 def device(nbytes: int) -> PlannedDevice:

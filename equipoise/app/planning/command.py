@@ -13,9 +13,10 @@ from equipoise.app.batch_size import check_has_number
 from equipoise.app.compose import compose_values
 from equipoise.app.planning.page import plan_page
 from equipoise.app.planning.table import print_plan
+from equipoise.app.planning.trial import write_plan
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers.bounded_call import call_bounded
 from equipoise.planning.description.devices import describe_devices
-from equipoise.planning.process.bounded import run_bounded
 from equipoise.report.page.page import write_page
 
 __all__ = ["show_plan"]
@@ -152,9 +153,10 @@ def _devices_of(trainer: dict[str, Any]) -> Any:
 def _run(request: dict[str, Any], folder: Path, paths: Sequence[str], timeout: float) -> dict[str, Any]:
     """Return the answer of the process: a plan, or the reason why there is none."""
     result_file = folder / "plan.json"
-    reason = run_bounded(
-        ["-m", "equipoise.app.planning.trial", str(result_file)],
-        input=json.dumps(request, default=str).encode(),
+    reason = call_bounded(
+        write_plan,
+        result_file,
+        json.dumps(request, default=str),
         timeout=timeout,
         output=folder / "output.txt",
         paths=paths,

@@ -1,10 +1,9 @@
-"""The process of a plan: `python -m equipoise.app.planning.trial RESULT`, with the request as JSON on its input.
+"""The process of a plan, from the values of a configuration to the result.
 
 The data are real, and the first batch is read. The module is built and traced without memory.
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from equipoise.planning.tracing.batches import size_of_batch
 from equipoise.planning.tracing.obstacles import reason_of
 from equipoise.strategies import Strategy
 
-__all__ = ["main"]
+__all__ = ["write_plan"]
 
 # Strategies whose devices hold something else than a step of the module.
 _OTHER_STRATEGIES = ("ensemble", "hogwild")
@@ -36,18 +35,19 @@ _STRETCHES = 16
 _FARTHEST = 8
 
 
-def main(result_file: Path, request: Mapping[str, Any]) -> None:
+def write_plan(result_file: Path, request: str) -> None:
     """Make the plan, and write it as JSON; an error becomes its reason.
 
     Args:
         result_file: The file for the result.
-        request: The values of the configuration, the devices, and `with_curves`: True to add the peaks of each
+        request: As JSON, the values of the configuration, the devices, and `with_curves`: True to add the peaks of each
             strategy over the batch size.
     """
     torch.set_num_threads(1)
     try:
-        devices = [PlannedDevice(**device) for device in request["devices"]]
-        result = _plan(request["values"], devices, with_curves=request["with_curves"])
+        options = json.loads(request)
+        devices = [PlannedDevice(**device) for device in options["devices"]]
+        result = _plan(options["values"], devices, with_curves=options["with_curves"])
     except Exception as error:
         result = {"reason": reason_of(error)}
     write_result(result_file, result)
@@ -213,7 +213,3 @@ def plain_plan(plan: StrategyPlan) -> dict[str, Any]:
         "reason": plan.reason,
         "devices": devices,
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.stdin.buffer.read()))

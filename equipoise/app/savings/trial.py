@@ -1,6 +1,5 @@
 """One trial: a few steps with a saver, in the process of the trial."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -11,10 +10,10 @@ from equipoise.app.savings.blocks import repeated_blocks
 from equipoise.app.savings.probe import TIMED_STEPS, WARM_STEPS, Probe, digest_of
 from equipoise.app.savings.savers import Trial
 from equipoise.app.trials.process import run_in_process
-from equipoise.app.trials.worker import answer, build_data_and_module, limit_to_steps
+from equipoise.app.trials.worker import build_data_and_module, limit_to_steps
 from equipoise.errors import ConfigurationError
 
-__all__ = ["main", "request_of", "run_trial"]
+__all__ = ["measure", "request_of", "run_trial"]
 
 
 def run_trial(trial: Trial, folder: Path, paths: Sequence[str], timeout: float) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def run_trial(trial: Trial, folder: Path, paths: Sequence[str], timeout: float) 
     Returns:
         The measurements, or under "reason" why there are none.
     """
-    return run_in_process(__name__, request_of(trial, paths), folder, timeout)
+    return run_in_process(measure, request_of(trial, paths), folder, timeout)
 
 
 def request_of(trial: Trial, paths: Sequence[str]) -> dict[str, Any]:
@@ -47,17 +46,13 @@ def request_of(trial: Trial, paths: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
-    """Run the trial of a folder; see `worker.answer`.
+def measure(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Build the objects, train, and return the measurements.
 
     Args:
-        folder: The folder with the request.
+        request: The trial, as `request_of` returns it.
+        folder: Folder for files of the trial.
     """
-    answer(folder, _run)
-
-
-def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Build the objects, train, and return the measurements."""
     # 1. Data and module, the same in all trials.
     values = request["values"]
     data, module = build_data_and_module(values)
@@ -102,7 +97,3 @@ def _check_device(trainer: Any, *, needs_device: bool) -> None:
     # The saver would move nothing.
     if needs_device and trainer.strategy.root_device.type == "cpu":
         raise ConfigurationError("it has no effect on a CPU, whose memory is that of the host")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -28,8 +28,8 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.payload.authentication import new_key
 from equipoise.parallel.payload.shared_payload import SharedPayload
 from equipoise.parallel.workers.main_script import hidden
+from equipoise.parallel.workers.messages.reports import raise_first_cause
 from equipoise.parallel.workers.preloading import preload, preloading
-from equipoise.parallel.workers.reports import raise_first_cause
 from equipoise.parallel.workers.worker_main import Job, send_to_parent
 from equipoise.parallel.workers.worker_process import Task, WorkerProcess
 from equipoise.trainer.settings.devices import select_devices

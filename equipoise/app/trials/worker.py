@@ -12,24 +12,27 @@ from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
 from equipoise.trainer.optimization.tuning.trial import ONLY_STEPS
 
-__all__ = ["REQUEST", "RESULT", "answer", "build_data_and_module", "limit_to_steps"]
+__all__ = ["REQUEST", "RESULT", "Trial", "answer", "build_data_and_module", "limit_to_steps"]
+
+# Runs a trial: takes the request and the folder, and returns the measurements.
+Trial = Callable[[dict[str, Any], Path], dict[str, Any]]
 
 # Names of the files.
 REQUEST = "request.json"
 RESULT = "result.json"
 
 
-def answer(folder: Path, run: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+def answer(folder: Path, run: Trial) -> None:
     """Run the trial of a folder, and write its result there; an error becomes its reason.
 
     Args:
         folder: The folder with the request, which has the configuration under "values", and under "paths" the folders
             from which the user's modules are imported.
-        run: Function that takes the request and the folder, and returns the measurements.
+        run: Function that runs the trial.
     """
     text = (folder / REQUEST).read_text(encoding="utf-8")
     request = json.loads(text)
-    # A process that was started by -m looks in other folders than the command.
+    # The command looks in folders of its own for the user's modules.
     sys.path[:0] = request["paths"]
     try:
         result = run(request, folder)

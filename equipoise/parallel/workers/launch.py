@@ -27,8 +27,8 @@ from equipoise.parallel.communication.rank import slurm_job
 from equipoise.parallel.payload.authentication import new_key
 from equipoise.parallel.payload.shared_payload import PayloadLayout, SharedPayload
 from equipoise.parallel.workers.main_script import hidden
+from equipoise.parallel.workers.messages.reports import causes_among, raise_first_cause, raise_unended
 from equipoise.parallel.workers.preloading import preload, preloading
-from equipoise.parallel.workers.reports import causes_among, raise_first_cause, raise_unended
 from equipoise.parallel.workers.worker_main import Job
 from equipoise.parallel.workers.worker_process import Task, WorkerProcess
 

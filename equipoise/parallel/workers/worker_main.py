@@ -19,10 +19,10 @@ import torch
 
 from equipoise.parallel.payload.authentication import use_key
 from equipoise.parallel.payload.shared_payload import DEFINITIONS, PayloadLayout, SharedPayload, define
-from equipoise.parallel.workers import log_forwarding
 from equipoise.parallel.workers.environment import ProcessEnvironment
 from equipoise.parallel.workers.main_script import MainScript, main_script
-from equipoise.parallel.workers.reports import Report, report_of
+from equipoise.parallel.workers.messages import log_forwarding
+from equipoise.parallel.workers.messages.reports import Report, report_of
 
 __all__ = ["Job", "WorkerOptions", "run_worker", "send_to_parent"]
 

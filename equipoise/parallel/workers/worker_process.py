@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from equipoise.parallel.payload.shared_payload import PayloadLayout, SharedPayload
-from equipoise.parallel.workers import log_forwarding
-from equipoise.parallel.workers.reports import Report
+from equipoise.parallel.workers.messages import log_forwarding
+from equipoise.parallel.workers.messages.reports import Report
 from equipoise.parallel.workers.worker_main import WorkerOptions, run_worker
 
 __all__ = ["Task", "WorkerProcess"]

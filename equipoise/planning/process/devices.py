@@ -1,21 +1,20 @@
-"""The memory of devices, read in a process of its own: `python -m equipoise.planning.process.devices RESULT NAME ...`.
+"""The memory of devices, read in a process of its own.
 
 Reading the free memory of a GPU takes several hundred MiB there for the context of the process that reads. In a process
 that soon ends, it is free again before the training begins.
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers.bounded_call import call_bounded
 from equipoise.planning.description.devices import PlannedDevice, describe_devices
-from equipoise.planning.process.bounded import run_bounded
 
-__all__ = ["describe_devices_elsewhere", "main"]
+__all__ = ["describe_devices_elsewhere"]
 
 # Time to import torch, and to create a context on each device.
 _SECONDS = 60.0
@@ -32,8 +31,10 @@ def describe_devices_elsewhere(names: Sequence[str]) -> list[PlannedDevice]:
     """
     with tempfile.TemporaryDirectory(prefix="equipoise-plan-") as folder:
         result_file = Path(folder, "devices.json")
-        reason = run_bounded(
-            ["-m", "equipoise.planning.process.devices", str(result_file), *names],
+        reason = call_bounded(
+            _write_devices,
+            result_file,
+            list(names),
             timeout=_SECONDS,
             output=Path(folder, "output.txt"),
         )
@@ -44,16 +45,7 @@ def describe_devices_elsewhere(names: Sequence[str]) -> list[PlannedDevice]:
     return [PlannedDevice(**device) for device in values]
 
 
-def main(result_file: Path, names: Sequence[str]) -> None:
-    """Write the devices as JSON.
-
-    Args:
-        result_file: The file for the result.
-        names: Names of the devices.
-    """
+def _write_devices(result_file: Path, names: Sequence[str]) -> None:
+    """Write the devices as JSON."""
     devices = [asdict(device) for device in describe_devices(list(names))]
     result_file.write_text(json.dumps(devices), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,11 +1,10 @@
-"""The process of a prediction: `python -m equipoise.planning.process.worker RESULT`, with the request as its input.
+"""The process of a prediction, from its request to its result.
 
 The request comes from the process that has started this one, over a pipe that no other can write to.
 """
 
 import json
 import pickle
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from equipoise.planning.process.results import plain_curve
 from equipoise.planning.tracing.obstacles import reason_of
 from equipoise.planning.tracing.tracer import StepCurve, measure_step, trace_step
 
-__all__ = ["main", "write_result"]
+__all__ = ["predict", "write_result"]
 
 
-def main(result_file: Path, request: bytes) -> None:
+def predict(result_file: Path, request: bytes) -> None:
     """Find the curve of a step, and write it as JSON; an error becomes its reason.
 
     Args:
@@ -65,7 +64,3 @@ def write_result(result_file: Path, result: dict[str, Any]) -> None:
     unfinished = result_file.with_suffix(".part")
     unfinished.write_text(json.dumps(result), encoding="utf-8")
     unfinished.rename(result_file)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.stdin.buffer.read())

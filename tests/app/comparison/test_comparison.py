@@ -19,7 +19,7 @@ from equipoise.app.comparison.measuring import predicted_peaks as predicted_peak
 from equipoise.app.comparison.measuring import trial as trial_module
 from equipoise.app.comparison.measuring.largest import largest_that_runs
 from equipoise.app.comparison.measuring.order import read_as_processes
-from equipoise.app.trials.worker import REQUEST, RESULT
+from equipoise.app.trials.worker import REQUEST, RESULT, Trial, answer
 from equipoise.errors import ConfigurationError
 from equipoise.strategies.distributed.loaders import seed_of_order, share_loader
 from equipoise.trainer.data.loaders import set_epoch
@@ -91,13 +91,14 @@ FILES = {
 }
 WAITS_IN_A_TRIAL = """
     import os
-    import sys
-    import time
+    import threading
 
-    if "equipoise.app.comparison.measuring.trial" in sys.orig_argv:
+    def wait(module):
         with open("pid", "w") as pipe:
             pipe.write(str(os.getpid()))
-        time.sleep(3600)
+        threading.Event().wait()
+
+    Net.on_fit_start = wait
     """
 DEVICES = "trainer.devices=[cpu,cpu]"
 PROJECTS = ("little", "masked_words", "digits")
@@ -117,16 +118,16 @@ def in_this_process(request: dict[str, Any], folder: Path, timeout: float) -> di
     """Run a trial as its process would."""
     folder.mkdir()
     (folder / REQUEST).write_text(json.dumps(request, default=str))
-    trial_module.main(folder)
+    answer(folder, trial_module.measure)
     result: dict[str, Any] = json.loads((folder / RESULT).read_text())
     return result
 
 
-def predict_in_this_process(program: str, request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
+def predict_in_this_process(run: Trial, request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
     """Predict peaks as the process for it would."""
     folder.mkdir()
     (folder / REQUEST).write_text(json.dumps(request, default=str))
-    predicted_peaks_module.main(folder)
+    answer(folder, run)
     result: dict[str, Any] = json.loads((folder / RESULT).read_text())
     return result
 
@@ -482,7 +483,7 @@ def test_an_interrupt_leaves_no_process(little: Path) -> None:
     module = little / "little" / "module.py"
     module.write_text(module.read_text() + textwrap.dedent(WAITS_IN_A_TRIAL))
     os.mkfifo(little / "pid")
-    with Program(EQUIPOISE, "compare", DEVICES, "--json", folder=little) as program:
+    with Program(EQUIPOISE, "compare", DEVICES, "--json", folder=little, starts_workers=True) as program:
         with (little / "pid").open() as pipe:
             trial = int(pipe.read())
         program.send_signal(signal.SIGINT)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from equipoise.app.planning import command as command_module
-from equipoise.app.planning.trial import main as run_in_this_process
 from tests.app.conftest import write
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
@@ -68,11 +67,11 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         del sys.modules[name]
 
 
-def in_this_process(arguments: Any, *, input: bytes, paths: Any, **options: Any) -> None:
+def in_this_process(function: Any, *arguments: Any, paths: Any, **options: Any) -> None:
     """Make a plan as its process would."""
     sys.path[:0] = paths
     try:
-        run_in_this_process(Path(arguments[-1]), json.loads(input))
+        function(*arguments)
     finally:
         del sys.path[: len(paths)]
 
@@ -80,7 +79,7 @@ def in_this_process(arguments: Any, *, input: bytes, paths: Any, **options: Any)
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(command_module, "run_bounded", in_this_process)
+    monkeypatch.setattr(command_module, "call_bounded", in_this_process)
 
 
 @pytest.mark.usefixtures("without_processes")

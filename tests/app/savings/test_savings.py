@@ -1,8 +1,6 @@
 """`equipoise savings`: what is measured, and what the user sees of it."""
 
 import json
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,8 @@ from equipoise.app.savings import command as command_module
 from equipoise.app.savings.blocks import repeated_blocks
 from equipoise.app.savings.results import compare
 from equipoise.app.savings.savers import SAVERS, Saver
-from equipoise.app.savings.trial import main as run_in_this_process
-from equipoise.app.savings.trial import request_of
-from equipoise.app.trials import process as process_module
-from equipoise.app.trials.worker import REQUEST, RESULT
+from equipoise.app.savings.trial import measure, request_of
+from equipoise.app.trials.worker import REQUEST, RESULT, answer
 from tests.app.conftest import write
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
@@ -80,7 +76,7 @@ def in_this_process(trial: Any, folder: Path, paths: Any, timeout: float) -> dic
     """Run a trial as its process would."""
     folder.mkdir()
     (folder / REQUEST).write_text(json.dumps(request_of(trial, paths), default=str))
-    run_in_this_process(folder)
+    answer(folder, measure)
     result: dict[str, Any] = json.loads((folder / RESULT).read_text())
     return result
 
@@ -262,17 +258,6 @@ def test_a_trial_that_takes_too_long_is_a_row(deep: Path, equipoise: Any, monkey
         assert row["reason"].startswith("it took longer than ")
         assert row["reason"].endswith(" (--timeout=SECONDS)")
         assert row["peak"] is None
-
-
-def test_a_bound_ends_the_process_and_its_children() -> None:
-    """The child writes into the same pipe, which ends once both have ended."""
-    command = ["sh", "-c", "tail -f /dev/null & echo begun; wait"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"begun\n"
-        process_module._end(process)
-        assert process.stdout.read() == b""
-    assert process.returncode == -signal.SIGKILL
 
 
 # Parts.

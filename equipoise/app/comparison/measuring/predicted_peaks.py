@@ -1,6 +1,5 @@
 """The predicted peaks of all strategies, in a process of their own, for the column beside the measured ones."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from equipoise.app.build import build
 from equipoise.app.comparison.candidates.candidate import Attempt, batch_size_of
 from equipoise.app.planning.configured_step import first_batch, predict_configured, settings_of
 from equipoise.app.trials.process import run_in_process
-from equipoise.app.trials.worker import answer
 from equipoise.errors import ConfigurationError
 from equipoise.memory.profile.places import names_of_devices
 from equipoise.planning.comparison import plan_strategies
 from equipoise.planning.description.devices import describe_devices
 from equipoise.planning.prediction import MemoryPrediction
 
-__all__ = ["main", "predict_peaks"]
+__all__ = ["predict_peaks", "trace"]
 
 
 def predict_peaks(
@@ -51,20 +49,17 @@ def predict_peaks(
             }
         )
     request = {"values": values, "attempts": plain, "paths": list(paths)}
-    return run_in_process(__name__, request, folder, timeout)
+    return run_in_process(trace, request, folder, timeout)
 
 
-def main(folder: Path) -> None:
-    """Answer the request of a folder; see `worker.answer`.
+def trace(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Trace the configured step, and return the predicted peaks under "peaks".
 
     Args:
-        folder: The folder with the request.
+        request: The configuration, and under "attempts" the strategies with their devices.
+        folder: Folder for files, of which a trace writes none.
     """
     torch.set_num_threads(1)
-    answer(folder, _run)
-
-
-def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     # 1. The step, traced once.
     values = request["values"]
     attempts = request["attempts"]
@@ -93,7 +88,3 @@ def _peaks(attempt: Mapping[str, Any], prediction: MemoryPrediction, module: nn.
     (plan,) = plan_strategies(prediction, module, [strategy], devices, attempt["batch_size"])
     names = names_of_devices(attempt["devices"])
     return {name: device.peak.nbytes for name, device in zip(names, plan.devices, strict=False)}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

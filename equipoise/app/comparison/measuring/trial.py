@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -16,11 +15,11 @@ from equipoise.app.comparison.candidates.candidate import MOST_SETTLING_STEPS, A
 from equipoise.app.comparison.measuring.order import read_as_processes
 from equipoise.app.comparison.measuring.probe import DeviceProbe, parameters_of
 from equipoise.app.trials.process import run_in_process
-from equipoise.app.trials.worker import answer, build_data_and_module, limit_to_steps
+from equipoise.app.trials.worker import build_data_and_module, limit_to_steps
 from equipoise.errors import ConfigurationError
 from equipoise.memory.out_of_memory import is_out_of_memory
 
-__all__ = ["main", "request_of", "run_attempt"]
+__all__ = ["measure", "request_of", "run_attempt"]
 
 # A step may count several times, once for each of its optimisers.
 _FAR_MORE = 100
@@ -37,7 +36,7 @@ def run_attempt(request: dict[str, Any], folder: Path, timeout: float) -> dict[s
     Returns:
         The measurements, or under "reason" why there are none.
     """
-    return run_in_process(__name__, request, folder, timeout)
+    return run_in_process(measure, request, folder, timeout)
 
 
 def request_of(attempt: Attempt, paths: Sequence[str], *, steps: int, weights: Path | None) -> dict[str, Any]:
@@ -64,17 +63,13 @@ def request_of(attempt: Attempt, paths: Sequence[str], *, steps: int, weights: P
     }
 
 
-def main(folder: Path) -> None:
-    """Run the trial of a folder; see `worker.answer`.
+def measure(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Build the objects, train, and return the measurements.
 
     Args:
-        folder: The folder with the request.
+        request: The trial, as `request_of` returns it.
+        folder: Folder for files of the trial.
     """
-    answer(folder, _run)
-
-
-def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Build the objects, train, and return the measurements."""
     # 1. The objects.
     values = request["values"]
     data, module = build_data_and_module(values)
@@ -161,7 +156,3 @@ def _distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float
     if not norm:
         return math.sqrt(difference)
     return math.sqrt(difference / norm)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

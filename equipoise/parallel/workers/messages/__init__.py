@@ -1,0 +1,1 @@
+"""Messages of a worker to its parent: log records, and the report of its end."""

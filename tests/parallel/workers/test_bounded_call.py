@@ -1,0 +1,135 @@
+"""A function in a process of its own: how its end is reported, and that nothing of it stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equipoise.parallel.workers.bounded_call import call_bounded
+from tests.support.programs import Program
+
+ABORTED = "its process was ended by SIGABRT"
+LEFT = "its process ended with exit code 3"
+KILLED = "its process was ended by SIGKILL, as when the memory of the host is exhausted"
+
+
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "reason"),
+    [(os.abort, (), ABORTED), (sys.exit, (3,), LEFT), (kill_itself, (), KILLED), (len, ("abc",), None)],
+    ids=["aborts", "leaves", "is killed", "returns"],
+)
+def test_the_end_of_a_process(function: Any, arguments: tuple[Any, ...], reason: str | None, tmp_path: Path) -> None:
+    assert call_bounded(function, *arguments, timeout=60, output=tmp_path / "output.txt") == reason
+
+
+def raise_an_error() -> None:
+    print("before")
+    raise ValueError("the reason")
+
+
+def test_an_error_is_in_the_output(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    assert call_bounded(raise_an_error, timeout=60, output=output) == "its process ended with exit code 1"
+    lines = output.read_text().splitlines()
+    assert lines[0] == "before"
+    assert lines[-1] == "ValueError: the reason"
+
+
+def print_surroundings() -> None:
+    import module_of_a_user
+
+    print(module_of_a_user.VALUE, os.environ["CHOSEN"], Path.cwd(), os.getsid(0) == os.getpid())
+
+
+def test_a_process_finds_what_its_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that forks it started with the variables and in the folder of an earlier time."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "module_of_a_user.py").write_text("VALUE = 7\n")
+    monkeypatch.setenv("CHOSEN", "now")
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "output.txt"
+    assert call_bounded(print_surroundings, timeout=60, output=output, paths=[str(folder)]) is None
+    assert output.read_text() == f"7 now {tmp_path} True\n"
+    assert os.listdir(folder) == ["module_of_a_user.py"]
+
+
+def start_a_child_and_wait(pipe: str) -> None:
+    """Start a process that writes into the same pipe as long as it lives."""
+    with open(pipe, "w") as file:
+        subprocess.Popen(["tail", "-f", "/dev/null"], stdout=file)
+        file.write("begun\n")
+    threading.Event().wait()
+
+
+def test_a_bound_ends_the_process_and_its_children(tmp_path: Path) -> None:
+    """The pipe ends once both have ended."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    # A pipe that nothing else opens for writing would be waited for without end.
+    kept = os.open(pipe, os.O_WRONLY)
+    reason = call_bounded(
+        start_a_child_and_wait, str(pipe), timeout=0.5, output=tmp_path / "output.txt", option=" (--bound)"
+    )
+    os.close(kept)
+    reader.join(60)
+    assert reason == "it took longer than 0.5 s (--bound)"
+    assert not reader.is_alive()
+
+
+def wait_and_say_so(pipe: str) -> None:
+    """Hold a pipe open as long as this process lives."""
+    with open(pipe, "w") as file:
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        threading.Event().wait()
+
+
+CALLS = """
+import sys
+from pathlib import Path
+from equipoise.parallel.workers.bounded_call import call_bounded
+from tests.parallel.workers.test_bounded_call import wait_and_say_so
+
+call_bounded(wait_and_say_so, sys.argv[1], timeout=600, output=Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_ends_with_its_parent(number: int, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with Program(CALLS, str(pipe), str(tmp_path / "output.txt"), starts_workers=True) as program, pipe.open() as file:
+        assert int(file.readline()) != program.pid
+        program.send_signal(number)
+        # The end of the pipe is that of the process.
+        assert file.read() == ""
+
+
+def call_from_a_daemon(output: str, reason: Any) -> None:
+    reason.put(call_bounded(len, "abc", timeout=60, output=Path(output)))
+
+
+def test_a_daemon_says_that_it_cannot(tmp_path: Path) -> None:
+    context = get_context("fork")
+    reasons = context.SimpleQueue()
+    daemon = context.Process(target=call_from_a_daemon, args=(str(tmp_path / "output.txt"), reasons), daemon=True)
+    daemon.start()
+    assert "daemon of multiprocessing" in reasons.get()
+    daemon.join()
+    daemon.close()
+    reasons.close()
