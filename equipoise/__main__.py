@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 
 import equipoise
-from equipoise.app.config.checks import STAGES, did_you_mean
+from equipoise.app.config.checks import STAGES
+from equipoise.app.config.suggestions import did_you_mean
 from equipoise.app.devices import show_devices
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
 

@@ -29,13 +29,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
 from equipoise.app.build import check_values, plain_values
-from equipoise.app.config.checks import GROUPS, did_you_mean
+from equipoise.app.config.checks import GROUPS
 from equipoise.app.config.import_paths import import_paths
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
+from equipoise.app.config.suggestions import did_you_mean
 from equipoise.app.help import describe_key
+from equipoise.app.hydra_errors import explain, options
 from equipoise.app.launched import is_first, launched_rank, refuse_sweep
-from equipoise.app.messages import explain, options
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
 from equipoise.app.sweeps.collection import collected_results

@@ -8,7 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from equipoise.app.config.checks import GROUPS, did_you_mean, locate
+from equipoise.app.config.checks import GROUPS, locate
+from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
 
 __all__ = ["arguments_in", "describe_key"]

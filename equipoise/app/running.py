@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.batch_size import with_batch_size
 from equipoise.app.build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
+from equipoise.app.hydra_errors import explain
 from equipoise.app.launched import agree_with_first, check_can_share, is_first, launched_rank
-from equipoise.app.messages import explain
 from equipoise.app.output import keep_metrics, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.errors import ConfigurationError

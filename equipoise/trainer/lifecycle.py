@@ -1,4 +1,4 @@
-"""One run, from setup to teardown: hooks in Lightning's order, errors, interrupts.
+"""One run, from setup to teardown: hooks in Lightning's order, and the release after an error or Ctrl-C.
 
 configure_callbacks, prepare_data, setup, configure_model
 restore module and callbacks

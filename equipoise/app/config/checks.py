@@ -1,14 +1,15 @@
-"""Check a configuration as a whole: mistyped keys and groups, missing classes, wrong arguments."""
+"""Check a composed configuration: mistyped outermost keys, missing classes, wrong arguments."""
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from equipoise.app.config.annotations import check_types
+from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "check_objective",
     "check_targets",
     "constructor_default",
-    "did_you_mean",
     "locate",
     "takes_argument",
 ]
@@ -36,33 +36,6 @@ _PACKAGES = {
     "PIL": "pillow",
     "yaml": "pyyaml",
 }
-
-
-def did_you_mean(name: str, options: Iterable[str], prefix: str = "") -> str:
-    """Return the end of a sentence about an unknown name: the nearest option, or all options if none is near.
-
-    Args:
-        name: The unknown name.
-        options: The names that are available. Those that begin with an underscore are ignored.
-        prefix: Text before a name, such as `"trainer."`. Default: empty.
-
-    Example:
-        >>> did_you_mean("max_epoch", ["max_epochs", "max_steps"], "trainer.")
-        "; did you mean 'trainer.max_epochs'?"
-        >>> did_you_mean("x", ["max_epochs", "max_steps"])
-        '; there are: max_epochs, max_steps.'
-        >>> did_you_mean("x", [])
-        '.'
-    """
-    public_options = {option for option in options if not option.startswith("_")}
-    names = sorted(public_options)
-    matches = get_close_matches(name, names, n=1)
-    if matches:
-        nearest = prefix + matches[0]
-        return f"; did you mean {nearest!r}?"
-    if names:
-        return f"; there are: {', '.join(names)}."
-    return "."
 
 
 def check_keys(values: Mapping[str, Any]) -> None:

@@ -19,7 +19,8 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from equipoise.app.config.checks import check_objective, constructor_default, did_you_mean
+from equipoise.app.config.checks import check_objective, constructor_default
+from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError, StepError
 
 __all__ = ["check_sweep", "first_trial", "is_sweep", "objectives_of", "reads_values", "sweep_value"]

@@ -1,4 +1,4 @@
-"""Name of the module that computes, in the forward and in the backward."""
+"""Follow which module computes, in the forward and in the backward."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

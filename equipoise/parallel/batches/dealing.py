@@ -1,4 +1,7 @@
-"""Whole batches of a loader, dealt to the processes in turn."""
+"""Deal whole batches of a loader to the processes in turn, as evaluations read them: none twice, none padded.
+
+Training deals batches of what is no `DataLoader` in the same way, with `NO_BATCH` at the end of a round.
+"""
 
 from collections.abc import Iterator
 from itertools import islice

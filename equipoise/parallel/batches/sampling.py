@@ -1,4 +1,4 @@
-"""Samplers that deal each sample to exactly one process.
+"""Samplers for one of several processes: its samples of each step, or its batches in turn, without padding.
 
 Torch's own DistributedSampler repeats samples until all processes have equally many, so it trains on some of them
 twice. Here processes may have different numbers of samples, and one that has no batch in a step gets `NO_BATCH`.

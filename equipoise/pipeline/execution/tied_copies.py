@@ -1,4 +1,4 @@
-"""Copies of layers for stages on another device than that of the parameters (tied parameters).
+"""Copies of layers that stages of one process share (tied parameters): values are copied, gradients added.
 
 Tied parameters, and layers that several stages call, lie with the first stage that uses them. Later stages on another
 device compute with one copy there. The copy receives the values before each step; its gradients are added to those of

@@ -1,4 +1,4 @@
-"""Partition blocks into stages by dynamic programming: the slowest as fast as possible, each within its memory.
+"""Choose where the network is cut: stages of balanced time within the memory of their devices.
 
 A dynamic programme over the ends of stages, exact for a given order of devices. Its cost is the time of the slowest
 stage, with the exchange of what passes. Among cuts whose times differ by less than measuring can tell, it is the bytes

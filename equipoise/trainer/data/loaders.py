@@ -1,4 +1,4 @@
-"""Loaders of a run: their origin, their limits, and their number of batches.
+"""Loaders of a run: found, checked, limited, counted; their samplers receive the number of each epoch.
 
 A stage ("train", "val", "test", "predict") has one `Loaders`: the user's loaders, checked, sharded by the strategy and
 limited.
@@ -177,7 +177,7 @@ class Loaders:
         return [BatchStream(self._combined, self.length(limits), combined=True, before_opening=starter)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the epoch that begins to the user's own samplers."""
+        """Pass the number of the epoch that begins to the samplers, which shuffle by it."""
         for loader in self.flat:
             set_epoch(loader, epoch)
 

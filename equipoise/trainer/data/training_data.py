@@ -1,4 +1,4 @@
-"""The training loaders of a fit, and the pass over them in the present epoch."""
+"""Training loaders of a fit: requested, opened for a pass, and continued in a resumed run."""
 
 import math
 from dataclasses import dataclass, field

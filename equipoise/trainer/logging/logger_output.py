@@ -1,4 +1,4 @@
-"""Pass logged values to loggers, and to callbacks that draw them."""
+"""Hand logged values to loggers, and to callbacks that draw them; `loops/after_batch.py` decides when."""
 
 from collections.abc import Sequence
 from typing import Any

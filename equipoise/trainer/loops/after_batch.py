@@ -1,4 +1,7 @@
-"""Work after a training batch: logs, validation, schedulers that watch a value, reasons to stop."""
+"""Work that is due after a training batch: values to the loggers every `log_every_n_steps`, validation, the end.
+
+Schedulers that watch a value step here as well, and reasons to stop are examined.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

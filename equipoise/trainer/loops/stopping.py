@@ -1,4 +1,4 @@
-"""The end of training: limits, and requests of callbacks to stop."""
+"""Decide whether training ends: limits, and `trainer.should_stop`."""
 
 from typing import TYPE_CHECKING
 

@@ -20,7 +20,7 @@ from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, Conf
 from equipoise.interop.lightning.callbacks import looks_after_training_epochs
 from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, takes_iterator
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.hooks.names import warn_of_mistyped_hooks
+from equipoise.trainer.hooks.mistyped_names import warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
 from equipoise.trainer.optimization.compiled.obstacles import check_strategy
 from equipoise.trainer.optimization.savers import step_obstacles

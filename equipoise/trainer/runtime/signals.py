@@ -1,4 +1,4 @@
-"""Signals during a run: SIGTERM, SIGUSR1 of Slurm, and a second Ctrl-C.
+"""Signals that end a run after its batch: SIGTERM, and SIGUSR1 of Slurm; Ctrl-C waits while a run ends.
 
 A handler only notes its signal. The loops ask after each batch, and end the run in order: in a job of Slurm they save a
 checkpoint first, and after SIGUSR1 they put the job back into the queue.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from equipoise.app.comparison.candidates.candidate import Candidate
-from equipoise.app.config.checks import did_you_mean
+from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
 
 __all__ = ["CANDIDATES", "chosen_candidates"]

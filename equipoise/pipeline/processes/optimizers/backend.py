@@ -13,7 +13,11 @@ from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.pipeline.processes.main_process.client import StageClient
-from equipoise.pipeline.processes.optimizers.gradients import gradient_norm, sum_tied_gradients, summed_gradients
+from equipoise.pipeline.processes.optimizers.process_gradients import (
+    gradient_norm,
+    sum_tied_gradients,
+    summed_gradients,
+)
 
 __all__ = ["ProcessBackend"]
 

@@ -1,4 +1,4 @@
-"""The training step with forward, loss and backward as one program; see `Trainer(compile=True)` and `capture=True`.
+"""Compute training steps by a compiled or captured program, once a trial agrees with the eager step.
 
 A step is eager until batches of its shape were seen a few times. Then comes a trial: the program is compiled or
 captured, and the program and the eager step are computed from the same state. If they agree, the program computes later

@@ -1,6 +1,6 @@
 """Messages for errors of Hydra."""
 
-from equipoise.app.messages import explain
+from equipoise.app.hydra_errors import explain
 
 
 def test_an_error_that_is_among_its_own_causes():

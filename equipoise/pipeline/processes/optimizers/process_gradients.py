@@ -1,4 +1,4 @@
-"""Gradients of parameters in several processes: sums for tied parameters, and the norm of all."""
+"""Gradients of stages in several processes: sums for the parameters that they share (tied), and the norm of all."""
 
 from collections.abc import Sequence
 

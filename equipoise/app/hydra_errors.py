@@ -1,4 +1,4 @@
-"""Hydra's errors as one message that names the nearest right key or option."""
+"""Explain Hydra's errors in one message: an unknown key or option, and the nearest right one."""
 
 import inspect
 import re
@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 import equipoise
-from equipoise.app.config.checks import GROUPS, KEYS, did_you_mean, takes_argument
+from equipoise.app.config.checks import GROUPS, KEYS, takes_argument
 from equipoise.app.config.import_paths import import_paths
+from equipoise.app.config.suggestions import did_you_mean
 
 __all__ = ["explain", "options"]
 
