@@ -162,6 +162,10 @@ def test_real_steps_run_with_parts_of_the_batch() -> None:
         (torch.rand(4, 3), torch.rand(4)),
         {"x": torch.rand(4, 3), "names": "all", "scale": torch.tensor(2.0)},
         [torch.rand(3, 5, 7), torch.rand(3, 6, 8), torch.rand(3, 5, 5), torch.rand(3, 2, 2)],
+        # Images of other sizes, with the labels of each.
+        ([torch.rand(3, 5, 7), torch.rand(3, 6, 8), torch.rand(3, 5, 5), torch.rand(3, 2, 2)], torch.rand(4, 2)),
+        {"images": [torch.rand(3, 5, width) for width in (1, 2, 3, 4)], "targets": [{"box": torch.rand(2, 4)}] * 4},
+        ([torch.rand(3, 5, width) for width in (1, 2, 3, 4)], torch.rand(4), (640, 480), "train"),
     ],
 )
 def test_batches_of_other_sizes(batch: Any) -> None:
@@ -175,6 +179,9 @@ def test_batches_of_other_sizes(batch: Any) -> None:
 def test_samples_repeat() -> None:
     batch = torch.arange(3)
     assert batch_of_size(batch, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    images, labels = batch_of_size(([torch.rand(3, 1, 2), torch.rand(3, 2, 2)], torch.tensor([5, 6])), 3)
+    assert [image.size(1) for image in images] == [1, 2, 1]
+    assert labels.tolist() == [5, 6, 5]
 
 
 def test_a_batch_that_cannot_be_split_is_refused() -> None:

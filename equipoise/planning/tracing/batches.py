@@ -8,7 +8,7 @@ from torch import Tensor
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.fake_tensors import is_fake
 from equipoise.parallel.batches.splitting import holds_samples, infer_batch_size, why_not
-from equipoise.tree import items_of, map_leaves, rebuild
+from equipoise.tree import items_of, map_leaves, rebuild, tensors_in
 
 __all__ = ["batch_of_size", "size_of_batch"]
 
@@ -80,12 +80,12 @@ def _listed_samples(batch: Any) -> int | None:
     """Return the length of the lists of samples in a batch, such as images of different sizes; None without any."""
     if not holds_samples(batch):
         return None
-    if isinstance(batch, list) and all(isinstance(item, Tensor) for item in batch):
+    if _is_list_of_images(batch):
         return len(batch)
     # Images with their labels: the list and the tensor beside it are of one length.
     lengths = set()
     for item in items_of(batch) or ():
-        if isinstance(item, (list, tuple)):
+        if _may_list_samples(item):
             lengths.add(len(item))
         elif isinstance(item, Tensor) and item.ndim:
             lengths.add(item.size(0))
@@ -94,14 +94,45 @@ def _listed_samples(batch: Any) -> int | None:
     return lengths.pop()
 
 
+def _is_list_of_images(batch: Any) -> bool:
+    return isinstance(batch, list) and all(isinstance(item, Tensor) for item in batch)
+
+
+def _may_list_samples(value: Any) -> bool:
+    """Return whether a value is a list of tensors, or of structures with tensors."""
+    if type(value) not in (list, tuple):
+        return False
+    return next(iter(tensors_in(value)), None) is not None
+
+
 def _with_listed_samples(batch: Any, present: int, size: int) -> Any:
     """Return a batch whose lists of samples have another length; the samples repeat."""
-    if isinstance(batch, Tensor) and batch.ndim and batch.size(0) == present:
-        return _repeated(batch, size)
-    if isinstance(batch, (list, tuple)) and len(batch) == present and holds_samples(list(batch)):
-        samples = [_copied(batch[index % present]) for index in range(size)]
-        return type(batch)(samples)
-    items = items_of(batch)
+    if _is_list_of_images(batch):
+        return _listed(batch, size)
+    # The batch may have as many parts as samples, so only its parts are lists of samples.
+    parts = [_resized_part(part, present, size) for part in items_of(batch) or ()]
+    return rebuild(batch, parts)
+
+
+def _resized_part(value: Any, present: int, size: int) -> Any:
+    """Return a part of a batch with other samples; what does not hold one for each sample stays as it is."""
+    if isinstance(value, Tensor) and value.ndim and value.size(0) == present:
+        return _repeated(value, size)
+    if _may_list_samples(value) and len(value) == present:
+        return _listed(value, size)
+    items = items_of(value)
     if items is None:
-        return batch
-    return rebuild(batch, [_with_listed_samples(item, present, size) for item in items])
+        return value
+    return rebuild(value, [_resized_part(item, present, size) for item in items])
+
+
+def _listed(samples: Any, size: int) -> Any:
+    """Return a list of another length, whose samples repeat. Each may be a tensor or a structure with tensors."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _copied(value)
+        return value
+
+    repeated = [map_leaves(copied, samples[index % len(samples)]) for index in range(size)]
+    return type(samples)(repeated)

@@ -142,8 +142,34 @@ class Weighing(Classifier):
         return {"loss": (losses * kept).sum() / count.clamp(min=1), "loss_weight": count}
 
 
+class Mixing(Classifier):
+    """Passes the whole batch to its network, with values that change in later steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mixture()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        powers = [1] if batch_idx < 5 else [1, 2]
+        logits = self.net((batch[0], batch[1]), powers=powers, options={"factor": 1.0 + batch_idx // 3})
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3).double()
+
+    def forward(self, batch: Any, *, powers: Any = (1,), options: Any = None) -> torch.Tensor:
+        if options is None:
+            return self.layer(batch)
+        features, labels = batch
+        logits = sum(self.layer(features**power) for power in powers)
+        return logits * options["factor"] + labels[:, None]
+
+
 @pytest.mark.quick_cases(6)
-@pytest.mark.parametrize("module", [Steps, Branching, InPlace, Scheduled, Skipping, Weighing])
+@pytest.mark.parametrize("module", [Steps, Branching, InPlace, Scheduled, Skipping, Weighing, Mixing])
 @pytest.mark.parametrize("window", [1, 3])
 def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, seed: int) -> None:
     strategy, _, _ = ensemble(seed, module, accumulate_grad_batches=window)

@@ -19,9 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from equipoise.memory.profile.places import DevicePlaces
 from equipoise.parallel.device_work import observe_devices
+from equipoise.pipeline.schedule.schedule import Schedule
 from equipoise.pipeline.schedule.timeline import Timeline, simulate
 
-__all__ = ["StepProfile", "idle_in_parallel"]
+__all__ = ["StepProfile", "idle_in_parallel", "idle_of_kernels", "idle_of_schedule"]
 
 # Name of the profiler's events that run one node of a backward.
 _NODE = "autograd::engine::evaluate_function"
@@ -71,14 +72,14 @@ class StepProfile:
         own_seconds = thread_time() - self._begin_of_thread
         self.stop()
         if self._is_on_cuda:
-            return _idle_of_kernels(self._profiler.events(), self._devices, seconds)
+            return idle_of_kernels(self._profiler.events(), self._devices, seconds)
         if not self._is_alone:
             return max(0.0, 1 - own_seconds / seconds)
         if len(self._devices) < 2:
             return None
         timeline = getattr(strategy, "timeline", None)
         if timeline is not None:
-            return _bubble(timeline, strategy)
+            return idle_of_schedule(timeline, strategy.schedule)
         backwards = self._backwards()
         return idle_in_parallel(self._clock.seconds, backwards, seconds, len(self._devices))
 
@@ -155,8 +156,14 @@ def idle_in_parallel(
     return 1 - (busy + rest) / (length * devices)
 
 
-def _idle_of_kernels(events: Iterable[Any], devices: Sequence[torch.device], seconds: float) -> float:
-    """Return the share of time in which no kernel runs, over all devices of this process."""
+def idle_of_kernels(events: Iterable[Any], devices: Sequence[torch.device], seconds: float) -> float:
+    """Return the share of time in which no kernel runs.
+
+    Args:
+        events: Events of torch's profiler, with times in microseconds.
+        devices: The CUDA devices of this process.
+        seconds: Seconds of the step.
+    """
     intervals: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if event.device_type.name != "CUDA":
@@ -178,8 +185,13 @@ def _covered(intervals: Sequence[tuple[float, float]]) -> float:
     return length
 
 
-def _bubble(timeline: Timeline, strategy: Any) -> float:
-    """Return the bubble of a schedule with the times of a step whose stages were computed one after another."""
+def idle_of_schedule(timeline: Timeline, schedule: Schedule) -> float:
+    """Return the bubble of a schedule, from a step whose stages were computed one after another.
+
+    Args:
+        timeline: The step, whose times are those of the stages.
+        schedule: The schedule.
+    """
     if not timeline.spans:
         return 0.0
     forward = [0.0] * timeline.stages
@@ -194,5 +206,5 @@ def _bubble(timeline: Timeline, strategy: Any) -> float:
     # The simulation takes the times of one micro-batch.
     forward = [seconds / micro_batches for seconds in forward]
     backward = [seconds / micro_batches for seconds in backward]
-    simulated = simulate(strategy.schedule, forward, backward, micro_batches, timeline.stages_per_device)
+    simulated = simulate(schedule, forward, backward, micro_batches, timeline.stages_per_device)
     return simulated.idle

@@ -14,7 +14,7 @@ from equipoise.interop.torch.modules import versions
 from equipoise.strategies.ensemble.computation.batched_call import BatchedCall, Call
 from equipoise.tree import extract_tensors, insert_tensors, items_of, tensors_in
 
-__all__ = ["AnticipatedCalls", "Anticipation"]
+__all__ = ["AnticipatedCalls", "Anticipation", "is_same_call", "pattern_of"]
 
 # Agreements after which anticipated calls are used, and failures after which nothing is anticipated any more.
 _AGREEMENTS = 2
@@ -204,7 +204,7 @@ class AnticipatedCalls:
         # The usual call has one argument.
         if len(args) == 1 and not kwargs and len(tensors) == 1:
             return args[0] is tensors[0]
-        return _is_same(call, self._tree, tensors)
+        return is_same_call(call, self._tree, tensors)
 
     def put_back(self, member: int) -> bool:
         """Undo what the anticipated call has done to the buffers of a member that did not make it.
@@ -238,11 +238,11 @@ def _equal(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.detach(), right.detach())
 
 
-def _is_same(value: Any, tree: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return True if a nested value has a structure, the tensors themselves, and equal other values.
+def is_same_call(value: Any, tree: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return True if a call has a structure, the tensors themselves, and equal other values.
 
     Args:
-        value: The value.
+        value: The call, or a part of it.
         tree: The structure, with slots for tensors.
         tensors: The tensors of the slots.
     """
@@ -259,4 +259,4 @@ def _is_same(value: Any, tree: Any, tensors: Sequence[Tensor]) -> bool:
     places = list(items_of(tree) or ())
     if len(values) != len(places):
         return False
-    return all(_is_same(item, place, tensors) for item, place in zip(values, places, strict=True))
+    return all(is_same_call(item, place, tensors) for item, place in zip(values, places, strict=True))
