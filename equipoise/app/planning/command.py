@@ -159,6 +159,7 @@ def _run(request: dict[str, Any], folder: Path, paths: Sequence[str], timeout: f
         json.dumps(request, default=str),
         timeout=timeout,
         output=folder / "output.txt",
+        option=" (--timeout=SECONDS)",
         paths=paths,
     )
     if result_file.is_file():

@@ -5,13 +5,15 @@ and later ones a tenth of one.
 """
 
 import os
+import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import connection, current_process, get_context, parent_process
+from multiprocessing import connection, current_process, get_context, get_start_method, parent_process, set_start_method
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from equipoise.parallel.workers.preloading import preload, preloading
 
 __all__ = ["call_bounded"]
 
+# Exit code of a process whose server cannot tell how it ended.
+_SERVER_HAS_ENDED = 255
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -28,12 +33,14 @@ class _Settings:
 
     Attributes:
         output: File that receives what it prints.
-        paths: Folders from which it imports before all others.
+        path: Folders from which it imports.
+        start_method: How multiprocessing starts processes in the parent; None if the program has not chosen yet.
         environment: The parent's environment variables. Those of the server are as old as the server.
     """
 
     output: Path
-    paths: list[str]
+    path: list[str]
+    start_method: str | None
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
@@ -53,8 +60,8 @@ def call_bounded(
     Args:
         function: A function of a module. The server imports its module in advance.
         arguments: Arguments of the function, which are pickled.
-        timeout: Seconds after which the process is ended.
-        output: File that receives what it prints.
+        timeout: Seconds after which the process is ended, from the call on.
+        output: File that receives what it prints. Its folder exists.
         paths: Folders from which it imports before all others. Default: none.
         option: The option by which the user sets the bound, for the message. Default: none.
 
@@ -66,35 +73,60 @@ def call_bounded(
     """
     if current_process().daemon:
         return "this process is a daemon of multiprocessing, which may not start another"
+    deadline = time.monotonic() + timeout
+
+    # 1. The call goes through a file: a pipe would block this process until the other one has read it.
+    call = output.with_name(f"{output.name}.call")
+    call.write_bytes(pickle.dumps((function, arguments)))
+
+    # 2. The process. An empty entry of the path is the present folder.
+    path = [entry or os.getcwd() for entry in (*paths, *sys.path)]
+    settings = _Settings(output, path, get_start_method(allow_none=True))
     preload(function.__module__)
-    settings = _Settings(output, list(paths))
-    process = get_context("forkserver").Process(target=_run, args=(settings, function, arguments))
+    process = get_context("forkserver").Process(target=_run, args=(settings, call))
     try:
-        with hidden(), preloading():
-            process.start()
-        process.join(timeout)
+        _start(process)
+        process.join(max(0.0, deadline - time.monotonic()))
         code = process.exitcode
+    except (OSError, EOFError) as error:
+        return f"its process could not be started: {type(error).__name__}: {error}"
     finally:
         _end(process)
+        call.unlink(missing_ok=True)
     if code is None:
         return f"it took longer than {format_span(timeout)}{option}"
     return _why_ended(code)
 
 
-def _run(settings: _Settings, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _start(process: Any) -> None:
+    """Start a process. The program may still choose later how multiprocessing starts processes."""
+    has_chosen = get_start_method(allow_none=True) is not None
+    try:
+        with hidden(), preloading():
+            process.start()
+    finally:
+        if not has_chosen:
+            set_start_method(None, force=True)
+
+
+def _run(settings: _Settings, call: Path) -> None:
     """Call the function in the process."""
     # 1. A session of its own: Ctrl-C reaches the process through its parent alone.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # 2. What this process prints, and what it starts, belongs to the file.
-    with settings.output.open("wb") as file:
+    # 2. The process reads nothing, and what it and its processes print belongs to the file.
+    with settings.output.open("wb") as file, open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # 3. It finds variables and modules where the parent does. Its imports write no files.
     os.environ.clear()
     os.environ.update(settings.environment)
-    sys.path[:0] = settings.paths
+    sys.path[:] = settings.path
     sys.dont_write_bytecode = True
+    set_start_method(settings.start_method, force=True)
+    # 4. The call, which may import the user's modules.
+    function, arguments = pickle.loads(call.read_bytes())  # noqa: S301 - from the process that started this one
     function(*arguments)
 
 
@@ -124,6 +156,8 @@ def _why_ended(code: int) -> str | None:
     """Return the reason why a process failed, from its exit code; None for 0."""
     if code == 0:
         return None
+    if code == _SERVER_HAS_ENDED:
+        return "its process ended, or the server that starts processes was ended"
     if code > 0:
         return f"its process ended with exit code {code}"
     name = signal.Signals(-code).name

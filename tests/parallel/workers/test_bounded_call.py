@@ -1,5 +1,6 @@
 """A function in a process of its own: how its end is reported, and that nothing of it stays."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from equipoise.parallel.workers import bounded_call
 from equipoise.parallel.workers.bounded_call import call_bounded
 from tests.support.programs import Program
 
@@ -62,6 +64,62 @@ def test_a_process_finds_what_its_parent_finds(tmp_path: Path, monkeypatch: pyte
     assert call_bounded(print_surroundings, timeout=60, output=output, paths=[str(folder)]) is None
     assert output.read_text() == f"7 now {tmp_path} True\n"
     assert os.listdir(folder) == ["module_of_a_user.py"]
+
+
+class Unreadable:
+    """Raises an error where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_arguments_that_cannot_be_read(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    assert call_bounded(print, Unreadable(), timeout=60, output=output) == "its process ended with exit code 1"
+    assert "ValueError" in output.read_text()
+    assert os.listdir(tmp_path) == ["output.txt"]
+
+
+def choose_a_start_method() -> None:
+    assert sys.stdin.read() == ""
+    assert os.read(0, 1) == b""
+    assert multiprocessing.get_start_method(allow_none=True) is None
+    multiprocessing.set_start_method("spawn")
+
+
+def test_both_processes_may_choose_how_others_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)
+    output = tmp_path / "output.txt"
+    try:
+        assert call_bounded(choose_a_start_method, timeout=60, output=output) is None, output.read_text()
+        assert multiprocessing.get_start_method(allow_none=True) is None
+    finally:
+        multiprocessing.set_start_method(chosen, force=True)
+
+
+def import_a_module_of_the_folder() -> None:
+    import module_of_the_folder
+
+    print(module_of_the_folder.__file__)
+
+
+def test_modules_of_the_present_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook imports from the folder in which it stands, also if it has changed it."""
+    (tmp_path / "module_of_the_folder.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    output = tmp_path / "output.txt"
+    assert call_bounded(import_a_module_of_the_folder, timeout=60, output=output) is None, output.read_text()
+
+
+def test_a_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: Any) -> None:
+        raise BrokenPipeError("the server has ended")
+
+    monkeypatch.setattr(bounded_call, "_start", refuse)
+    reason = call_bounded(len, "abc", timeout=60, output=tmp_path / "output.txt")
+    assert reason == "its process could not be started: BrokenPipeError: the server has ended"
 
 
 def start_a_child_and_wait(pipe: str) -> None:
