@@ -168,17 +168,9 @@ class StagedNetwork:
             return None
         return max(sizes, key=lambda name: sizes[name])
 
-    def uncover(self) -> None:
-        """Let calls through again."""
-        self._patch.remove()
-
-    def recover(self) -> None:
-        """Intercept calls again after `uncover`."""
-        self._patch.apply()
-
     def release(self) -> None:
-        """End interception after a run."""
-        self.uncover()
+        """Let calls through again, after a run."""
+        self._patch.remove()
         self.placement.stop_waiting()
 
     def pin(self, cut: PinnedCut) -> None:

@@ -179,19 +179,6 @@ class NotedBuffer:
         present_version = _version_of(self.buffer)
         return present_version != self.version
 
-    def ignore_writes(self) -> None:
-        """Take the present version for the one at the beginning."""
-        self.version = _version_of(self.buffer)
-
-    def restore_values(self) -> None:
-        """Copy the values back into the buffer."""
-        if self.buffer is None or self.values is None:
-            return
-        # Nothing but inference mode may write to an inference tensor.
-        is_inference = self.buffer.is_inference()
-        with torch.inference_mode(is_inference), torch.no_grad():
-            self.buffer.copy_(self.values)
-
 
 def note_buffers(module: nn.Module) -> list[NotedBuffer]:
     """Return every direct buffer of a module, as it is."""
