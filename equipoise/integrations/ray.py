@@ -1,4 +1,4 @@
-"""What a program needs inside Ray Train and Ray Tune: a callback that reports, and the checkpoint to go on from.
+"""A trainer inside Ray Train and Ray Tune: a callback that reports, and the checkpoint from which a run continues.
 
 from equipoise import Trainer
 from equipoise.integrations.ray import RayReport

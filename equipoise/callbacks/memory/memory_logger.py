@@ -362,7 +362,7 @@ class MemoryLogger(Callback):
             leaks = check() or []
         except Exception as error:
             fit.stop_leaks()
-            rank_zero_warn(f"Memory that grows was looked for in vain: {type(error).__name__}: {error}")
+            rank_zero_warn(f"The search for growing memory failed: {type(error).__name__}: {error}")
             return
         for leak in leaks:
             self.leaks.append(leak)

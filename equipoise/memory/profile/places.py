@@ -107,13 +107,13 @@ class DevicePlaces:
     # Phases of a step.
 
     def begin_forward(self) -> None:
-        """Forget the forward of the step before. What no device computes lies where the rest of the step runs."""
+        """Forget the last forward. Tensors that no device computes belong to the device of the rest of the step."""
         self._follows_arguments = False
         self._begins.clear()
         self._parts.clear()
 
     def begin_backward(self) -> None:
-        """Let tensors that no device computes alone lie with those from which they are computed."""
+        """Assign tensors that no device computes alone to the device of their inputs."""
         self._follows_arguments = True
 
     # Places.

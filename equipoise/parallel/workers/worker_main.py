@@ -91,7 +91,7 @@ class Job(NamedTuple):
         )
 
     def prepare(self) -> None:
-        """Let this process be like the parent."""
+        """Apply the parent's settings to this process."""
         define(self.definitions)
         self.script.show()
         sys.path[:] = self.path

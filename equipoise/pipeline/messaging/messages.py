@@ -218,8 +218,8 @@ class Messenger:
             if self.broken:
                 raise
             reason = StepError(
-                f"A stage hands on what cannot be sent to another process: {error}. Let the network's blocks exchange"
-                " tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
+                f"A stage returns a value that cannot be sent to another process: {error}. Let the network's blocks"
+                " exchange tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
             )
             failure = StageError.of(reason, stage, device)
             self.send(to, tag, failure)

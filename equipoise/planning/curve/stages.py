@@ -204,7 +204,7 @@ class StagesOfStep:
 
 
 class _Device:
-    """What a device has, one action after the other.
+    """Memory of a device, one action after the other.
 
     Args:
         holders: The storages of the step.

@@ -27,7 +27,7 @@ class SilentLogger:
 
 
 class TrainerStandIn:
-    """What modules read from a trainer during a step, as it is in the first epoch of a run on one device.
+    """Attributes that modules read from a trainer during a step, as they are in the first epoch of a run on one device.
 
     Args:
         accumulate_grad_batches: Batches of an accumulation window.

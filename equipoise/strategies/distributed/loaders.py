@@ -264,8 +264,8 @@ def _share_stream(loader: DataLoader[Any], rank: int, count: int, *, training: b
     share = getattr(loader.dataset, "shard", None)
     if not callable(share):
         raise ConfigurationError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: which samples are whose only it can tell. Give"
-            " it a method `shard(num_shards, index)` that returns the part of one process, or say"
+            f"{type(loader.dataset).__name__} is an IterableDataset: only it can divide its samples among processes."
+            " Give it a method `shard(num_shards, index)` that returns the part of one process, or say"
             " Trainer(use_distributed_sampler=False) if it reads its own part already."
         )
     dataset = share(num_shards=count, index=rank)

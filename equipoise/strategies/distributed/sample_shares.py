@@ -186,7 +186,7 @@ class ProcessShares:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether steps are measured: only where `sizes` divides them."""
+        """True if steps are measured: only where `sizes` divides them."""
         if not self.measures:
             return False
         if self.shares is not None:

@@ -98,7 +98,7 @@ class UnitCalls:
             The number of processes that can.
 
         Raises:
-            StepError: If the processes have called other units than one another.
+            StepError: If the processes have called different units.
         """
         kind_here = _END_WITH_GRAPH if has_graph else _END_WITHOUT_GRAPH
         kinds = exchange_number(kind_here)
@@ -107,7 +107,7 @@ class UnitCalls:
         if not self._compare_each:
             sums = exchange_number(self._sum)
             if len(set(sums)) > 1:
-                raise StepError(f"The processes have called other units than one another in this step. {_RULE}")
+                raise StepError(f"The processes have called different units in this step. {_RULE}")
         return kinds.count(_END_WITH_GRAPH)
 
     def _check(self, numbers: Sequence[int]) -> None:

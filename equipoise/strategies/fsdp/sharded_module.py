@@ -25,7 +25,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a module is sharded.
+    """Options by which a module is sharded.
 
     Attributes:
         mesh: The processes, in one dimension, or in two where the module has several replicas.

@@ -116,7 +116,7 @@ def _natural_units(module: nn.Module, name: str = "") -> Iterator[Unit]:
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    """Return True if a module has parameters, and a forward that everyone who uses them calls."""
+    """Return True if a module has parameters, and each use of them is a call of its forward."""
     # Containers such as ModuleList have no forward. Attention reads the weights of its last layer without calling it.
     has_forward = type(module).forward is not nn.Module.forward
     is_read_directly = isinstance(module, NonDynamicallyQuantizableLinear)

@@ -295,7 +295,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
             return
         shares[index] = float(f"{reduced:.3g}")
         self._use(shares)
-        rank_zero_warn(f"{name} ran out of memory and gets less from now on: shares={shares}.")
+        rank_zero_warn(f"{name} ran out of memory and receives fewer samples from now on: shares={shares}.")
 
     def _names_of_devices(self) -> str:
         names = [str(device) for device in self.devices]

@@ -351,7 +351,7 @@ class FitLoop:
         return not resumption.is_after_batch and self.stopping.is_over()
 
     def _close_epoch(self, resumption: Resumption) -> None:
-        """Do what remained of an epoch whose last hook wrote the checkpoint."""
+        """Run the rest of an epoch whose last hook wrote the checkpoint."""
         if resumption.position is not None:
             resumption.load_logs()
             self.context.logs.end_batches()
@@ -363,7 +363,7 @@ class FitLoop:
         self.fit.progress.epoch.current.complete()
 
     def _complete_epoch(self, resumption: Resumption) -> None:
-        """Do what remained of a batch one of whose hooks wrote the checkpoint, and of its epoch."""
+        """Run the rest of a batch whose hook wrote the checkpoint, and the rest of its epoch."""
         position = resumption.position
         # 1. The values that the epoch has logged.
         if position is not None and not resumption.at_epoch_end:

@@ -279,7 +279,7 @@ class Resumption:
             restore_before_validation(self.context.module, self.fit, self.position["before_validation"])
 
     def end_validation(self) -> None:
-        """Do what followed a validation in whose last hook the checkpoint was written."""
+        """Run the work that follows a validation whose last hook wrote the checkpoint."""
         if self.position is None:
             return
         state = self.context.state

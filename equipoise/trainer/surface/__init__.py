@@ -1,1 +1,1 @@
-"""What users and Lightning's objects read from a trainer."""
+"""Attributes of a trainer that users and Lightning's objects read."""

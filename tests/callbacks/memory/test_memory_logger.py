@@ -409,7 +409,7 @@ def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
         raise OSError("no")
 
     monkeypatch.setattr(LeakWatch, "after_step", fails)
-    with pytest.warns(UserWarning, match="in vain: OSError: no"):
+    with pytest.warns(UserWarning, match="growing memory failed: OSError: no"):
         trainer = fit(MemoryLogger())
     assert trainer.global_step == 10
     assert gc.get_freeze_count() == 0

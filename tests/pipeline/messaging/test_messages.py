@@ -99,7 +99,7 @@ def test_a_result_that_cannot_be_sent_is_an_error_in_both_processes() -> None:
     outcomes = in_group(send_lock)
     assert outcomes[0] == outcomes[1]
     message, is_broken = outcomes[0]
-    assert "A stage hands on what cannot be sent to another process" in message
+    assert "A stage returns a value that cannot be sent to another process" in message
     assert not is_broken
 
 

@@ -11,10 +11,11 @@ import pytest
 from tests.support.programs import Program
 
 BATCHES = """
+import os
 from typing import NamedTuple
 import torch
 
-print("imported as", __name__, flush=True)
+os.write(1, f"imported as {__name__}\\n".encode())  # whole, also if two processes write at the same time
 
 class Batch(NamedTuple):
     x: torch.Tensor
@@ -33,7 +34,6 @@ def collate(samples):
     return Batch(torch.stack(samples))
 
 if __name__ == "__main__":  # workers of loaders that import the script need no more than what is above
-    import os
     import lightning as L
     from equipoise import DDPStrategy, Trainer
 

@@ -1,4 +1,4 @@
-"""A device that runs out of memory gets less from then on; the step at hand is done again exactly."""
+"""A device that runs out of memory receives fewer samples from then on; the step at hand is done again exactly."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.strategies.replicated.test_balanced import Module, loader
 from tests.test_transparency import Base, Batches, Gradients, Masked, Mlp, assert_same
 
 pytestmark = [
-    *ignoring("Batch \\d+ of \\d+ samples", ".* ran out of memory and gets less", "Measuring goes on"),
+    *ignoring("Batch \\d+ of \\d+ samples", ".* ran out of memory and receives fewer samples", "Measuring goes on"),
     pytest.mark.usefixtures("quick_collections"),
 ]
 
@@ -41,7 +41,9 @@ def fit(strategy: Any, batches: int = 12, devices: int = 2) -> tuple[Module, OOM
 def test_the_share_shrinks_until_batches_fit() -> None:
     """Of 32 samples the second device holds 10: 16, 14 and 12 are too many, 9 fit."""
     strategy = limited(10, shares=[1, 1])
-    with pytest.warns(UserWarning, match=rf"{SECOND} ran out of memory and gets less .*: shares=\[1, 0\.75\]"):
+    with pytest.warns(
+        UserWarning, match=rf"{SECOND} ran out of memory and receives fewer samples .*: shares=\[1, 0\.75\]"
+    ):
         module, recovery = fit(strategy)
     assert len(recovery.events) == 3
     assert strategy.shares == [1, 0.422]

@@ -181,7 +181,7 @@ class ProcessBackend:
 
     @contextmanager
     def _gathered_state(self, optimizer: Optimizer) -> Iterator[None]:
-        """Have the whole state of an optimiser in this process."""
+        """Gather the whole state of an optimiser in this process for a `with` block."""
         index = self._find(optimizer)
         was_sent = index in self._sent
         if was_sent:

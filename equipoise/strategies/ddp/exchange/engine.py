@@ -1,4 +1,4 @@
-"""What the two engines of an exchange have in common: their interface."""
+"""Interface of the engines that exchange gradients between processes."""
 
 from typing import Any, Protocol
 

@@ -57,7 +57,7 @@ class NotBatchable(Exception):
 
 
 class Noted(NamedTuple):
-    """What a call may change.
+    """State that a call may change.
 
     Attributes:
         buffers: Copies of the stacked buffers.

@@ -304,7 +304,7 @@ def set_gradients(parameters: Sequence[Tensor], gradient: Tensor | None) -> None
 
 
 def set_data(tensor: Tensor, values: Tensor) -> None:
-    """Let a tensor, which stays the same object, have the memory of another one."""
+    """Replace the memory of a tensor by that of another one; the object stays the same."""
     tensor.data = values
 
 

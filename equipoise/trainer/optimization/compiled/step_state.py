@@ -81,12 +81,12 @@ class StepState:
         floor = Tolerance(tolerance.relative, tolerance.floor * largest)
         for name, gradient in self._gradients.items():
             if not agree(gradient, compiled._gradients[name], floor):
-                return f"the gradient of {name} is another"
+                return f"the gradient of {name} differs"
 
         # 2. The buffers and the outputs.
         for name, buffer in self._buffers.items():
             if not agree(buffer, compiled._buffers.get(name), tolerance):
-                return f"the buffer {name} is another"
+                return f"the buffer {name} differs"
         if not _all_agree(self._outputs, compiled._outputs, tolerance):
             return "the outputs are others"
 
@@ -98,7 +98,7 @@ class StepState:
         for logged, compiled_logged in zip(self._logged, compiled._logged, strict=True):
             name, value = logged
             if not agree(value, compiled_logged[1], tolerance):
-                return f"the logged value {name!r} is another"
+                return f"the logged value {name!r} differs"
         if not self._generators.equals(compiled._generators):
             return "it draws random numbers otherwise"
         return None

@@ -1,4 +1,4 @@
-"""Short fits of a copy of the module, of which the module, the trainer and all random generators notice nothing."""
+"""Short fits of a copy of the module, without effects on the module, the trainer and random generators."""
 
 import copy
 import logging
@@ -116,7 +116,7 @@ def _generators_kept(loaders: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what every fit says of itself, such as the reason why it ended; warnings remain."""
+    """Silence the messages of a fit, such as the reason why it ended; warnings remain."""
     logger = logging.getLogger(_LOGGER)
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -78,12 +78,12 @@ def draw_of_python(step: Step) -> None:
     ("change", "difference"),
     [
         (other_loss, "the loss is 2.0000001 and not 2"),
-        (other_gradient, "the gradient of 0.weight is another"),
-        (no_gradient, "the gradient of 0.bias is another"),
-        (other_buffer, "the buffer 1.running_var is another"),
+        (other_gradient, "the gradient of 0.weight differs"),
+        (no_gradient, "the gradient of 0.bias differs"),
+        (other_buffer, "the buffer 1.running_var differs"),
         (other_output, "the outputs are others"),
         (further_output, "the outputs are others"),
-        (other_value, "the logged value 'number' is another"),
+        (other_value, "the logged value 'number' differs"),
         (other_name, "other values are logged"),
         (draw_of_torch, "it draws random numbers otherwise"),
         (draw_of_numpy, "it draws random numbers otherwise"),
@@ -117,4 +117,4 @@ def test_values_that_are_not_finite() -> None:
         each.loss = torch.tensor(torch.inf, dtype=torch.float64)
     assert expected.state().first_difference(step.state(), TOLERANCE) is None
     step.module[0].weight.grad[0, 0] = 1.0
-    assert expected.state().first_difference(step.state(), TOLERANCE) == "the gradient of 0.weight is another"
+    assert expected.state().first_difference(step.state(), TOLERANCE) == "the gradient of 0.weight differs"
