@@ -1,6 +1,6 @@
 """Captured steps compute what eager ones compute, to the bit: at least 20 configurations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,16 @@ def test_there_are_enough_cases() -> None:
     assert len(CASES) >= FEWEST
 
 
+@pytest.fixture
+def restored_determinism(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put back what a deterministic run sets for the whole process."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("restored_determinism")
 @pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_bit(name: str) -> None:
