@@ -19,8 +19,12 @@ _MARKS = ("__composable_api", "_is_fsdp", "_fsdp")
 def _groups_of(unit: nn.Module) -> Sequence[Any]:
     """Return torch's groups of parameters of a unit."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-    groups: Sequence[Any] = state._fsdp_param_groups
-    return groups
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    # torch 2.11 and older have one group in each unit.
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def begin_as_root(module: nn.Module) -> None:
@@ -66,7 +70,7 @@ def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Param
         state: Any = unit._get_fsdp_state()  # type: ignore[operator]
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
-        for group in state._fsdp_param_groups:
+        for group in _groups_of(unit):
             _remove_hooks(group)
     for unit in units:
         # The class that `fully_shard` has made derives from FSDPModule and from the former class.

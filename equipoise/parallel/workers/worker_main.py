@@ -107,7 +107,7 @@ def run_worker(
         options: Settings of this worker.
         payload: Contains the job.
         result: Receives the result of the first worker.
-        stack: Connection to which a hung worker writes its stack.
+        stack: Connection to which a worker writes its stack when it hangs or aborts.
         parent: Connection for log records and the report.
     """
     _set_up_process(options, stack, parent)
@@ -149,8 +149,11 @@ def _set_up_process(options: WorkerOptions, stack: Connection, parent: Connectio
     gc.freeze()
     # 2. In a group of its own, the worker ends together with processes that it starts. Only the parent gets Ctrl-C.
     os.setpgid(0, 0)
-    # 3. SIGUSR1 asks for the stack. SIGUSR2 has no effect until a trainer handles it.
+    # 3. SIGUSR1 asks for the stack, and a crash writes it: a long one ends early rather than wait for a reader.
+    # SIGUSR2 has no effect until a trainer handles it.
+    os.set_blocking(stack.fileno(), False)
     faulthandler.register(signal.SIGUSR1, stack.fileno())
+    faulthandler.enable(stack.fileno())
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     # 4. The worker ends with its parent, and trusts the objects of this run alone.
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()

@@ -55,7 +55,7 @@ class WorkerProcess:
         rank: Number of the worker, from 0.
         process: The process of multiprocessing.
         connection: Carries log records and the report of the worker.
-        stack: Connection to which a hung process writes its stack.
+        stack: Connection to which a process writes its stack when it hangs or aborts.
         report: Report of its end; None before.
         messages: Objects that its function has sent; see `send_to_parent`.
     """
@@ -121,7 +121,8 @@ class WorkerProcess:
         """
         now = time.monotonic()
         if code < 0:
-            return Report(self.rank, now, signal=-code)
+            # A process that aborts has written its stack before its end.
+            return Report(self.rank, now, text=self._written_stack(timeout=0), signal=-code)
         hint = _EXIT_CODES.get(code, "")
         return Report(self.rank, now, text=f"It left with exit code {code}.{hint}")
 
@@ -147,8 +148,15 @@ class WorkerProcess:
     def where(self) -> str:
         """Return the present stack of the worker."""
         self.send_signal(signal.SIGUSR1)
+        return self._written_stack(timeout=_FIRST_LINE) or "It does not answer."
+
+    def _written_stack(self, timeout: float) -> str:
+        """Return the stack that the worker writes; empty if none arrives in a time.
+
+        Args:
+            timeout: Seconds until the first line.
+        """
         stack = b""
-        timeout = _FIRST_LINE
         # The worker writes line by line.
         while connection.wait([self.stack], timeout):
             lines = os.read(self.stack.fileno(), 1 << 16)
@@ -156,4 +164,4 @@ class WorkerProcess:
                 break
             stack += lines
             timeout = _NEXT_LINE
-        return stack.decode(errors="replace") or "It does not answer."
+        return stack.decode(errors="replace")

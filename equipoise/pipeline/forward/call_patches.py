@@ -82,12 +82,14 @@ def patched_autograd_functions(on_call: OnFunctionCall) -> Iterator[None]:
     Args:
         on_call: Called in place of each.
     """
-    # The class method itself, not bound to the class.
+    # The class method itself, not bound to the class: some versions of torch define it in Python, others in C.
     original = vars(torch.autograd.Function)["apply"]
-    original_function = original.__func__
+
+    def original_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, cls)(*args, **kwargs)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return on_call(original_function, cls, args, kwargs)
+        return on_call(original_apply, cls, args, kwargs)
 
     with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield

@@ -19,6 +19,8 @@ __all__ = ["Report", "Worker", "causes_among", "raise_first_cause", "raise_unend
 _ATTEMPTS = 3
 # Part of the message of an exchange that reached its time limit.
 _WAITED = "Timed out waiting"
+# The file of torch in which a process waits for an exchange.
+_EXCHANGE = "distributed_c10d.py"
 
 # Returns True for errors that follow from the end of another process.
 ConsequenceCheck = Callable[[BaseException], bool]
@@ -44,7 +46,7 @@ class Report:
         time: Time of its end in seconds, by the monotonic clock that all processes share.
         layout: Layout of its result in the shared file; None without a result.
         error: Its error, pickled; None if that cannot be sent.
-        text: Its traceback.
+        text: Its traceback; of a killed worker, the stack that it wrote, empty if it wrote none.
         consequence: True if the error follows from the end of another worker.
         signal: Number of the signal that killed it; None if no signal did.
     """
@@ -165,8 +167,9 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
     name = f"rank {cause.rank} of {count}"
     if cause.signal is not None:
         signal_name = signal.Signals(cause.signal).name
-        hint = _hint(cause.signal)
-        raise WorkerError(f"{name} was killed by {signal_name}.{hint}")
+        hint = _hint(cause.signal, cause.text)
+        place = f" It was here:\n\n{cause.text}" if cause.text else ""
+        raise WorkerError(f"{name} was killed by {signal_name}.{hint}{place}")
     if cause.error is None:
         raise WorkerError(f"{name} failed:\n\n{cause.text}")
     error = cloudpickle.loads(cause.error)
@@ -174,13 +177,21 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
     raise error from RemoteTraceback(cause.text)
 
 
-def _hint(number: int) -> str:
-    """Return the likely reason for a signal, as a sentence of the message."""
+def _hint(number: int, stack: str) -> str:
+    """Return the likely reason for a signal, as sentences of the message.
+
+    Args:
+        number: Number of the signal.
+        stack: The stack that the process wrote; empty if it wrote none.
+    """
     if number == signal.SIGKILL:
         return " If nobody did so on purpose, the system may have run out of memory."
-    if number == signal.SIGABRT:
-        return " A library gave up: processes may have exchanged tensors of different shapes; its message is above."
-    return ""
+    if number != signal.SIGABRT:
+        return ""
+    hint = " A library stopped the process; its message is above."
+    if _EXCHANGE in stack:
+        hint += " Processes may have exchanged tensors of different shapes."
+    return hint
 
 
 def _places(reports: list[Report]) -> str:

@@ -1,0 +1,86 @@
+"""Environments of exact versions, one beside the other, built by uv: it links files that environments share."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.versions.rows import Row
+
+__all__ = ["NotAvailable", "build", "python_of"]
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
+# Packages that belong to one version of torch.
+OF_TORCH = ("triton", "nvidia-", "cuda-", "setuptools")
+# Seconds that a download of several gigabytes may take.
+SECONDS = 1800.0
+
+
+class NotAvailable(Exception):
+    """The environment cannot be built here; the message gives the reason."""
+
+
+def python_of(folder: Path) -> Path:
+    """Return the interpreter of an environment."""
+    return folder / "bin" / "python"
+
+
+def build(row: Row, folder: Path) -> None:
+    """Build the environment of a row; do nothing if the same one exists.
+
+    Args:
+        row: The row.
+        folder: The folder of the environment. A different one there is removed.
+
+    Raises:
+        NotAvailable: If Python or a package of it cannot be had, or the time is up.
+    """
+    # 1. An environment is kept while what it was built from is the same.
+    wanted = _wanted(row)
+    done = folder / "built_from.txt"
+    if done.is_file() and done.read_text() == wanted:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+    # 2. Build it.
+    _uv(["venv", "--seed", "--python", row.python, str(folder)])
+    constraints = folder / "constraints.txt"
+    constraints.write_text(wanted)
+    target = ["--python", str(python_of(folder)), "--constraint", str(constraints)]
+    _uv(["pip", "install", *target, "--editable", f"{ROOT}[dev]"])
+    done.write_text(wanted)
+
+
+def _wanted(row: Row) -> str:
+    """Return the constraints of a row, one exact version a line."""
+    lines = [f"{package}=={version}" for package, version in row.packages.items()]
+    if row.is_constrained:
+        lines += [line for line in CONSTRAINTS.read_text().splitlines() if _counts(line, row)]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(line: str, row: Row) -> bool:
+    """Return True for a constraint of a package that a row does not choose itself."""
+    package = line.partition("==")[0].lower()
+    return bool(package) and package not in row.packages and not package.startswith(("#", *OF_TORCH))
+
+
+def _uv(arguments: Sequence[str]) -> None:
+    """Run uv, without a machine's own constraints: a row names the versions.
+
+    Raises:
+        NotAvailable: If it fails.
+    """
+    variables = {**os.environ, "UV_HTTP_TIMEOUT": "120", "UV_NO_CONFIG": "1"}
+    command = ["uv", "--quiet", *arguments]
+    try:
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except FileNotFoundError:
+        raise NotAvailable("uv is not installed; make test-versions installs it") from None
+    except subprocess.TimeoutExpired:
+        raise NotAvailable(f"uv did not finish in {SECONDS / 60:.0f} minutes") from None
+    if ended.returncode:
+        reason = " ".join(ended.stderr.split())
+        raise NotAvailable(reason[:400])
